@@ -408,8 +408,6 @@ def _convert(command: argparse.ArgumentParser) -> None:
     )
     add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
-    of_experts = "write a file of the experts, too, which --experts-memory reads; as large again"
-    add("--experts-on-disk", action="store_true", help=of_experts)
     beside = "a LoRA adapter of PEFT to store as DST/adapter, for mlx-lm with --to mlx"
     add("--adapter", metavar="DIR", help=beside)
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")

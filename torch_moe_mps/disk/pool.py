@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from .._faults import Mark
 from ..ops.slots import host_view, register_pool
 from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
+from .stored import StoredExperts
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
@@ -86,7 +87,7 @@ class Reading:
 class Reader:
     """A file of experts, the threads that read it, and what they have read."""
 
-    def __init__(self, file: ExpertsFile):
+    def __init__(self, file: ExpertsFile | StoredExperts):
         self.file, self.counters = file, Counters()
         self.threads = ThreadPoolExecutor(DEPTH, "experts")
         self.callers = ThreadPoolExecutor(1, "slots of experts")  # the main thread calls them
@@ -332,7 +333,7 @@ class Pools:
         layers: the pools, in the order of the file.
     """
 
-    def __init__(self, file: ExpertsFile, slots: int, device: torch.device):
+    def __init__(self, file: ExpertsFile | StoredExperts, slots: int, device: torch.device):
         reader = Reader(file)
         self.counters = reader.counters
         self.layers = [

@@ -19,6 +19,7 @@ from torch_moe_mps import from_pretrained
 from torch_moe_mps._text import bytes_in
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
+from torch_moe_mps.disk.stored import StoredExperts
 from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
 from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 from torch_moe_mps.transformers.checkpoints import on_disk
@@ -70,6 +71,8 @@ CHECKPOINTS = {
     "while read": (in_safetensors("deepseek_v3", num_hidden_layers=3), BITS),
     "with biases": (in_safetensors("gpt_oss"), {"bits": 8, "group_size": 32}),
     "ours": (of_ours, {}),
+    "stacked": (in_safetensors("gpt_oss"), {}),
+    "ours in another dtype": (of_ours, {"dtype": torch.float16}),
     "requantised": (of_ours, {"bits": 2, "group_size": 32}),
     "mlx": (of_mlx, {}),
     "gguf": (of_gguf, {"device_map": "cpu"}),
@@ -94,13 +97,18 @@ def same_answers(resident, model, tokens: int = 3) -> None:
 
 
 @pytest.mark.slow("loads two models")
-@pytest.mark.parametrize("name", in_sweep([*CHECKPOINTS], ["fp8", "ours", "with biases", "mlx"]))
+@pytest.mark.parametrize(
+    "name", in_sweep([*CHECKPOINTS], ["fp8", "mxfp4", "with biases", "ours in another dtype"])
+)
 def test_the_resident_model(name, tmp_path, few_slots):
     write, options = CHECKPOINTS[name]
     if name == "mlx":
         pytest.importorskip("mlx_lm")
     path = write(tmp_path / "model")
     model = from_pretrained(path, experts_memory="1GB", **options)
+    own_files = name in ("ours", "mxfp4", "stacked", "ours in another dtype")
+    assert isinstance(pools_of(model).layers[0].reader.file, StoredExperts) == own_files
+    assert own_files == (not [*tmp_path.rglob(f"*{on_disk.NAME}")])
     with torch.no_grad():
         same_answers(from_pretrained(path, **options), model)
     counters, layers = pools_of(model).counters, len(experts_of(model))
@@ -339,7 +347,7 @@ KILLED = """
             for name in ("pwrite", "ftruncate", "fsync", "rename", "unlink"):
                 setattr(os, name, at_last(getattr(os, name)))
             try:
-                from_pretrained(str(folder), experts_memory="1GB", device_map="cpu")
+                from_pretrained(str(folder), experts_memory=550_000, device_map="cpu")
             finally:
                 os._exit(sys.exc_info()[0] is not None)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -362,7 +370,7 @@ KILLED = """
 @pytest.mark.parametrize("step", in_sweep((1, 17), (17,)))
 def test_a_process_that_is_killed_while_it_writes(step, tmp_path):
     """By SIGKILL: half of a file is never taken for one, and the next process writes the same bytes."""
-    in_safetensors("qwen3_moe")(tmp_path / "model")
+    in_safetensors("qwen3_moe", num_hidden_layers=3)(tmp_path / "model")  # 590 kB of experts
     assert int(processes.forked(KILLED, tmp_path / "model", step)) > 40
 
 

@@ -18,6 +18,7 @@ from ..._progress import with_progress
 from ..._text import bytes_in
 from ...disk.file import ExpertsFile, Layer, size_of_file, written
 from ...disk.pool import Pools, least_memory, most_experts, slots_in
+from ...disk.stored import StoredExperts
 from ...macs import memory_for_models
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
@@ -27,6 +28,7 @@ from .cutting import cutting
 from .layouts.files import checkpoint_files, sample_of
 from .quantize.sizes import room_for_experts, top_k, total_bytes
 from .quantizer import quantizer_for
+from .rows import rows_of
 from .source import Source
 from .write.parts import Parts
 
@@ -42,10 +44,12 @@ def path_of(source: Source) -> Path:
     return Path(source.folder) / (source.others.get("subfolder") or "") / NAME
 
 
-def experts_file(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> ExpertsFile:
-    """The file of a checkpoint's experts, which is written first unless it is there.
+def experts_file(
+    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
+) -> ExpertsFile | StoredExperts:
+    """Experts as `from_pretrained` would load them: in the checkpoint's own files, or in a file of them.
 
-    The experts are as `from_pretrained` would load them: one layer at a time is in memory.
+    That is written first unless it is there; one layer at a time is in memory.
 
     Args:
         recipe: arguments of `accelerate`, by which weights are quantised.
@@ -55,8 +59,8 @@ def experts_file(source: Source, recipe: Mapping[str, Any] | None, layers: list[
     """
     path, files = path_of(source), _files(source)
     key = _key(source, files, recipe)
-    if path.exists():
-        return ExpertsFile(path, key)
+    if (found := _found(source, recipe, layers)) is not None:
+        return found
     print(f"torch_moe_mps: writing {path}, {size_of_file(layers) / 1e9:.2f} GB, once", file=sys.stderr)
     how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
     model_class = source.cls if isinstance(source.cls, type) else None
@@ -75,13 +79,33 @@ def experts_file(source: Source, recipe: Mapping[str, Any] | None, layers: list[
 _OPTIONS = {"dtype": "auto", "trust_remote_code": False}
 
 
+def _found(
+    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
+) -> ExpertsFile | StoredExperts | None:
+    """The experts, if they can be read without writing anything. Raises: ValueError for another's file."""
+    path, files = path_of(source), _files(source)
+    key = _key(source, files, recipe)
+    if path.exists():
+        return ExpertsFile(path, key)
+    if source.gguf is not None:
+        return None
+    model, quantizer = _dense(source, recipe)
+    rows = None if quantizer is None and source.stored else rows_of(model, quantizer, files, layers)
+    return None if rows is None else StoredExperts(path.parent, key, layers, rows)
+
+
 def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
     """A checkpoint's model on the meta device, with the weights that it will have."""
-    model = source.skeleton()
-    quantizer = quantizer_for(source, model, _files(source), recipe, True, packs=True)
+    model, quantizer = _dense(source, recipe)
     if quantizer is not None:
         quantizer.place_empty(model, lambda name: True)
     return model
+
+
+def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """A checkpoint's dense model on the meta device, and its quantizer, which has placed nothing yet."""
+    model = source.skeleton()
+    return model, quantizer_for(source, model, _files(source), recipe, True, packs=True)
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -133,7 +157,7 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str) 
 
 
 def _automatic(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Plan | None, str]:
-    """As `planned`, and why."""
+    """Plan, or None, and why."""
     model, limit = placed(source, recipe), memory_for_models(torch.backends.mps.is_available())
     experts, weights = [*experts_of(model).values()], total_bytes(model)
     if not experts:
@@ -158,16 +182,15 @@ def _chosen(model: nn.Module) -> int:
 
 def _why_not_written(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> str | None:
     """Why a file of experts is not there and cannot be written; None if it is, or can be."""
-    path, size = path_of(source), size_of_file(layers)
-    if path.exists():
-        try:
-            ExpertsFile(path, _key(source, _files(source), recipe))
-        except (OSError, ValueError) as error:
-            return str(error)
-    elif not os.access(path.parent, os.W_OK):
-        return f"{path.parent} cannot be written"
-    elif shutil.disk_usage(path.parent).free < size:
-        return f"{path.parent} has no {size / 1e9:.2f} GB of free space"
+    folder, size = path_of(source).parent, size_of_file(layers)
+    try:
+        found = _found(source, recipe, layers)
+    except (OSError, ValueError) as error:
+        return str(error)
+    if found is None and not os.access(folder, os.W_OK):
+        return f"{folder} cannot be written"
+    if found is None and shutil.disk_usage(folder).free < size:
+        return f"{folder} has no {size / 1e9:.2f} GB of free space"
     return None
 
 
