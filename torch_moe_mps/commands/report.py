@@ -23,7 +23,6 @@ from ..selfcheck.facts import anonymous
 from ..selfcheck.machine import is_available
 from ..selfcheck.registers import of_library
 from .check import NO_GPU, why_not
-from .measured import measured
 from .results import check_writable
 
 QUESTION = "Why is the sky blue? Answer in one sentence."
@@ -80,11 +79,7 @@ def run(options: argparse.Namespace) -> int:
             file.writestr("summary.json", anonymous(json.dumps(outcomes, indent=1)))
     for name, outcome in outcomes.items():
         print(f"{name:24} {outcome['outcome']}")
-    beside = Path(options.output).with_suffix(".measured.json")
-    with zipfile.ZipFile(options.output) as file:
-        beside.write_text(anonymous(json.dumps(measured(file, options.model), indent=1)) + "\n")
     print(f"Please attach {options.output} to an issue: it has no path and no name of yours.")
-    print(f"{beside} has the speed alone, to be sent as a file of measured/.")
     return int(any(outcome["code"] for outcome in outcomes.values()))
 
 

@@ -172,8 +172,6 @@ class Quantizer(Lifecycle, HfQuantizer):
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
                 report.importance = config.importance.assign(model, dense)
-        elif config.measured:
-            self.report = QuantizationReport(measured=config.measured)
         self.wanted.compare(self.layout.targets, self.report, config.requantize)
         self.make_room(model)
         self._start(model)
