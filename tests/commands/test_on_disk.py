@@ -99,6 +99,7 @@ def test_hits(resident, expected):
     assert hits_of(resident) == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.slow("makes a model of 94 layers, without weights")
 def test_fit(tmp_path, capsys):
     """Qwen3-235B-A22B on 64 GB: 1.28 GB a token in others' count, 4.4 tokens/s with the M4 Max's memory."""
     config = {

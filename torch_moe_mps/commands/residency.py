@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned
-from ..transformers.checkpoints.quantize.sizes import room_for_experts, top_k
+from ..transformers.checkpoints.quantize.sizes import large_tables, room_for_experts, top_k
 
 # Share of the experts that is in memory -> share of a token's experts that is found there: owners' figures
 # for Qwen3-30B-A3B with a least recently used cache a layer. Those of gpt-oss-120b and of Qwen3.8 are near.
@@ -54,12 +54,15 @@ def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Res
     """
     experts = experts_of(model)
     layers = [size.of(module) for module in experts.values()]
-    memory = room_for_experts(model, size.weights, sum(layers), limit) if layers else None
+    if not layers:
+        return None
+    tables = sum(large_tables(model, limit, size.quantized).values())
+    memory = room_for_experts(model, size.weights, sum(layers), tables, limit)
     if memory is None:
         return None
     one = next(iter(experts.values()))
     count, chosen = one.down_proj.shape[0], top_k(one)
-    resident = (memory - 2 * max(layers)) / sum(layers)
+    resident = 1.0 if memory == sum(layers) else (memory - 2 * max(layers)) / sum(layers)
     if resident * count < chosen:
         return None
     read = (1 - hits_of(resident)) * sum(layers) * chosen / count

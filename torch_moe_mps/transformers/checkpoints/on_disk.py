@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from ..._progress import with_progress
 from ..._text import bytes_in
 from ...disk.file import ExpertsFile, Layer, size_of_file, written
-from ...disk.pool import Pools, least_memory, most_experts, slots_in
+from ...disk.pool import Pools, Tables, least_memory, most_experts, slots_in
 from ...disk.stored import StoredExperts
 from ...macs import memory_for_models
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..modules.experts import pinned_config
-from ..modules.experts_on_disk import give_weights, keep_whole, put_on_disk
+from ..modules.experts_on_disk import OnDisk, give_weights, keep_whole, put_on_disk, put_table_on_disk
 from .cutting import cutting
 from .layouts.files import checkpoint_files, sample_of
-from .quantize.sizes import room_for_experts, top_k, total_bytes
+from .quantize.sizes import large_tables, room_for_experts, top_k, total_bytes
 from .quantizer import quantizer_for
 from .rows import rows_of
 from .source import Source
@@ -83,15 +83,22 @@ def _found(
     source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
 ) -> ExpertsFile | StoredExperts | None:
     """The experts, if they can be read without writing anything. Raises: ValueError for another's file."""
-    path, files = path_of(source), _files(source)
-    key = _key(source, files, recipe)
-    if path.exists():
-        return ExpertsFile(path, key)
+    path = path_of(source)
+    key = _key(source, _files(source), recipe)
+    return ExpertsFile(path, key) if path.exists() else _stored(source, recipe, layers)
+
+
+def _stored(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> StoredExperts | None:
+    """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
     if source.gguf is not None:
         return None
-    model, quantizer = _dense(source, recipe)
-    rows = None if quantizer is None and source.stored else rows_of(model, quantizer, files, layers)
-    return None if rows is None else StoredExperts(path.parent, key, layers, rows)
+    (model, quantizer), files = _dense(source, recipe), _files(source)
+    if quantizer is None and source.stored:
+        return None
+    rows = rows_of(model, quantizer, files, layers)
+    if rows is None:
+        return None
+    return StoredExperts(path_of(source).parent, _key(source, files, recipe), layers, rows)
 
 
 def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
@@ -119,21 +126,25 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 class Plan(NamedTuple):
-    """Experts of a model that do not all fit into some memory.
+    """What of a model is on the disk.
 
     Attributes:
         memory: bytes of the experts in memory.
-        slots: of each layer, in that memory.
+        slots: of each layer, in that memory; layers that have no more experts are in memory.
         layers: the model's.
+        tables: embeddings that are too large for memory; None for none.
+        model: on the meta device.
     """
 
     memory: int
     slots: int
     layers: list[Layer]
+    tables: StoredExperts | None
+    model: Any
 
 
 def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str) -> Plan | None:
-    """Plan for the `experts_memory` of `from_pretrained`; None where all experts are in memory.
+    """Plan for the `experts_memory` of `from_pretrained`; None where all is in memory.
 
     For AUTO, a line on stderr says what was chosen.
 
@@ -153,26 +164,46 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str) 
         expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
         got = f"{memory / 1e9:.3g} GB"
         raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
-    return None if slots >= most_experts(layers) else Plan(memory, slots, layers)
+    tables = _tables(source, recipe, model, _limit())
+    if slots >= most_experts(layers) and tables is None:
+        return None
+    return Plan(memory, slots, layers, tables, model)
 
 
 def _automatic(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Plan | None, str]:
     """Plan, or None, and why."""
-    model, limit = placed(source, recipe), memory_for_models(torch.backends.mps.is_available())
+    model, limit = placed(source, recipe), _limit()
     experts, weights = [*experts_of(model).values()], total_bytes(model)
     if not experts:
         return None, f"{type(model).__name__} has no experts"
-    memory = room_for_experts(model, weights, sum(map(total_bytes, experts)), limit)
+    tables = _tables(source, recipe, model, limit)
+    rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
+    memory = room_for_experts(model, weights, sum(map(total_bytes, experts)), rows, limit)
     sizes = f"{weights / 1e9:.2f} GB of weights, {limit / 1e9:.2f} GB of memory"
     if memory is None:
         return None, f"all experts are in memory: {sizes}"
     layers = layers_of(model)
     if (slots := slots_in(layers, memory)) < _chosen(model):
         return None, f"all experts are in memory, as those of a token do not fit beside the rest: {sizes}"
-    if (why := _why_not_written(source, recipe, layers)) is not None:
+    if slots < most_experts(layers) and (why := _why_not_written(source, recipe, layers)) is not None:
         return None, f"all experts are in memory: {sizes}, but {why}"
-    why = f"{memory / 1e9:.2f} GB of experts are in memory, the others on the disk: {sizes}"
-    return Plan(memory, slots, layers), why
+    disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
+    why = f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}"
+    return Plan(memory, slots, layers, tables, model), why
+
+
+def _limit() -> int:
+    return memory_for_models(torch.backends.mps.is_available())
+
+
+def _tables(
+    source: Source, recipe: Mapping[str, Any] | None, model: nn.Module, limit: int
+) -> StoredExperts | None:
+    """Embeddings that are too large for memory, where the checkpoint's files have their rows."""
+    every = {name: model.get_submodule(name) for name in large_tables(model, limit)}
+    plain = {name: module for name, module in every.items() if getattr(module, "scale", None) is None}
+    layers = [_layer_of_rows(name, module) for name, module in plain.items()]
+    return _stored(source, recipe, layers) if layers else None
 
 
 def _chosen(model: nn.Module) -> int:
@@ -224,10 +255,21 @@ def _sample_of_gguf(path: str) -> bytes:
 
 def _layer(name: str, module: Experts) -> Layer:
     tensors = tensors_of(module)
-    shapes = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for n, t in tensors.items()}
     formats = [vars(module).get(attribute) for attribute in _FORMATS] if is_quantized(module) else []
     about = {"formats": [None if format is None else str(format) for format in formats]}
-    return Layer(name, len(next(iter(tensors.values()))), shapes, about)
+    return Layer(name, len(next(iter(tensors.values()))), _shapes(tensors), about)
+
+
+def _layer_of_rows(name: str, table: Any) -> Layer:
+    tensors, count = {**table._parameters, **table._buffers}, table.num_embeddings
+    return Layer(
+        name, count, _shapes({n: t for n, t in tensors.items() if t is not None and len(t) == count})
+    )
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{name: (dtype, shape)} of one row."""
+    return {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for n, t in tensors.items()}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -250,8 +292,9 @@ class OnDiskLoading:
     """
 
     def __init__(self, source: Source, recipe: Mapping[str, Any] | None, plan: Plan):
-        self.slots = plan.slots
-        self.file = experts_file(source, recipe, plan.layers)
+        self.slots, self._layers, self._tables, self._model = plan[1:]
+        whole = plan.slots >= most_experts(plan.layers)
+        self._file = None if whole else experts_file(source, recipe, plan.layers)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -263,26 +306,41 @@ class OnDiskLoading:
 
     def _cut(self, model: Any, device: torch.device) -> Callable[[], None]:
         """Takes the experts out of a model; what is returned puts them back, on the disk."""
-        of_layers = {layer.name for layer in self.file.layers if layer.experts > self.slots}
-        experts = {name: module for name, module in experts_of(model).items() if name in of_layers}
-        for name in experts:
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, nn.Module())
-        ignored = {rf"^{re.escape(name)}\." for name in experts}
+        large = {layer.name for layer in self._layers if layer.experts > self.slots}
+        experts = {name: module for name, module in experts_of(model).items() if name in large}
+        tables = [] if self._tables is None else [table.name for table in self._tables.layers]
+        for name in [*experts, *tables]:
+            _put(model, name, nn.Module())
+        ignored = {rf"^{re.escape(name)}\." for name in [*experts, *tables]}
         ignored |= {*(model._keys_to_ignore_on_load_unexpected or ())}
         model._keys_to_ignore_on_load_unexpected = ignored
 
         def complete() -> None:
-            pools = Pools(self.file, self.slots, device)
-            for number, pool in enumerate(pools.layers):
-                module = experts[pool.about.name]
-                _install(module, pool.about, pool.tensors)
-                put_on_disk(module, pools, number)
-                owner, _, last = pool.about.name.rpartition(".")
-                setattr(model.get_submodule(owner), last, module)
-            keep_whole(model, [*experts.values()])
+            kept: list[nn.Module] = [*experts.values()]
+            if self._file is not None:
+                pools = Pools(self._file, self.slots, device)
+                for pool in pools.layers:
+                    _install(module := experts[pool.about.name], pool.about, pool.tensors)
+                    put_on_disk(module, OnDisk(pool, pools))
+                    _put(model, pool.about.name, module)
+            if self._tables is not None:
+                of_tables = Tables(self._tables, device)
+                for pool in of_tables.layers:
+                    kept.append(table := self._model.get_submodule(pool.about.name))
+                    give_weights(table, pool.tensors)
+                    table._apply(
+                        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+                    )
+                    put_table_on_disk(table, OnDisk(pool, of_tables))
+                    _put(model, pool.about.name, table)
+            keep_whole(model, kept)
 
         return complete
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, module)
 
 
 def _install(module: Any, layer: Layer, tensors: dict[str, Tensor]) -> None:

@@ -42,16 +42,15 @@ def rows_of(
     found = _found(model, quantizer, files, wanted)
     if found.keys() != wanted:
         return None
-    result = []
-    for layer in layers:
-        sizes = dict(zip(layer.tensors, layer.sizes, strict=True))
-        own = {name: _rows(found[f"{layer.name}.{name}"], size) for name, size in sizes.items()}
-        for name, rows in own.items():
+    result: list[dict[str, Rows]] = [{} for _ in layers]
+    for layer, own in zip(layers, result, strict=True):
+        for (name, (dtype, _)), size in zip(layer.tensors.items(), layer.sizes, strict=True):
+            rows = _rows(found[f"{layer.name}.{name}"], size)
             if rows is None or sum(part.rows for part in rows.parts) != layer.experts:
                 return None
-            if not _is_read_as(rows.dtype, dtype_of(layer.tensors[name][0])):
+            if not _is_read_as(rows.dtype, dtype_of(dtype)):
                 return None
-        result.append(own)
+            own[name] = rows
     return result
 
 

@@ -12,9 +12,11 @@ from ....quantization import Format, QuantizedWeight
 from ...basics.interface import experts_of, weights_in
 from ...basics.report import QuantizationReport, QuantizedProjection
 from .target import Target
+from .tied import tied_layers
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
 LARGEST_CHUNK = 2048  # tokens of a prompt that are computed at once
+_TABLE = 1 / 16  # the share of memory from which on an embedding is better on the disk
 _BESIDE = 10**9  # bytes of memory for all else than weights and activations, where they fill it
 
 
@@ -128,12 +130,28 @@ def _row(layer: nn.Module) -> int:
     return row
 
 
-def room_for_experts(model: Any, weights: int, experts: int, limit: int) -> int | None:
-    """Bytes that some memory has for a model's experts; None if all weights fit.
+def large_tables(
+    model: Any, limit: int, sizes: Mapping[Tensor, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """{name: bytes} of embeddings that fill too much of some memory, and whose weights no other layer has."""
+    shared = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    tied = tied_layers(model)
+    tables = {
+        name: total_bytes(module, sizes)
+        for name, module in model.named_modules()
+        if hasattr(module, "num_embeddings") and name not in {*tied, *tied.values()}
+        if all(shared[id(p)] == 1 for p in module._parameters.values())
+    }
+    return {name: size for name, size in tables.items() if size > _TABLE * limit}
+
+
+def room_for_experts(model: Any, weights: int, experts: int, tables: int, limit: int) -> int | None:
+    """Bytes of a model's experts that some memory has room for; None if all weights fit.
 
     Args:
         weights, experts: bytes of all weights, and of the experts among them.
+        tables: bytes of embeddings that are on the disk unless all fit, by `large_tables`.
         limit: bytes of memory for the model with all that it computes.
     """
     room = limit - prompt_bytes(model, LARGEST_CHUNK)
-    return None if weights <= room else room - (weights - experts) - _BESIDE
+    return None if weights <= room else min(experts, room - (weights - tables - experts) - _BESIDE)
