@@ -199,7 +199,7 @@ def load_stored(
 
     if asked.get("experts_memory") is not None and processes() == 1:
         recipe = {name: asked[name] for name in ARGUMENTS if name in asked} or None
-        source = Source(folder, loading_options(options))
+        source = Source(folder, loading_options(options) | {"device_map": device})
         plan = planned(source, recipe, asked["experts_memory"])
         asked["experts_memory"] = None if plan is None else plan.memory
     on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried

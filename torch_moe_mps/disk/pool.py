@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._faults import Mark
-from ..ops.slots import host_view, register_pool
+from ..ops.slots import READ, host_view, register_pool
 from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
 from .stored import StoredExperts
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
 TABLE_ROWS, TABLE_MEMORY = 1 << 16, 1 << 28  # rows and bytes of a table in memory, at most
-LIMIT = 20.0  # seconds, after which a disk is late
+LIMIT = READ
 Views = Sequence[memoryview]
 
 

@@ -58,7 +58,7 @@ class StoredExperts:
             weakref.finalize(self, os.close, file)
 
     def read(self, layer: int, expert: int, views: Sequence[memoryview], begin: int = 0) -> None:
-        """As `ExpertsFile.read`: the tensors of an expert count as one block."""
+        """Reads a part of an expert as `ExpertsFile.read` does: its tensors count as one block."""
         rest = [view for view in views if len(view)]
         for rows, size in zip(self._tensors[layer], self.layers[layer].sizes, strict=True):
             if begin >= size or not rest:

@@ -26,7 +26,7 @@ from torch_moe_mps.transformers.checkpoints import on_disk
 from torch_moe_mps.transformers.checkpoints.quantize import sizes
 from torch_moe_mps.transformers.checkpoints.quantize.sizes import LARGEST_CHUNK, prompt_bytes, total_bytes
 from torch_moe_mps.transformers.checkpoints.source import Source
-from torch_moe_mps.transformers.modules.experts_on_disk import pools_of
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 BITS = {"bits": 4, "group_size": 32}
 
@@ -107,11 +107,11 @@ def test_the_resident_model(name, tmp_path, few_slots):
     path = write(tmp_path / "model")
     model = from_pretrained(path, experts_memory="1GB", **options)
     own_files = name in ("ours", "mxfp4", "stacked", "ours in another dtype")
-    assert isinstance(pools_of(model).layers[0].reader.file, StoredExperts) == own_files
+    assert isinstance(expert_pools(model).layers[0].reader.file, StoredExperts) == own_files
     assert own_files == (not [*tmp_path.rglob(f"*{on_disk.NAME}")])
     with torch.no_grad():
         same_answers(from_pretrained(path, **options), model)
-    counters, layers = pools_of(model).counters, len(experts_of(model))
+    counters, layers = expert_pools(model).counters, len(experts_of(model))
     assert all(
         len(experts.down_proj) == 3 for experts in experts_of(model).values() if hasattr(experts, "down_proj")
     )
@@ -149,7 +149,10 @@ def test_a_memory_that_holds_all_is_the_resident_model(folder, tmp_path, monkeyp
     monkeypatch.setattr(on_disk, "written", None)
     in_safetensors("qwen3_moe", num_hidden_layers=6)(tmp_path)
     model = load(tmp_path, experts_memory=whole(folder))
-    assert pools_of(model) is None and pools_of(load(folder, experts_memory=whole(folder) - 1)) is not None
+    assert (
+        expert_pools(model) is None
+        and expert_pools(load(folder, experts_memory=whole(folder) - 1)) is not None
+    )
     copy.deepcopy(model)
 
 
@@ -167,11 +170,11 @@ def test_auto(folder, limited, capsys):
     """Experts are on the disk where the model is larger than memory by a byte."""
     limited(0)
     resident = load(folder, experts_memory="auto")
-    assert pools_of(resident) is None
+    assert expert_pools(resident) is None
     assert "experts_memory auto: all experts are in memory: 0.00 GB of weights" in capsys.readouterr().err
     limited(-1)
     model = load(folder, experts_memory="auto")
-    assert {pool.size for pool in pools_of(model).layers} == {5}
+    assert {pool.size for pool in expert_pools(model).layers} == {5}
     said = capsys.readouterr().err
     assert (
         said.count("torch_moe_mps") == 1 and "GB of experts are in memory, the others on the disk: " in said
@@ -302,19 +305,19 @@ def test_an_error_of_the_disk_ends_one_call(folder, memory, monkeypatch):
 def test_a_batch_whose_tokens_need_more_than_the_slots(folder, memory):
     """The experts that its tokens need are read beside the pools, and no others."""
     model, resident = load(folder, experts_memory=memory), load(folder)
-    assert pools_of(model).layers[0].size == 3
+    assert expert_pools(model).layers[0].size == 3
     ids = prompt(3, 1)
     with torch.no_grad():
         assert same(resident(ids).logits, model(ids).logits)
-    counters = pools_of(model).counters
-    assert counters.bytes_read < 6 * 6 * sum(pools_of(model).layers[0].about.sizes) + 1
+    counters = expert_pools(model).counters
+    assert counters.bytes_read < 6 * 6 * sum(expert_pools(model).layers[0].about.sizes) + 1
 
 
 def test_the_file_is_written_once(folder, memory, monkeypatch):
     """And has each format of a model's experts."""
     monkeypatch.setattr(on_disk, "written", None)
     load(folder, experts_memory=memory)
-    file = pools_of(load(folder, experts_memory=memory)).layers[0].reader.file
+    file = expert_pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
     assert file.path == folder / on_disk.NAME and file.layers[0].about == {"formats": []}
 

@@ -14,7 +14,7 @@ from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 from torch_moe_mps.transformers.checkpoints import on_disk
 from torch_moe_mps.transformers.checkpoints.quantize import sizes
 from torch_moe_mps.transformers.checkpoints.source import Source
-from torch_moe_mps.transformers.modules.experts_on_disk import pools_of
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 BITS = {"bits": 4, "group_size": 32}
 NGRAMS = {
@@ -84,7 +84,7 @@ def test_tables_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(on_disk, "memory_for_models", lambda on_gpu: needed - rows)
     model = from_pretrained(path, experts_memory="auto")
     assert "the others and 0.00 GB of embeddings on the disk: " in capsys.readouterr().err
-    assert len(tables_of(model)) == 2 and pools_of(model) is None
+    assert len(tables_of(model)) == 2 and expert_pools(model) is None
     assert not [*tmp_path.rglob(f"*{on_disk.NAME}")]
     with torch.no_grad():
         assert same(model(prompt()).logits, from_pretrained(path)(prompt()).logits)

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,15 @@ from ...macs import memory_for_models
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..modules.experts import pinned_config
-from ..modules.experts_on_disk import OnDisk, give_weights, keep_whole, put_on_disk, put_table_on_disk
+from ..modules.experts_on_disk import (
+    TURNED,
+    OnDisk,
+    give_weights,
+    keep_whole,
+    put_on_disk,
+    put_table_on_disk,
+    turned,
+)
 from .cutting import cutting
 from .layouts.files import checkpoint_files, sample_of
 from .quantize.sizes import large_tables, room_for_experts, top_k, total_bytes
@@ -72,7 +81,7 @@ def experts_file(
         for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
             name = layers[number].name
             with parts.loaded(name):
-                new.add(number, tensors_of(parts.model.get_submodule(name)))
+                new.add(number, turned(layers[number], tensors_of(parts.model.get_submodule(name))))
     return ExpertsFile(path, key)
 
 
@@ -85,7 +94,11 @@ def _found(
     """The experts, if they can be read without writing anything. Raises: ValueError for another's file."""
     path = path_of(source)
     key = _key(source, _files(source), recipe)
-    return ExpertsFile(path, key) if path.exists() else _stored(source, recipe, layers)
+    if path.exists():
+        if (file := ExpertsFile(path, key)).layers != layers:
+            raise ValueError(f"{path} has its experts for another device: remove it")
+        return file
+    return None if any(layer.about.get(TURNED) for layer in layers) else _stored(source, recipe, layers)
 
 
 def _stored(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> StoredExperts | None:
@@ -115,9 +128,9 @@ def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
     return model, quantizer_for(source, model, _files(source), recipe, True, packs=True)
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
+def layers_of(model: nn.Module, on_mps: bool = False) -> list[Layer]:
     """The layers of the experts of a model, by `placed`. Raises: ValueError if there are none."""
-    result = [_layer(name, module) for name, module in experts_of(model).items()]
+    result = [_layer(name, module, on_mps) for name, module in experts_of(model).items()]
     if not result:
         expected = "for a model whose experts have transformers' interface"
         got = type(model).__name__
@@ -126,7 +139,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 class Plan(NamedTuple):
-    """What of a model is on the disk.
+    """Parts of a model that are on the disk.
 
     Attributes:
         memory: bytes of the experts in memory.
@@ -158,7 +171,7 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str) 
     if memory is None or isinstance(asked, bool):
         expected = f'bytes, a text such as "20GB", or "{AUTO}"'
         raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {asked!r}")
-    layers = layers_of(model := placed(source, recipe))
+    layers = layers_of(model := placed(source, recipe), _on_mps(source))
     slots, least = slots_in(layers, memory), _chosen(model)
     if slots < least:
         expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
@@ -182,7 +195,7 @@ def _automatic(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Plan |
     sizes = f"{weights / 1e9:.2f} GB of weights, {limit / 1e9:.2f} GB of memory"
     if memory is None:
         return None, f"all experts are in memory: {sizes}"
-    layers = layers_of(model)
+    layers = layers_of(model, _on_mps(source))
     if (slots := slots_in(layers, memory)) < _chosen(model):
         return None, f"all experts are in memory, as those of a token do not fit beside the rest: {sizes}"
     if slots < most_experts(layers) and (why := _why_not_written(source, recipe, layers)) is not None:
@@ -190,6 +203,10 @@ def _automatic(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Plan |
     disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
     why = f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}"
     return Plan(memory, slots, layers, tables, model), why
+
+
+def _on_mps(source: Source) -> bool:
+    return "mps" in str(source.others.get("device_map"))
 
 
 def _limit() -> int:
@@ -253,11 +270,15 @@ def _sample_of_gguf(path: str) -> bytes:
     return b"".join(parts)
 
 
-def _layer(name: str, module: Experts) -> Layer:
+def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
+    """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
     tensors = tensors_of(module)
     formats = [vars(module).get(attribute) for attribute in _FORMATS] if is_quantized(module) else []
-    about = {"formats": [None if format is None else str(format) for format in formats]}
-    return Layer(name, len(next(iter(tensors.values()))), _shapes(tensors), about)
+    about: dict[str, Any] = {"formats": [None if format is None else str(format) for format in formats]}
+    if on_mps and module.is_transposed and not formats:
+        about[TURNED] = [*projections(module)]
+    layer = Layer(name, len(next(iter(tensors.values()))), {}, about)
+    return replace(layer, tensors=_shapes(turned(layer, tensors)))
 
 
 def _layer_of_rows(name: str, table: Any) -> Layer:
@@ -320,7 +341,7 @@ class OnDiskLoading:
             if self._file is not None:
                 pools = Pools(self._file, self.slots, device)
                 for pool in pools.layers:
-                    _install(module := experts[pool.about.name], pool.about, pool.tensors)
+                    _install(module := experts[pool.about.name], pool.about, turned(pool.about, pool.tensors))
                     put_on_disk(module, OnDisk(pool, pools))
                     _put(model, pool.about.name, module)
             if self._tables is not None:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...disk.file import Layer
 from ...disk.pool import Pool, Pools, Tables
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 
 ops = torch.ops.moe_mps
+TURNED = "turned"  # what a layer says of its matrices whose rows are columns in the module
 
 
 class OnDisk(Beside):
@@ -45,7 +47,7 @@ class OnDisk(Beside):
         assert self.pools is not None
         staging, number = self.pools.staging, self.pools.layers.index(self.pool)
         staging.read(number, needed)
-        return _with_weights(module, staging.tensors[number]), ids
+        return _with_weights(module, turned(self.pool.about, staging.tensors[number])), ids
 
     def refuse(self, why: str) -> None:
         """Raises: ValueError that names the module."""
@@ -56,6 +58,11 @@ class OnDisk(Beside):
 
     def __reduce__(self) -> Any:
         self.refuse("it cannot be saved")
+
+
+def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer as those of its module, or the other way round."""
+    return {n: t.mT if n in layer.about.get(TURNED, ()) else t for n, t in tensors.items()}
 
 
 def put_on_disk(module: nn.Module, own: OnDisk) -> None:
@@ -85,7 +92,7 @@ def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
     vars(module)["forward"] = gathered
 
 
-def pools_of(model: nn.Module) -> Pools | None:
+def expert_pools(model: nn.Module) -> Pools | None:
     """The pools of a model whose experts are on the disk; None for any other."""
     every = (own.pools for _, own in experts_on_disk(model))
     return next((pools for pools in every if pools is not None), None)
