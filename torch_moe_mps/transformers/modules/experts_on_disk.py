@@ -14,7 +14,7 @@ from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 
 ops = torch.ops.moe_mps
-TURNED = "turned"  # what a layer says of its matrices whose rows are columns in the module
+TURNED = "turned"  # matrices of a layer whose rows are columns in the module
 
 
 class OnDisk(Beside):
