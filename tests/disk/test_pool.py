@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
-from support.experts_on_disk import EXPERTS, LAYERS, same, write
+from support.experts_on_disk import EXPERTS, LAYERS, SHAPES, draw, same, write
 
 from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
-from torch_moe_mps.disk.file import ExpertsFile, Layer
+from torch_moe_mps.disk.file import ExpertsFile, Layer, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
 
 CPU = torch.device("cpu")
@@ -267,6 +267,21 @@ def test_two_processes_read_one_file(file):
         check(b, file[1], layer, ids)
 
 
+def test_whole_layers_of_a_late_disk(file, monkeypatch):
+    """The step ends in time; the memory is read into again only once the reads that are late have ended."""
+    monkeypatch.setattr(module, "LIMIT", 0.05)
+    pools, answers, preadv = Pools(file[0], 3, CPU), threading.Event(), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: (answers.wait(), preadv(*args))[1])
+    for layer in (2, 0, 2):
+        with pytest.raises(TimeoutError, match="experts was not read within 0 s"):
+            pools.staging.read(layer)
+    answers.set()
+    monkeypatch.setattr(module, "LIMIT", 20)
+    for layer in (0, 1, 2):
+        pools.staging.read(layer)
+        assert all(same(own, file[1][layer][name]) for name, own in pools.staging.tensors[layer].items())
+
+
 def test_slots_of_a_memory():
     """All experts, without staging; or as many as fit beside two whole layers, the same in each."""
     layers = [
@@ -287,3 +302,21 @@ def test_rates_of_a_disk():
     assert found.keys() == {"page cache"} or found.keys() == {"page cache", "F_NOCACHE"}
     assert all([*rows] == [*rates.DEPTHS] and min(rows.values()) > 0 for rows in found.values())
     assert rates.rates(1 << 60) == {"error": "the disk has no room"}
+
+
+def test_layers_with_few_experts_have_no_pool(tmp_path):
+    """Their experts are all in memory, as ever; staging has the others."""
+    about = [Layer(str(number), count, SHAPES) for number, count in enumerate((2, 8, 3, 8))]
+    tensors = [
+        {name: tensor[: layer.experts] for name, tensor in own.items()}
+        for layer, own in zip(about, draw(count=4), strict=True)
+    ]
+    with written(tmp_path / "experts", "key", about) as new:
+        for number in [*new.left]:
+            new.add(number, tensors[number])
+    pools = Pools(ExpertsFile(tmp_path / "experts"), 3, CPU)
+    assert [pool.about.name for pool in pools.layers] == ["1", "3"]
+    for number, pool in enumerate(pools.layers):
+        check(pools, {number: tensors[pool.layer]}, number, [7, 0, 5])
+        pools.staging.read(number)
+        assert all(same(own, tensors[pool.layer][n]) for n, own in pools.staging.tensors[number].items())
