@@ -46,7 +46,6 @@ from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _HELD = 0.75  # part of the memory that a model's weights may take
-_ADAPTER = "adapter"  # the folder in DST
 _CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
 # Files that are written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
@@ -117,19 +116,6 @@ def _drafts(source: str, model: Any, to_mlx: bool) -> bool:
     if reason is not None:
         print(f"torch-moe-mps: MTP layers are left out: {reason}", file=sys.stderr)
     return reason is None
-
-
-def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> None:
-    """Stores --adapter in a folder, in PEFT's layout or in mlx-lm's."""
-    if options.to == "mlx":
-        from ..transformers.adapters.mlx import write_mlx_adapter
-
-        write_mlx_adapter(options.adapter, Source(source, loading_options(options)).skeleton(), folder)
-        return
-    folder.mkdir()
-    for file in Path(options.adapter).iterdir():
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
 
 
 def _importance(
@@ -275,8 +261,6 @@ def _convert(
         if options.experts_on_disk:
             written = Source(str(folder), loading_options(options))
             experts_file(written, None, layers_of(written, None))
-        if options.adapter is not None:
-            _write_adapter(options, source, folder / _ADAPTER)
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     if found is not None:  # for commands, which would measure it at their first start

@@ -66,8 +66,8 @@ def accelerate(
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
             needs bits.
         importance: with bits, an importance matrix that weighs quantisation errors: the result of
-            `collect_importance`, a file of it, or one of llama.cpp's llama-imatrix. It costs no
-            bytes and no time of the model. None quantises by MLX's rule.
+            `collect_importance`, or a file of it. It costs no bytes and no time of the model. None quantises
+            by MLX's rule.
         recipe: linear_bits, embedding_bits, keep and overrides, for weights that are quantised differently
             or not at all: see `requested_recipe`.
         kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
@@ -102,7 +102,7 @@ def accelerate(
     report, before = Report(), trials_run()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     _require_layers_of(model, wanted)
-    weighed = given_importance("accelerate", importance, model, wanted is not None)
+    weighed = given_importance("accelerate", importance, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
     is_unmodified = False
     if _is_of_transformers(model):

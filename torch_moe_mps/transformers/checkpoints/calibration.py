@@ -49,7 +49,7 @@ def importance_for(
     """
     is_text = isinstance(given, str | os.PathLike) and not is_file_of_importance(Path(given))
     if not is_text:
-        result = given_importance(function, given, source.skeleton(), True)
+        result = given_importance(function, given, True)
         assert result is not None
         return result
     name = str(given)
