@@ -25,7 +25,6 @@ from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned, unit_of
-from ..transformers.checkpoints.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
@@ -374,11 +373,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     None for one that is loaded in 16 bits, and for another library's without its files, which alone tell.
     """
     stored = source.quantization(None)
-    if source.gguf is not None:
-        return _size(_STORED, model, GgufLayout(model, folder).targets.values())
     if stored is None:
         return None
-    told_by_files = bool({"mlx", "other"} & stored.keys())
+    told_by_files = bool({"mlx", "other", "gguf"} & stored.keys())
     files = _files(folder) if told_by_files else []
     if files or not told_by_files:
         return _size(_STORED, model, layout_of(QuantizationConfig(**stored), model, files).targets.values())
@@ -390,7 +387,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
 
 
 def _files(folder: str) -> list[str]:
-    """Files of the weights; none where not all of them are there."""
+    """Files of the weights, or a GGUF file itself; none where not all of them are there."""
+    if Path(folder).is_file():
+        return [folder]
     try:
         return [str(file) for file in checkpoint_files(folder)]
     except ValueError:

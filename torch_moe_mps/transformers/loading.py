@@ -17,7 +17,7 @@ from .attention.implementations import require_kv_bits
 from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
-from .checkpoints.gguf.quantizer import packing
+from .checkpoints.gguf.file import checked_headers
 from .checkpoints.on_disk import OnDiskLoading
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
@@ -112,7 +112,7 @@ def from_pretrained(
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()
-        with one_by_one(alone), packing(), reading:
+        with one_by_one(alone), checked_headers(), reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)
@@ -216,7 +216,9 @@ def _with_quantization(
 ) -> dict[str, Any]:
     """Arguments of from_pretrained, with a quantization config if Quantizer reads the checkpoint."""
     quantization = source.quantization(asked, importance=importance)
-    if quantization is None or kwargs.get("quantization_config") is not None:
+    given = kwargs.get("quantization_config")
+    leaves = source.gguf is None or getattr(given, "dequantize", True)
+    if quantization is None or (given is not None and leaves):
         return kwargs
     if not source.stored:
         return kwargs | {"quantization_config": QuantizationConfig(**quantization)}

@@ -24,7 +24,8 @@ from torch_moe_mps import quantization
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.report import any_layer
 from torch_moe_mps.transformers.checkpoints.gguf import file as gguf_file
-from torch_moe_mps.transformers.checkpoints.gguf.quantizer import packing
+from torch_moe_mps.transformers.checkpoints.gguf.file import checked_headers
+from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.quantize.target import quantizable
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
@@ -49,7 +50,8 @@ CASES = [
 
 def load(path, device_map="cpu", cls=AutoModelForCausalLM, **options):
     """As our own from_pretrained loads."""
-    with packing():
+    options = {"quantization_config": QuantizationConfig(gguf=True)} | options
+    with checked_headers():
         return cls.from_pretrained(path.parent, gguf_file=path.name, device_map=device_map, **options)
 
 

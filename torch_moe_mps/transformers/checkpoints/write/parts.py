@@ -32,13 +32,12 @@ from ...upstream.weights import (
 )
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
-from ..layouts.lifecycle import Lifecycle
 from ..quantize.importance import Importance
 from ..quantize.sizes import bytes_a_token
 from ..quantize.streaming import one_by_one
 from ..quantize.target import layer_of, quantizable
 from ..quantize.tied import tied_layers, tied_pairs
-from ..quantizer import quantizer_for
+from ..quantizer import Quantizer, quantizer_for
 from ..source import Source
 
 _CHECK = Check("load")
@@ -118,7 +117,7 @@ class Parts:
             for key, name in self._names(tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
 
-    def _prepare(self, source: Source, quantizer: Lifecycle | None) -> None:
+    def _prepare(self, source: Source, quantizer: Quantizer | None) -> None:
         """Sets the converters for the stored and the requested quantisation."""
         self._quantizer = quantizer
         self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
@@ -280,7 +279,7 @@ def read_tensors(
         hf_quantizer=reader,
         weight_mapping=mapping,
     )
-    with one_by_one(isinstance(reader, Lifecycle)), _silent():
+    with one_by_one(isinstance(reader, Quantizer)), _silent():
         info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     for name, result, expected in info.mismatched_keys:
         _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(result))
