@@ -29,15 +29,13 @@ from ..transformers.checkpoints.mlx.older_keys import with_older_keys
 from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.on_disk import experts_file, layers_of
 from ..transformers.checkpoints.quantize.importance import Importance
-from ..transformers.checkpoints.quantize.recipe import requested_recipe
 from ..transformers.checkpoints.ranges import Largest, key_of, remember
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
-from ..transformers.mtp.steps import MtpCounted
+from ..transformers.mtp.layers import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import keeps_blocks, requests_format
@@ -82,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after * (2 if options.experts_on_disk else 1))
-        importance = _importance(options, source, recipe["recipe"], speculative)
+        importance = _importance(options, source, recipe["recipe"])
         errors = _convert(source, copied, options, recipe, importance, tokenizer, speculative)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
@@ -91,8 +89,9 @@ def run(options: argparse.Namespace) -> None:
 def _planned(
     about: Source, model: Any, source: str, recipe: dict[str, Any], speculative: bool, to_mlx: bool
 ) -> LoadPlan:
-    """The plan of a conversion, MTP layers included. Raises: ValueError for formats that MLX does not have,
-    and for exceptions of a recipe that are for no weight.
+    """The plan of a conversion, MTP layers included.
+
+    Raises: ValueError for formats that MLX does not have.
     """
     files, sizes_of = [str(file) for file in _weights(source)], sizes_in_mlx if to_mlx else None
     plan = planned(about, model, files, **recipe, sizes_of=sizes_of)
@@ -103,8 +102,6 @@ def _planned(
     if speculative:
         before, after = planned_mtp(source, model)
         return plan._replace(before=plan.before + before, after=plan.after + after)
-    if recipe["recipe"] is not None and files:
-        check_exceptions("", model, requested_recipe(**recipe["recipe"]))
     return plan
 
 
@@ -112,16 +109,14 @@ def _drafts(source: str, model: Any, to_mlx: bool) -> bool:
     """True if a checkpoint's MTP layers are converted, too; prints why not, if it has some."""
     if not _weights(source) or not has_mtp(model, source):
         return False
-    reason = left_out_mtp(source, model, to_mlx)
+    reason = "mlx-lm has none" if to_mlx else left_out_mtp(source, model)
     if reason is not None:
         print(f"torch-moe-mps: MTP layers are left out: {reason}", file=sys.stderr)
     return reason is None
 
 
-def _importance(
-    options: argparse.Namespace, source: str, recipe: dict[str, Any] | None, speculative: bool
-) -> Importance | None:
-    """Importance that --importance asks for; a text runs through the model now, and MTP layers."""
+def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any] | None) -> Importance | None:
+    """Importance that --importance asks for; a text runs through the model now."""
     if options.importance is None:
         return None
     device = usable_device(None)
@@ -131,8 +126,7 @@ def _importance(
         return from_pretrained(source, **loaded, **({} if dense else recipe or {}))
 
     about = Source(source, loading_options(options))
-    drafting: Any = MtpCounted if speculative else (lambda model: None)
-    importance = importance_for("convert", options.importance, about, load, drafting)
+    importance = importance_for("convert", options.importance, about, load)
     if options.save_importance is not None:
         with written_whole(options.save_importance):
             importance.save(options.save_importance)
@@ -239,10 +233,10 @@ def _convert(
         how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
         with Parts(source, **recipe, importance=importance, **how) as parts:
             packed: dict[str, str] = {}
-            beside = converted_mtp(source, parts.model, packed, importance) if speculative else ()
+            beside = converted_mtp(source, parts.model, packed) if speculative else ()
             if options.to == "mlx":
                 config = _config(source, parts.model)
-                save_mlx(parts.model, shards, config, parts.into(shards), beside)
+                save_mlx(parts.model, shards, config, parts.into(shards))
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
                 save_parts(parts.model, shards, parts.into(shards), beside, runs_in=runs_in)
@@ -271,8 +265,8 @@ def _convert(
 def _note_mtp(file: Path, packed: dict[str, str]) -> None:
     """Adds the formats of MTP layers to the quantisation of a config, if any."""
     config = json.loads(file.read_text())
-    for name in {"quantization", "quantization_config"} & config.keys():
-        config[name][MTP] = packed
+    if (quantization := config.get("quantization_config")) is not None:
+        quantization[MTP] = packed
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -21,13 +21,13 @@ from .checkpoints.gguf.file import checked_headers
 from .checkpoints.on_disk import OnDiskLoading
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
-from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
+from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .checkpoints.quantize.streaming import one_by_one, threads_crash
 from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp.layers import check_exceptions, note_folder
+from .mtp.layers import note_folder
 from .self_check import allowed, working_kv_bits
 
 
@@ -94,7 +94,6 @@ def from_pretrained(
     if experts_memory is not None:
         _refuse_beside_experts_memory(importance=importance, distributed_config=part)
     source = Source(name, kwargs, model_class)
-    _check_drafting(recipe, source)
     kwargs |= _of_gguf(source, kwargs.get("dtype"))
     if part is not None:
         _require_no_text(importance)
@@ -145,12 +144,6 @@ def _refuse_beside_experts_memory(**others: Any) -> None:
         if value is not None:
             expected = "None where experts are on the disk (experts_memory)"
             raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}")
-
-
-def _check_drafting(recipe: Recipe | None, source: Source) -> None:
-    if recipe is not None and recipe.of_mtp():
-        source.check_files()  # downloads them
-        check_exceptions(source.folder, source.skeleton(), recipe)
 
 
 def _require_no_text(importance: Importance | str | os.PathLike | None) -> None:

@@ -37,7 +37,7 @@ from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
 from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .own.reading import OwnLayout
-from .quantize.decision import note_exceptions, weights_of
+from .quantize.decision import weights_of
 from .quantize.importance import Importance
 from .quantize.in_place import finish_loading, refuse_dequantizing, refuse_second_method
 from .quantize.sizes import bytes_a_token
@@ -187,9 +187,8 @@ class Quantizer(HfQuantizer):
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
-            weights = weights_of(model, recipe := config.recipe())
+            weights = weights_of(model, config.recipe())
             dense, report.skipped, report.sizes, report.notes = weights
-            note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
                 report.importance = config.importance.assign(model, dense)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -171,30 +171,14 @@ def is_file_of_importance(path: Path) -> bool:
 # Collecting
 
 
-class Drafting(Protocol):
-    """Interface of layers that draft tokens from a model's hidden states.
-
-    Attributes:
-        named: a module that has them under the names that recipes and importance give them.
-    """
-
-    named: nn.Module
-
-    def read(self, ids: Tensor, states: Tensor) -> None:
-        """Runs the layers on tokens [1, T] and the model's hidden states [1, T, H]."""
-
-
 @torch.no_grad()
-def collect_importance(
-    model: nn.Module, ids: Tensor, *, text: str = "", drafting: Drafting | None = None, progress: bool = True
-) -> Importance:
+def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progress: bool = True) -> Importance:
     """Computes the importance matrix of a language model from tokens.
 
     Args:
         model: of transformers, dense or quantised, accelerated or not, in evaluation mode.
         ids: [T] tokens of a text, at least 512; they run in windows of 512.
         text: their text, whose hash the file stores; by default the hash of the ids.
-        drafting: layers behind the model that draft, which are counted, too.
         progress: shows the progress on stderr.
 
     Returns: the means, for `accelerate`, `from_pretrained` and `Importance.save`. Experts that few tokens
@@ -212,16 +196,11 @@ def collect_importance(
     device = next(model.parameters()).device
     counts: dict[str, _Sums] = {}
     with ExitStack() as hooks:
-        for target in (*_multiplied(model), *(() if drafting is None else _multiplied(drafting.named))):
+        for target in _multiplied(model):
             hook = _hook(target, counts)
             hooks.callback(target.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for window in with_progress(ids.split(WINDOW), "Calibrating", "window", wanted=progress):
-            read = window[None].to(device)
-            if drafting is None:
-                called(input_ids=read, use_cache=False)
-            else:
-                out = called(input_ids=read, use_cache=False, output_hidden_states=True)
-                drafting.read(read, out.hidden_states[-1])
+            called(input_ids=window[None].to(device), use_cache=False)
     means = _blended(counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
