@@ -8,6 +8,7 @@ only in the sweep.
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -37,7 +38,6 @@ def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
-    os.environ.setdefault("MOE_MPS_CPU_OPERATORS", "1")  # the CPU runs what mps does but in tests about that
     if "XDG_CACHE_HOME" not in os.environ:  # whatever is remembered is of these tests alone
         folder = tempfile.TemporaryDirectory(prefix="moe_mps_cache_")
         config.add_cleanup(folder.cleanup)
@@ -52,6 +52,11 @@ def pytest_configure(config):
     # asked.
     if SIMULATED:
         install_error(config)
+    from torch_moe_mps.transformers.basics.unmodified import all_operators
+
+    operators = contextlib.ExitStack()
+    operators.enter_context(all_operators())  # the CPU runs what mps does but in tests about that
+    config.add_cleanup(operators.close)
     for gpus in (torch.cuda, torch.xpu, torch.mtia):
         if not gpus.is_available():  # a seed for them would wait with a traceback, which takes a millisecond
             gpus.manual_seed_all = lambda seed: None

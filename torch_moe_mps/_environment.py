@@ -9,11 +9,8 @@ CHECK = "MOE_MPS_CHECK"
 RESIDENCY = "MOE_MPS_RESIDENCY"
 TENSOR_UNITS = "MOE_MPS_TENSOR_UNITS"
 TUNE = "MOE_MPS_TUNE"
-# For diagnosis and tests.
-COMMIT_EVERY = "MOE_MPS_COMMIT_EVERY"
-CPU_MEMORY = "MOE_MPS_CPU_MEMORY"
-CPU_OPERATORS = "MOE_MPS_CPU_OPERATORS"
-_SWITCHES = (CAPTURE, CHECK, RESIDENCY, TENSOR_UNITS, TUNE, COMMIT_EVERY, CPU_MEMORY, CPU_OPERATORS)
+COMMIT_EVERY = "MOE_MPS_COMMIT_EVERY"  # for diagnosis
+_SWITCHES = (CAPTURE, CHECK, RESIDENCY, TENSOR_UNITS, TUNE, COMMIT_EVERY)
 # transformers reads a checkpoint without threads where it is "1".
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _NO_BARS = "TQDM_DISABLE"
@@ -49,20 +46,6 @@ def commit_interval() -> int | None:
     if text is not None and not text.isdecimal():
         raise ValueError(f"torch_moe_mps: {COMMIT_EVERY} must be a number of dispatches, or 0, got {text!r}")
     return None if text is None else int(text)
-
-
-def cpu_memory() -> int | None:
-    """Bytes that decoded weights may take on a CPU, or None. Raises: ValueError for another value."""
-    text = os.environ.get(CPU_MEMORY)
-    if text is None:
-        return None
-    try:
-        size = float(text)
-    except ValueError:
-        size = -1.0
-    if not 0.0 <= size < float("inf"):
-        raise ValueError(f"moe_mps: {CPU_MEMORY} must be a number of GB, 0 to keep nothing, got {text!r}")
-    return int(size * 1e9)
 
 
 def api_key() -> str | None:

@@ -1,5 +1,6 @@
 """The file of experts: what it holds, what a kill or a full disk leaves, and which files are refused."""
 
+import fcntl
 import os
 from itertools import count
 
@@ -62,7 +63,7 @@ def test_a_writer_that_is_killed_at_any_change_is_resumed(tmp_path, monkeypatch)
 
         added.clear()
         with monkeypatch.context() as patch:
-            for name in ("pwrite", "ftruncate", "unlink", "rename"):
+            for name in ("pwrite", "ftruncate", "fsync", "unlink", "rename"):
                 patch.setattr(os, name, killed(getattr(os, name)))
             try:
                 write(path)
@@ -82,6 +83,12 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with files_of(200_000), pytest.raises(OSError, match="experts cannot be written: File too large"):
         write(tmp_path / "experts")
     assert not [*tmp_path.iterdir()]
+    for name in ("fsync", "rename"):  # what was written may find no room only then
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+            with pytest.raises(OSError, match="experts cannot be written: No space left"):
+                write(tmp_path / "experts")
+        assert not [*tmp_path.iterdir()]
     usage = lambda path: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))  # noqa: E731
     monkeypatch.setattr(os, "statvfs", usage)
     with pytest.raises(ValueError, match=r"must have 0.00 GB of free space, got 0.00 GB"):
@@ -98,6 +105,24 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         for number in [*new.left]:
             new.add(number, draw()[number])
     ExpertsFile(tmp_path / "experts")
+
+
+def test_a_file_that_gets_its_name_while_another_process_opens_it(tmp_path, monkeypatch):
+    """It stays as it is, whatever the other one would have written."""
+    first, lock = written(tmp_path / "experts", "key", layers()), fcntl.flock
+    new = first.__enter__()
+    for number in [*new.left]:
+        new.add(number, draw()[number])
+
+    def late(*args):
+        first.__exit__(None, None, None)
+        return lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ValueError, match="experts is being written by another process"):
+        write(tmp_path / "experts", "other", seed=1)
+    assert [*tmp_path.iterdir()] == [tmp_path / "experts"]
+    assert read(ExpertsFile(tmp_path / "experts", "key"), 2, 7)
 
 
 def test_what_was_begun_for_another_checkpoint_is_begun_anew(tmp_path):

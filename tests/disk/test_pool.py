@@ -1,6 +1,8 @@
 """Pools: the slots have the bytes of the experts that were asked for, whatever the disk does."""
 
+import itertools
 import os
+import sys
 import threading
 import time
 
@@ -176,19 +178,44 @@ def test_a_late_disk(file, monkeypatch):
         check(pools, tensors, 0, ids)
 
 
-def test_an_interrupt_loses_no_slot(file, monkeypatch):
+def interrupted_at(last: int, call) -> bool:
+    """Raises KeyboardInterrupt at a line of pool.py that this thread runs. Returns: whether there is one."""
+    lines = itertools.count(1)
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        if event == "line" and next(lines) == last:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_line(file, monkeypatch):
+    """Of a step or of a whole layer: the calls behind it have all slots, and their own bytes."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: (time.sleep(0.0002), preadv(*args))[1])
+    monkeypatch.setattr(module, "LIMIT", 1)
     pools, tensors = Pools(file[0], 2, CPU), file[1]
-    monkeypatch.setattr(
-        module.Reading, "finish", lambda self, until: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            pools.layers[0].slots(torch.tensor([1, 2]))
-        deadline = time.monotonic() + 5
-        while len(pools.layers[0]._free) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    monkeypatch.undo()
-    check(pools, tensors, 0, [1, 2])
+    for last in itertools.count(1):
+        found = interrupted_at(last, lambda last=last: pools.layers[0].slots(torch.tensor([last % 7, 7])))
+        check(pools, tensors, 0, [(last + 1) % 7, (last + 2) % 7])
+        for layer in (0, 1):
+            found |= interrupted_at(last, lambda layer=layer: pools.staging.read(layer))
+        pools.staging.read(0)
+        assert all(same(own, tensors[0][name]) for name, own in pools.staging.tensors[0].items())
+        if not found:
+            break
+    assert last > 5
 
 
 def test_torch_knows_what_was_written(file):

@@ -156,7 +156,7 @@ def test_forced(simulated, monkeypatch, use, expected):
 
 
 def test_operands_have_precedents(simulated):
-    """Public kernels have such operands; tests/simulator_tests/test_air.py looks at Apple's compilation."""
+    """Public kernels have such operands; simulator/tests/package/test_air.py looks at AIR of Apple's."""
     called = {name for library in air.LIBRARIES[:2] for name in air.ours(library).functions()}
     assert called == air.PRECEDENTS.keys()
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 
 import pytest
 import torch
@@ -10,11 +9,11 @@ from support.quantized_layers import EVERY_FORMAT, each, random_matrix
 from support.values import random
 
 import torch_moe_mps
-from torch_moe_mps import _environment
 from torch_moe_mps.ops import OPERATORS, _decoded, _formats
 from torch_moe_mps.ops._formats import QuantizedWeight
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.transformers.basics.state import state_of
+from torch_moe_mps.transformers.modules import linears
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 from torch_moe_mps.transformers.modules.rules import linear as joining
 
@@ -38,7 +37,7 @@ def decodings(monkeypatch) -> list:
 
     gc.collect()
     monkeypatch.setattr(_formats, "dequantize_values", counted)
-    monkeypatch.setenv(_environment.CPU_MEMORY, "1")
+    monkeypatch.setattr(_decoded, "memory", lambda: 10**9)
     return times
 
 
@@ -72,7 +71,7 @@ def test_the_bits_are_those_of_decoding_in_every_call(format, decodings, monkeyp
     weight = matrix(format)
     kept = [product(weight) for _ in range(2)]
     assert len(decodings) == 1
-    monkeypatch.setenv(_environment.CPU_MEMORY, "0")
+    monkeypatch.setattr(_decoded, "memory", lambda: 0)
     apart = weight.map(torch.clone)
     del weight
     assert torch.equal(product(apart), kept[0]) and torch.equal(kept[1], kept[0])
@@ -202,13 +201,13 @@ def test_other_scales_at_the_same_address_are_noticed(decodings):
 
 
 def test_the_report_says_what_is_kept(monkeypatch):
-    monkeypatch.setenv(_environment.CPU_MEMORY, "1")
+    monkeypatch.setattr(linears, "memory", lambda: 10**9)
     layer = QuantizedLinear(matrix(), torch.float32)
-    line = "on the CPU weights are decoded once and kept in float32: {} (MOE_MPS_CPU_MEMORY sets the limit)"
+    line = "on the CPU weights are decoded once and kept in float32: {}"
     assert str(torch_moe_mps.accelerate(torch.nn.Sequential(layer, layer)).kept_on_cpu) == line.format(
         "0.0 MB"
     )
-    monkeypatch.setenv(_environment.CPU_MEMORY, "0.00001")
+    monkeypatch.setattr(linears, "memory", lambda: 10**4)
     model = torch.nn.Sequential(layer, QuantizedLinear(matrix(rows=2000), torch.float32))
     expected = line.format("0.0 MB of 2.1 MB, the others in every call")
     assert torch_moe_mps.accelerate(model).kept_on_cpu == expected
@@ -217,7 +216,7 @@ def test_the_report_says_what_is_kept(monkeypatch):
 
 def test_no_more_than_allowed_is_kept(decodings, monkeypatch):
     allowed = _decoded._bytes + 1.5 * 24 * 256 * 4
-    monkeypatch.setenv(_environment.CPU_MEMORY, str(allowed / 1e9))
+    monkeypatch.setattr(_decoded, "memory", lambda: allowed)
     one, other = matrix(), matrix()
     for _ in range(3):
         product(one), product(other)
@@ -227,16 +226,7 @@ def test_no_more_than_allowed_is_kept(decodings, monkeypatch):
     assert len(decodings) == 1 + 3 + 1
 
 
-@pytest.mark.parametrize("value", ["much", "-1", "nan", "inf", ""])
-def test_what_is_no_size_is_one_line(value, decodings, monkeypatch):
-    monkeypatch.setenv(_environment.CPU_MEMORY, value)
-    expected = f"moe_mps: MOE_MPS_CPU_MEMORY must be a number of GB, 0 to keep nothing, got {value!r}"
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        product(matrix())
-
-
 def test_a_quarter_of_what_is_free(monkeypatch):
-    monkeypatch.delenv(_environment.CPU_MEMORY, raising=False)
     monkeypatch.setattr(_decoded, "free_memory", lambda: 4000)
     monkeypatch.setattr(_decoded, "_bytes", 0)
     monkeypatch.setattr(_decoded, "_quarter", 0)

@@ -13,7 +13,6 @@ from support.quantized_layers import check_linear, check_mlp, dense, place, rand
 from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE, random
 
-from torch_moe_mps import _environment
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
@@ -238,11 +237,11 @@ def test_rows_of_several_layers_are_one_call(device, dtype):
         assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())
 
 
-@pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("memory", [0, 10**9])
 def test_the_reference_dequantises_some_rows_at_a_time(memory, monkeypatch):
     format = "affine5_64"
     weight, x = random_matrix(23, 128, format, torch.float32, 0), random((4, 128), torch.float32, 1)
-    monkeypatch.setenv(_environment.CPU_MEMORY, memory)
+    monkeypatch.setattr(_decoded, "memory", lambda: memory)
     whole = linear_quantized(x, *weight, format)
     monkeypatch.setattr(_decoded, "VALUES_AT_ONCE", 5 * 128)
     sizes, own = [], _formats.dequantize_values
@@ -253,7 +252,7 @@ def test_the_reference_dequantises_some_rows_at_a_time(memory, monkeypatch):
 
 @torch.no_grad()
 def test_a_weight_that_is_kept_decoded_is_multiplied_and_its_calls_are_checked(monkeypatch):
-    monkeypatch.setenv(_environment.CPU_MEMORY, "1")
+    monkeypatch.setattr(_decoded, "memory", lambda: 10**9)
     weight, x = random_matrix(23, 128, "affine4_64", torch.float32, 0), random((2, 128), torch.float32, 1)
     values = torch.from_numpy(dense(weight, "affine4_64")).double()
     for _ in range(2):

@@ -189,6 +189,23 @@ def test_tokens_that_are_pending(device, delta, wide):
     Steps(device).check([state.to(device)], pending, call)
 
 
+def test_pending_tokens_that_leave_no_room_for_those_of_the_call(device):
+    """Of heads of 200, 8 tokens are staged at a time: results and states have the bits of one call."""
+    (q, k, v, g, state), beta = inputs(1, 11, 1, 1, 200, 4, torch.float32)
+    heads = [tensor.to(device) for tensor in (q, k, v, -g.abs(), beta.abs())]
+    whole, own = state.to(device), state.to(device, copy=True)
+    *of_heads, strength = heads
+    expected = linear_attention_(*of_heads, whole, 0.2, beta=strength, l2norm_eps=1e-6)
+    pending, found = torch.full((1, 1, 8, 200 + 4 + 3), float("nan"), device=device), []
+    parts = zip(*(each.split([5, 5, 1], 1) for each in heads), strict=True)
+    for count, tokens in zip((0, 5, 5), parts, strict=True):
+        *of_heads, strength = tokens
+        counts = torch.tensor([[count]], dtype=torch.int32, device=device)
+        kept = {"pending_": pending, "counts": counts, "keep": strength.shape[1] > 1}
+        found.append(linear_attention_(*of_heads, own, 0.2, beta=strength, l2norm_eps=1e-6, **kept))
+    assert torch.equal(torch.cat(found, 1).cpu(), expected.cpu()) and torch.equal(own.cpu(), whole.cpu())
+
+
 def test_positions_that_are_pending(device):
     x, state, weight = (
         numbers(2, 4, 4, 70).to(device),

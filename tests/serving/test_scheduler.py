@@ -99,10 +99,10 @@ def test_a_long_prompt_is_passed_once():
     plan = scheduler.plan([*others, long, second], budget(), MEASURED)
     assert plan.admit is second and plan.prefill is long
     second.phase, second.has_begun = "prefill", True
-    scheduler.prefilled(second, [*others, long, second])
+    scheduler.prefilled(second, [*others, long, second], 100)
     third = One("third")
     assert scheduler.plan([*others, long, third], budget(), MEASURED).admit is None
-    scheduler.prefilled(long, [*others, long])
+    scheduler.prefilled(long, [*others, long], 100)
     assert scheduler.plan([*others, long, third], budget(), MEASURED).admit is third
 
 
@@ -151,6 +151,17 @@ def test_a_chunk_takes_as_long_as_some_steps():
     assert times.chunk(is_decoding=True) == 100
     times.step = 1e-6
     assert times.chunk(is_decoding=True) == 64
+
+
+def test_chunks_double_once_nobody_decodes():
+    """A client that streams one answer after the other does not wait for a chunk of the largest size."""
+    scheduler, long, other = Scheduler(), One("p", "prefill", 30_000), decoding()
+    chunks = []
+    for beside in ([], other, [], [], [], [], [], [], other, []):
+        plan = scheduler.plan([*beside, long], budget(), MEASURED)
+        scheduler.prefilled(long, [long], plan.chunk)
+        chunks.append(plan.chunk)
+    assert chunks == [2048, 100, 200, 400, 800, 1600, 2048, 2048, 100, 200]
 
 
 def test_the_scheduler_needs_no_torch():

@@ -68,10 +68,13 @@ def work() -> None:
     install()
     import transformers
 
+    from torch_moe_mps.transformers.basics.unmodified import all_operators
+
     transformers.logging.set_verbosity_error()
     print(json.dumps("ready"), file=results, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(measured(line.strip())), file=results, flush=True)
+    with all_operators():
+        for line in sys.stdin:
+            print(json.dumps(measured(line.strip())), file=results, flush=True)
 
 
 def names() -> list[str]:
@@ -232,7 +235,7 @@ def variables(path: Path | None) -> dict[str, str]:
     """The environment of processes that import a release."""
     paths = [str(path)] if path is not None else []
     paths += [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
-    own = {"MOE_MPS_CHECK": "0", "MOE_MPS_TUNE": "0", "MOE_MPS_CPU_OPERATORS": "1"}
+    own = {"MOE_MPS_CHECK": "0", "MOE_MPS_TUNE": "0"}
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 

@@ -128,9 +128,19 @@ class NewFile:
             views = [bytes_of(row[expert].contiguous()) for row in rows]
             entries.append((1, _checksum(views)))
             _write(self._file, views, self._places.starts[number] + expert * layer.block)
+        os.fsync(self._file)  # a layer that is called complete is on the disk
         packed = b"".join(_ENTRY.pack(*entry) for entry in entries)
         _write(self._file, [memoryview(packed)], self._places.entries(number)[0])
         self.left.remove(number)
+
+
+def _is_locked(file: int, path: Path) -> bool:
+    """Locks a file. Returns: False where another process has it, or had it and gave it another name."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 @contextmanager
@@ -148,29 +158,27 @@ def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
     complete = False
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _is_locked(file, unfinished):
             complete = True  # the other's
-            raise ValueError(f"{path} is being written by another process") from None
+            raise ValueError(f"{path} is being written by another process")
         if os.pread(file, len(places.header), 0) != places.header:
             os.ftruncate(file, 0)
         needed, free = places.size - os.fstat(file).st_blocks * 512, shutil.disk_usage(path.parent).free
         if needed > free:
             sizes = f"{needed / 1e9:.2f} GB of free space, got {free / 1e9:.2f} GB"
             raise ValueError(f"{path.parent} must have {sizes}")
-        _write(file, [memoryview(places.header)], 0)
-        new = NewFile(file, places, layers)
+        new = None
         try:
-            yield new
+            _write(file, [memoryview(places.header)], 0)
+            yield (new := NewFile(file, places, layers))
+            os.ftruncate(file, places.size)
+            os.fsync(file)
+            unfinished.rename(path)
         except OSError as error:
             raise OSError(f"{path} cannot be written: {error.strerror or error}") from None
         except BaseException:
-            complete = len(new.left) < len(layers)
+            complete = new is not None and len(new.left) < len(layers)
             raise
-        os.ftruncate(file, places.size)
-        os.fsync(file)
-        unfinished.rename(path)
         complete = True
     finally:
         try:

@@ -89,9 +89,11 @@ class Reader:
     def __init__(self, file: ExpertsFile):
         self.file, self.counters = file, Counters()
         self.threads = ThreadPoolExecutor(DEPTH, "experts")
+        self.callers = ThreadPoolExecutor(1, "slots of experts")  # the main thread calls them
 
     def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.callers, self.threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _pieces(views: Views) -> Iterable[list[memoryview]]:
@@ -141,7 +143,11 @@ class Pool:
         Raises: ValueError for more experts than slots, and for a file that has changed; OSError for a disk
         that fails or is late. The next call may succeed.
         """
-        asked = ids.tolist()
+        if threading.current_thread() is threading.main_thread():  # an interrupt leaves nothing half done
+            return self.reader.callers.submit(self._slots_of, ids.tolist()).result()
+        return self._slots_of(ids.tolist())
+
+    def _slots_of(self, asked: Sequence[int]) -> Tensor:
         needed = {expert for expert in asked if 0 <= expert < self.about.experts}
         with self.lock:
             if len(needed) > self.size:
@@ -175,7 +181,7 @@ class Pool:
         for expert, slot in into.items():
             try:
                 readings[expert].finish(until)
-            except BaseException as error:  # an interrupt, too: reads go on behind it
+            except Exception as error:  # reads go on behind it
                 errors.append(error)
                 self._free_behind(readings[expert].reads, slot)
             else:
@@ -244,18 +250,19 @@ class Staging:
         """
         begun = time.perf_counter()
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            wait([ahead[1]])
-        if ahead is not None and ahead[0] == layer:
-            ahead[1].result()
-        else:
-            self._fill(layer, needed, Mark(self._device))
+        if ahead is None or ahead[0] != layer:
+            ahead = self._begun(layer, needed)
+        ahead[1].result()
         counters = self._pools[layer].reader.counters
         counters.seconds += time.perf_counter() - begun
         counters.layers += 1
         if needed is None and layer + 1 < len(self._pools):
-            mark = Mark(self._device, commits=True)
-            self._ahead = layer + 1, self._thread.submit(self._fill, layer + 1, None, mark)
+            self._ahead = self._begun(layer + 1, None)
+
+    def _begun(self, layer: int, needed: set[int] | None) -> tuple[int, Future]:
+        """A layer that is read behind those before it, whether or not somebody still waits for them."""
+        mark = Mark(self._device, commits=True)
+        return layer, self._thread.submit(self._fill, layer, needed, mark)
 
     def _fill(self, layer: int, needed: set[int] | None, mark: Mark) -> None:
         mark.wait()

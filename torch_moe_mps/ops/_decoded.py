@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._environment import cpu_memory
 from ..macs import said
 from ._formats import QuantizedWeight
 from ._registry import PLAIN, nothing_between
@@ -262,15 +261,11 @@ def _drop(place: tuple) -> None:
 
 
 def memory() -> int:
-    """Limit in bytes of cached values: MOE_MPS_CPU_MEMORY in GB, or a quarter of initially free memory.
-
-    Raises: ValueError where the variable is no number of GB.
-    """
+    """Limit in bytes of cached values: a quarter of initially free memory."""
     global _quarter
-    chosen = cpu_memory()
-    if chosen is None and _bytes == 0:
+    if _bytes == 0:
         _quarter = free_memory() // 4
-    return _quarter if chosen is None else chosen
+    return _quarter
 
 
 def free_memory() -> int:

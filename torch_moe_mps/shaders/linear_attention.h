@@ -392,6 +392,8 @@ template <typename T, uint kLanes, int kKind>
   state += batch * params.state_batch_stride + head * params.state_head_stride;
   device T* results = output + (ulong(batch) * params.tokens * params.heads + head) * params.value_width;
   const uint result_stride = params.heads * params.value_width;
+  const PendingTokens<kRows, kChannels> held(pending, group.y, params);
+  const uint right = count_of(counts, params.pending, batch);
 
   for (uint start = group.x * simdgroups * kStep; start < params.value_width;
        start += groups.x * simdgroups * kStep) {
@@ -400,44 +402,47 @@ template <typename T, uint kLanes, int kKind>
     float2 kept[kScanRows / 4][4];
     move_state<true, kLanes>(kept, own, params);
     const uint first_column = min(own.column, params.value_width - 1), second = own.is_own[1] ? 1 : 0;
-    const uint right = count_of(counts, params.pending, batch);
-    if (right != 0) {
-      const PendingTokens<kRows, kChannels> held(pending, group.y, params);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint t = simdgroup; t < right; t += simdgroups) held.stage(t, staged[t], lane, params);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint t = 0; t < right; ++t) {
-        device const float* value = held.row(t) + params.key_width + first_column;
-        take_in<kLanes, kKind>(kept, staged[t], float2(value[0], value[second]), part);
-      }
-    }
-    if (params.tokens == 0 || (params.keep != 0 && right != 0)) {
-      move_state<false, kLanes>(kept, columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params),
-                                params);
-    }
-    if (params.tokens == 0) continue;
     // The value of the next token is loaded while the state takes in this one.
     device const T* values = v + token_start(params.v, batch, 0, head);
-    T next[2] = {values[first_column], values[first_column + second]};
+    T next[2] = {T(0.0f), T(0.0f)};
+    if (params.tokens != 0) {
+      next[0] = values[first_column];
+      next[1] = values[first_column + second];
+    }
     // A lane writes one column: the first lanes that share some write them.
     const uint written_column = own.column + part;
     const bool writes = part < kScanColumns && written_column < params.value_width;
-    for (uint first = 0; first < params.tokens; first += kTokens) {
-      const uint count = min(kTokens, params.tokens - first);
+    uint waiting = right;
+    for (uint first = 0, count; waiting != 0 || first < params.tokens; first += count) {
+      // Tokens that are kept are staged together.
+      count = min(kTokens - waiting, params.tokens - first);
+      if (params.keep != 0 && waiting + params.tokens > kTokens) count = 0;
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint t = simdgroup; t < count; t += simdgroups) {
-        stage_token<kRows, kKind>(first + t, staged[t], inputs, lane, params);
+      for (uint t = simdgroup; t < waiting + count; t += simdgroups) {
+        if (t < waiting) {
+          held.stage(t, staged[t], lane, params);
+        } else {
+          stage_token<kRows, kKind>(first + t - waiting, staged[t], inputs, lane, params);
+        }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint t = 0; t < waiting; ++t) {
+        device const float* value = held.row(t) + params.key_width + first_column;
+        take_in<kLanes, kKind>(kept, staged[t], float2(value[0], value[second]), part);
+      }
+      if (params.keep != 0 && waiting != 0) {
+        move_state<false, kLanes>(kept, columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params),
+                                  params);
+      }
       // Offsets from a block's first token fit into 32 bits.
       device const T* block_values = values + first * params.v.token;
       device T* block_results = results + ulong(first) * result_stride;
       uint next_value = first_column, result_place = written_column;
-      threadgroup const float4* rows = staged[0].key + part;
+      threadgroup const Token* token = staged + waiting;
+      threadgroup const float4* rows = token->key + part;
       // The second time that a token's keys are read. The compiler does not know that `zero` is 0: it would
       // keep them in 16 registers from the first time on.
       threadgroup const float4* same_rows = rows + staged[0].zero;
-      threadgroup const Token* token = staged;
       for (uint t = 0; t < count; ++t) {
         const float2 value = float2(float(next[0]), float(next[1]));
         if (first + t + 1 < params.tokens) next_value += uint(params.v.token);
@@ -450,6 +455,7 @@ template <typename T, uint kLanes, int kKind>
         same_rows += sizeof(Token) / sizeof(float4);
         ++token;
       }
+      waiting = 0;
     }
     if (params.keep == 0) {
       move_state<false, kLanes>(kept, columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params),
@@ -458,10 +464,10 @@ template <typename T, uint kLanes, int kKind>
   }
   if (params.keep != 0) {
     threadgroup_barrier(mem_flags::mem_device);  // those that were pending have been read
+    threadgroup const Token* own = staged + (right + params.tokens > kTokens ? 0 : right);
     const uint same = anew(lane, lane);
-    const PendingTokens<kRows, kChannels> held(pending, group.y, params);
     for (uint t = simdgroup; t < params.tokens; t += simdgroups) {
-      held.keep(t, staged[t], v + token_start(params.v, batch, t, head), same, params);
+      held.keep(t, own[t], v + token_start(params.v, batch, t, head), same, params);
     }
   }
   if (params.has_norm == 0) return;

@@ -1,4 +1,7 @@
-"""The simulated device for every test, in this folder alone (`python -m pytest`) and within a larger run."""
+"""The simulated device for every test where this folder runs alone (`python -m pytest`).
+
+Within the repository that it lies in, tests/conftest.py has it, and package/ runs, too.
+"""
 
 import contextlib
 import importlib.util
@@ -15,24 +18,26 @@ from simulator.errors import BuildError
 
 LINUX = sys.platform == "linux"
 
+if importlib.util.find_spec("support") is None:
+    collect_ignore = ["package"]
 
-@pytest.hookimpl(trylast=True)  # where a conftest above sets the cache's folder, and installs extensions too
-def pytest_configure(config):
-    if LINUX:  # before test modules are imported: torch remembers whether MPS was there when first asked
-        with contextlib.suppress(BuildError):
-            simulator.install(strict=True)
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(config):
+        config.addinivalue_line("markers", "sweep: long, left out of the run for every change")
+        if LINUX:  # before test modules are imported: torch remembers whether MPS was there when first asked
+            with contextlib.suppress(BuildError):
+                simulator.install(strict=True)
 
+    @pytest.fixture
+    def simulated():
+        """The simulator, in its first schedule and without findings of other tests."""
+        if not LINUX:
+            pytest.skip("the simulator runs on Linux")
+        simulator.install(strict=True)
+        import torch
 
-@pytest.fixture
-def simulated():
-    """The simulator, in its first schedule and without findings of other tests."""
-    if not LINUX:
-        pytest.skip("the simulator runs on Linux")
-    simulator.install(strict=True)
-    import torch
-
-    yield simulator
-    try:
-        torch.mps.synchronize()
-    finally:
-        simulator.reset()
+        yield simulator
+        try:
+            torch.mps.synchronize()
+        finally:
+            simulator.reset()

@@ -30,7 +30,7 @@ def foreign(modules: set[str]) -> list[str]:
 
 
 def test_it_imports_nothing_of_its_surroundings():
-    files = list(SIMULATOR.rglob("*.py"))
+    files = [path for path in SIMULATOR.rglob("*.py") if "package" not in path.parts]
     assert len(files) > 40
     assert [(path, bad) for path in files if (bad := foreign(imported(path.read_text())))] == []
     assert foreign(imported("def f():\n    from support import x\n    import torch, measured.apple\n")) == [

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from support import gguf_files, mlx_models
+from support import gguf_files, mlx_models, processes
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.experts_on_disk import same
 from support.models import Conversation, prompt, tiny
@@ -249,6 +249,61 @@ def test_the_file_is_written_once(folder, memory, monkeypatch):
     file = pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
     assert file.path == folder / on_disk.NAME and file.layers[0].about == {"formats": []}
+
+
+KILLED = """
+    import os, signal, sys, warnings
+    from itertools import count
+    from pathlib import Path
+    from torch_moe_mps import from_pretrained
+
+    folder, step = Path(sys.argv[1]), int(sys.argv[2])
+    path = folder / "experts.moe_mps"
+
+    def load(last: float) -> bool:
+        "Whether a new process loads the model; it is killed at this change of the file, which half happens."
+        changes = count(1)
+
+        def at_last(function):
+            def changed(*args):
+                if next(changes) >= last:
+                    if function is pwrite:
+                        pwrite(args[0], args[1][: len(args[1]) // 2], args[2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args)
+            return changed
+
+        process = os.fork()
+        if process == 0:
+            pwrite = os.pwrite
+            for name in ("pwrite", "ftruncate", "fsync", "rename", "unlink"):
+                setattr(os, name, at_last(getattr(os, name)))
+            try:
+                from_pretrained(str(folder), experts_memory="1GB", device_map="cpu")
+            finally:
+                os._exit(sys.exc_info()[0] is not None)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+        return status == 0
+
+    assert load(float("inf"))
+    expected, files = path.read_bytes(), {*os.listdir(folder)}
+    for last in count(step, step):
+        path.unlink()
+        if load(last):
+            break
+        assert not path.exists() and load(float("inf"))
+        assert path.read_bytes() == expected and {*os.listdir(folder)} == files, last
+    print(last)
+"""
+
+
+@pytest.mark.slow("loads a model in new processes, as often as its file is changed")
+@pytest.mark.parametrize("step", in_sweep((1, 17), (17,)))
+def test_a_process_that_is_killed_while_it_writes(step, tmp_path):
+    """By SIGKILL: half of a file is never taken for one, and the next process writes the same bytes."""
+    in_safetensors("qwen3_moe")(tmp_path / "model")
+    assert int(processes.forked(KILLED, tmp_path / "model", step)) > 40
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,9 @@ def test_the_bits_on_mps_are_those_on_the_cpu(device_map, tmp_path):
 CHILD = """
 import ctypes, gc, json, sys, threading, time
 import torch, transformers, torch_moe_mps
+from torch_moe_mps.ops import _decoded
 transformers.logging.set_verbosity_error()
+_decoded.memory = lambda: 0
 device, warm, source, arguments = *sys.argv[1:4], json.loads(sys.argv[4])
 # Freed memory goes back to the system at once: the C library would keep some of it for later.
 M_MMAP_THRESHOLD = -3
@@ -299,7 +301,7 @@ def measure(
 
 
 def measured(source, device, warm, path, dense: int, layer: int, arguments) -> dict:
-    printed = forked(CHILD, device, warm, path, json.dumps(arguments), MOE_MPS_CPU_MEMORY="0")
+    printed = forked(CHILD, device, warm, path, json.dumps(arguments))
     result = json.loads(printed.splitlines()[-1])
     files = [path] if path.is_file() else path.glob("*.safetensors")
     result |= {

@@ -167,7 +167,7 @@ class Engine:
             sequence = plan.admit
         if sequence is None or sequence.phase != "prefill":
             return has_begun
-        self._scheduler.prefilled(sequence, self.pool.sequences)
+        self._scheduler.prefilled(sequence, self.pool.sequences, plan.chunk)
         chunk = None
         with self.pool.isolation.one(sequence):
             chunk = self._compute_chunk(sequence, plan.chunk)

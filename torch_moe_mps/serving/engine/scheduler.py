@@ -119,10 +119,12 @@ class Scheduler:
     """Admits sequences round-robin: one answer per request and turn, the oldest request first.
 
     A prompt that fits a single chunk may overtake a chunked prefill, once between two of its chunks, and may
-    be admitted before a longer queued prompt.
+    be admitted before a longer queued prompt. Chunks double once nobody decodes: a client that streams one
+    answer after the other then waits for a short one.
     """
 
     def __init__(self) -> None:
+        self._chunk = LARGEST_CHUNK  # maximum size of the last chunk
         self._turn = 0  # in which the last sequence has begun
         self._has_overtaken = False  # since the last chunk of the first prompt
         self._has_passed = False  # whether a short prompt has begun before a longer one that waits
@@ -140,6 +142,7 @@ class Scheduler:
         prefill = [each for each in sequences if each.phase == "prefill"]
         current = prefill[-1] if prefill else None
         chunk = times.chunk(any(each.phase == "decoding" for each in sequences))
+        chunk = min(chunk, 2 * self._chunk)
         begun = [each for each in sequences if each.has_begun]
         preempted = [each for each in begun if each.phase == "waiting"]
         if preempted and not prefill:
@@ -159,8 +162,9 @@ class Scheduler:
         if plan.prefill is None:
             self._has_passed = plan.passes
 
-    def prefilled(self, sequence: Candidate, sequences: Sequence[Candidate]) -> None:
-        """Records the sequence whose chunk is computed."""
+    def prefilled(self, sequence: Candidate, sequences: Sequence[Candidate], chunk: int) -> None:
+        """Records the sequence whose chunk is computed, and the chunk's maximum size."""
+        self._chunk = chunk
         first = next((each for each in sequences if each.phase == "prefill"), sequence)
         self._has_overtaken = sequence is not first
 

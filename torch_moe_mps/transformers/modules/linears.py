@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..._environment import CPU_MEMORY
 from ...ops._checks import dtype_name
 from ...ops._decoded import memory
 from ...ops.linear import linear_quantized, product_by_kept_rows
@@ -144,7 +143,7 @@ def kept_on_cpu(model: nn.Module) -> str | None:
     size, allowed = 4 * sum(values.values()), memory()
     show = in_unit(size)
     kept = show(size) if size <= allowed else f"{show(allowed)} of {show(size)}, the others in every call"
-    return f"on the CPU weights are decoded once and kept in float32: {kept} ({CPU_MEMORY} sets the limit)"
+    return f"on the CPU weights are decoded once and kept in float32: {kept}"
 
 
 def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:
