@@ -81,7 +81,7 @@ class _Section:
             for file, names in self._found.files.items():
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 tensors |= {name: opened.get_slice(name) for name in names}
-            how = self._mapping, self._quantizer, self._dtype, "cpu"
+            how = self._mapping, self._quantizer, self._dtype
             missing = read_tensors(self._layers, tensors, *how)
         if self._quantizer is not None:
             self._quantizer.place(self._layers)  # says what is missing, too

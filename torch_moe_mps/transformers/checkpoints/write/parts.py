@@ -49,7 +49,6 @@ class Parts:
 
     Args:
         source: a folder, a name on the Hub, or a GGUF file.
-        device: where the loaded part is.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
@@ -70,7 +69,6 @@ class Parts:
     def __init__(
         self,
         source: str,
-        device: str | torch.device = "cpu",
         model_class: type[PreTrainedModel] | None = None,
         *,
         recipe: Mapping[str, Any] | None = None,
@@ -85,7 +83,7 @@ class Parts:
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         files = _files_of(checkpoint, source)
         self.model = checkpoint.skeleton().eval()
-        self.device, self.dtype = device, self.model.dtype
+        self.dtype = self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
         self._tied_biases = {
@@ -217,8 +215,7 @@ class Parts:
             yield key, name
 
     def _load(self, part: str) -> None:
-        how = self.dtype, self.device
-        missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, *how)
+        missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, self.dtype)
         optional = may_lack(self.model)
         for name in sorted(self._tie(missing)):
             if self.part_of(name) == part and not optional(name):
@@ -246,7 +243,7 @@ class Parts:
         """Allocates and computes the model's buffers, which are small."""
         for name, buffer in list(self.model.named_buffers()):
             owner, _, last = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
+            self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device="cpu")
         self.model.initialize_weights()  # the buffers: parameters have no memory
 
 
@@ -262,9 +259,8 @@ def read_tensors(
     mapping: list[Any],
     reader: Any,
     dtype: torch.dtype,
-    device: str | torch.device,
 ) -> set[str]:
-    """Reads tensors of files, by their names there, into a model. Returns: names that they lack.
+    """Reads tensors of files, by their names there, into a model on the CPU. Returns: names that they lack.
 
     Args:
         mapping: transformers' conversions of them.
@@ -273,7 +269,7 @@ def read_tensors(
     Raises: ValueError for one of another shape, or that cannot be converted.
     """
     config = LoadStateDictConfig(
-        device_map={"": device},
+        device_map={"": "cpu"},
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
         hf_quantizer=reader,
