@@ -122,7 +122,7 @@ def test_every_matrix_of_every_architecture_is_seen(architecture):
     assert [name for name in unseen if not any(part in name for part in UNSEEN)] == []
 
 
-@pytest.mark.parametrize("letters, most", [(1, 300), (8, 258), (40, 300), (5000, 20), (3, 9000), (1, 0)])
+@pytest.mark.parametrize("letters, most", [(8, 258), (5000, 20), (1, 0)])
 def test_a_part_of_a_text_is_read_that_has_its_first_tokens(letters, most, monkeypatch):
     """Whatever the length of a token: here of a word, whose number of letters it is."""
     read = []

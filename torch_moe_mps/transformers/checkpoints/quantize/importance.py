@@ -154,7 +154,7 @@ def given_importance(
     if importance is None or isinstance(importance, Importance):
         result = importance
     elif isinstance(importance, str | os.PathLike):
-        result = read_importance(importance)
+        result = read_importance(Path(importance))
     else:
         expected, got = "an Importance or a file of it", type(importance).__name__
         raise TypeError(f"moe_mps::{function}: importance must be {expected}, got {got}")
