@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from .. import __version__
 from .._text import split_gguf
 from .._weight_formats import ROWS
-from ..macs import BANDWIDTHS, machine_memory
+from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
@@ -44,7 +44,6 @@ from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _HELD = 0.75  # part of the memory that a model's weights may take
-_CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
 # Files that are written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -145,13 +144,11 @@ def _sizes(plan: LoadPlan) -> str:
     memory = machine_memory()
     fit = "fits" if plan.after < _HELD * memory else "does not fit"
     size, token = in_unit(plan.before), in_unit(plan.token_before)
-    speeds = [f"{1e9 * BANDWIDTHS[chip] / plan.token_after:,.0f} on {chip}" for chip in _CHIPS]
     return (
         f"weights: {size(plan.before)} -> {size(plan.after)} ({plan.quantized} modules quantised, "
         f"{plan.dense} left dense)\n"
         f"a token reads {token(plan.token_before)} of the model in SRC, "
         f"{token(plan.token_after)} of the new one\n"
-        f"predicted tokens/s, at most, by bandwidth alone: {', '.join(speeds)}; `fit` has all chips\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
 
