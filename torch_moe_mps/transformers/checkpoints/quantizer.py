@@ -151,7 +151,7 @@ class Quantizer(HfQuantizer):
         """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
         _check_no_offloading(device_map)
         if self.quantization_config.gguf and device_map is None and torch.backends.mps.is_available():
-            return {"": torch.device("mps")}  # as transformers' quantizer of GGUF files
+            return {"": torch.device("mps")}  # the default of transformers for GGUF
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
             self.device = torch.device(whole)
