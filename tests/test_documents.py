@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shlex
 
 import pytest
@@ -167,52 +166,6 @@ def test_the_variables_of_the_environment():
         r"^\| `(MOE_MPS_\w+)` \|", (REPOSITORY / "docs" / "environment.md").read_text(), re.MULTILINE
     )
     assert sorted(rows) == sorted({*re.findall(r"\bMOE_MPS_[A-Z_]*[A-Z]", text)})
-
-
-@pytest.mark.parametrize(("name", "page"), [("draw_rooms", "rooms.svg"), ("plot_quality", "quality.svg")])
-def test_pictures_are_what_the_scripts_draw(name, page):
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "make" / f"{name}.py"))
-    document = [(REPOSITORY / "docs" / "quality.md").read_text()] if name == "plot_quality" else []
-    assert (REPOSITORY / "docs" / page).read_text() == script["drawing"](*document), (
-        f"run scripts/make/{name}.py"
-    )
-
-
-def test_the_page_of_embeddings_is_what_the_script_writes():
-    """But for the figures, which take minutes."""
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "bench" / "bench_embeddings.py"))
-    page = (REPOSITORY / "docs" / "embeddings.md").read_text()
-    rows = re.findall(r"^\| (?!recipe).*\|$", page, re.M)
-    assert [row.split(" | ")[0] for row in rows] == [
-        "| dense, float32",
-        *(f"| {x}" for x in script["RECIPES"]),
-    ]
-    assert page == script["PAGE"].format(
-        texts=script["TEXTS"], nearest=script["NEAREST"], rows="\n".join(rows)
-    )
-
-
-def test_the_picture_of_quality():
-    """Each point lies where its numbers say, by the lines and labels of the axes."""
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "make" / "plot_quality.py"))
-    rows = [
-        "| recipe | MB | perplexity | KL |",
-        "|---|---:|---:|---:|",
-        "| dense, float16 | 300.0 | 8 | 0.0000 |",
-    ]
-    rows += ["| a: importance | 100.0 | 9 | 0.0100 |", "| llama.cpp b, importance | 200.0 | 9 | 0.1000 |"]
-    picture = script["drawing"]("\n".join(["# Title", "", *rows, "", "| x | y |", "|---|---|", "| 1 | 2 |"]))
-    texts = {
-        words: (float(x), float(y))
-        for x, y, words in re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', picture)
-    }
-    points = {
-        title: (float(x), float(y))
-        for x, y, title in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)<', picture)
-    }
-    assert points["a: importance: 100 MB, 0.01"] == (texts["100"][0], texts["0.01"][1] - 4)
-    assert points["llama.cpp b, importance: 200 MB, 0.1"] == (texts["200"][0], texts["0.1"][1] - 4)
-    assert len(points) == 4 and "Title" in texts  # two of them in the legend
 
 
 def test_the_readme_is_short():

@@ -74,15 +74,15 @@ def write_functions() -> None:
 
 
 def write_module() -> None:
-    """The stubs of the operators, with their docstrings as Markdown."""
-    stub = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operator_stubs.py"))["stub"]
+    """The signatures of the operators, with their docstrings as Markdown."""
     table = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operators_table.py"))["used_by"]()
     parts = ["from torch import Tensor\n\n"]
-    for name in ops.PUBLIC:
-        document = as_markdown(inspect.cleandoc(ops.PUBLIC[name].__doc__))
+    for name, function in ops.PUBLIC.items():
+        document = as_markdown(inspect.getdoc(function) or "")
         if table[name]:
             document += f"\n\n**Used by:** {', '.join(table[name])}"
-        parts.append(stub(name).removesuffix(" ...\n") + f"\n    {document!r}\n\n")
+        signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor")
+        parts.append(f"def {name}{signature}:\n    {document!r}\n\n")
     MODULE.parent.mkdir(parents=True, exist_ok=True)
     MODULE.write_text("".join(parts))
 

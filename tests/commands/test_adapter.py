@@ -58,7 +58,7 @@ def test_generate(folders, capsys):
 
 
 def test_perplexity(folders, capsys, tmp_path):
-    """The figure of the model with its adapter; the model's card stays that of the model alone."""
+    """The figure of the model with its adapter; nothing of the model changes."""
     model, adapter = folders
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 3)

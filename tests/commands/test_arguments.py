@@ -78,7 +78,6 @@ def test_numbers_that_no_sampling_has_are_refused(name):
 # {command line, where {here} is a folder: what it says}
 EARLY = {
     "perplexity {here} --against {here}/nothing": "nothing is neither a folder nor the name of a model",
-    "perplexity {here} --card --adapter {here}": "--card is of a model alone; leave out --adapter",
     "perplexity {here} --json {here}/no/file": "--json must be a file that can be written",
     "generate {here} -p a --adapter {here}/nothing": "nothing is neither a folder nor the name of an adapter",
     "generate {here} -p a --adapter {here}": "--adapter must be a folder with an adapter_config.json",

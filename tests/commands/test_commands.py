@@ -98,10 +98,10 @@ def test_mixed_recipe(tmp_path):
     assert model.lm_head.format.bits == 6 and model.model.embed_tokens.format.bits == 4
 
 
-@pytest.mark.slow("three tables of three models")
+@pytest.mark.slow("a table of three models")
 @ONE_KIND
 def test_perplexity(checkpoint, tmp_path, capsys):
-    """One table of several models; with --card what was measured stays with those that are ours."""
+    """One table of several models, none of which is changed."""
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:70])
     new, mlx, found = (tmp_path / name for name in ("new", "mlx", "found.json"))
@@ -109,11 +109,8 @@ def test_perplexity(checkpoint, tmp_path, capsys):
     assert run("convert", checkpoint, mlx, "--bits", 3, "--group-size", 32, "--to", "mlx") == 0
     arguments = [new, mlx, "--against", checkpoint, "--text", text, "--window", 32, "--device", "cpu"]
     before = {file: file.read_bytes() for folder in (new, mlx, checkpoint) for file in folder.iterdir()}
-    assert run("perplexity", *arguments) == 0
+    assert run("perplexity", *arguments, "--json", found) == 0
     assert {file: file.read_bytes() for file in before} == before
-    for more in (["--card"], ["--card", "--tokens", 40], ["--card", "--json", found]):
-        capsys.readouterr()
-        assert run("perplexity", *arguments, *more) == 0
     output, data = capsys.readouterr().out, json.loads(found.read_text())
     first, second = data["models"]
     assert data["tokens"] == 70 and first["divergence"] < second["divergence"]
@@ -125,17 +122,6 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         divergence = f"{own['divergence']:.5f} ± {own['divergence_error']:.5f}"
         top = f"{100 * own['agreement']:.2f} %"
         assert [str(folder), *figures.split(), *divergence.split(), *top.split()] in lines
-        kept = "70 tokens of text.txt in windows of 32: "
-        kept += f"perplexity {figures} (dense has {data['perplexity_of_other']:.4f}), KL divergence from it "
-        kept += f"{divergence} nats a token, equal top tokens {top}; "
-        kept += f"activations in float32, torch-moe-mps {torch_moe_mps.__version__}"
-        card = (folder / "README.md").read_text()
-        assert card.count("\n- ") == 4 and card.endswith(f"\n- {kept}\n"), card  # two are tags
-        assert "\n- 40 tokens of text.txt in windows of 32: " in card and str(tmp_path) not in card
-        if folder == new:
-            report = str(torch_moe_mps.from_pretrained(str(new)).hf_quantizer.report)
-            assert kept in report.splitlines() and len(report.splitlines()) == 2
-    assert (checkpoint / "config.json").read_bytes() == before[checkpoint / "config.json"]
 
 
 def test_models_of_two_tokenizers_are_no_table(checkpoint, short_text, tmp_path, refused):

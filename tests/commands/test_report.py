@@ -1,12 +1,10 @@
 """`torch-moe-mps report`: phases in processes of their own, all in one file."""
 
-import importlib.util
 import json
 import zipfile
 
 import pytest
 import torch
-from support.processes import REPOSITORY
 
 from torch_moe_mps.commands import main, report
 
@@ -58,68 +56,6 @@ def test_each_phase_leaves_what_it_had(phases, capsys):
     assert "[2/4] bad one failed: no such model" in err and "Please attach" in out
 
 
-MACHINE = {
-    **{"gpu": "Apple M4 Max", "cores": 40, "memory": 64 << 30, "macos": "15.1 (24B83)", "torch": "2.13.0"},
-    **{"torch_moe_mps": "0.2.0", "versions": {"transformers": "5.24.0"}},
-}
-RESULTS = {
-    "quick": {"machine": MACHINE, "failures": []},
-    "probe": {"machine": MACHINE, "told_us": {"between_buffers": 3.25}},
-    "bench": {
-        "rows": [
-            {"test": "pp512", "rate": 1234.567, "unit": "t/s"},
-            {"test": "tg128", "rate": 98.7654, "unit": "t/s", "gpu_idle": 125.04e-6},
-            {"test": "tg128 @ d4096", "rate": 80.0, "unit": "t/s"},
-            {"test": "ttft128 @ d4096", "rate": 95.0, "unit": "ms"},
-        ]
-    },
-}
-
-
-def test_what_was_measured_lies_beside_it(phases, tmp_path, capsys):
-    """As one small file that scripts/make/make_measured_table.py takes for a row."""
-    (model := tmp_path / "Qwen3-30B-A3B").mkdir()
-    (model / "config.json").write_text("{}")
-    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({!r})"
-    made = [phase(name, write.format(json.dumps(content))) for name, content in RESULTS.items()]
-    phases(*made, phase("check", "raise SystemExit(1)"), options=(str(model),))
-    assert "out.measured.json has the speed alone" in capsys.readouterr().out
-    folder = tmp_path / "measured"
-    folder.mkdir()
-    file = (tmp_path / "out.measured.json").rename(folder / "m4-max.json")
-    assert json.loads(file.read_text()) == {
-        **{"version": 1, "chip": "M4 Max", "gpu_cores": 40, "memory_gb": 64, "macos": "15.1 (24B83)"},
-        **{"torch": "2.13.0", "torch_moe_mps": "0.2.0", "versions": {"transformers": "5.24.0"}},
-        "verdicts": dict.fromkeys(RESULTS, "done") | {"check": "failed: nothing printed (exit code 1)"},
-        **{"failures": 0, "model": ".../Qwen3-30B-A3B", "gpu_idle_us": 125.0},
-        "tokens_s": {"pp512": 1234.57, "tg128": 98.77, "tg128 @ d4096": 80.0},
-    }
-    assert measured_table().table(folder).splitlines()[2] == (
-        "| M4 Max | 40 | 64 | 15.1 (24B83) | 2.13.0 | .../Qwen3-30B-A3B "
-        "| 1,234.6 | 98.8 | 80.0 | 125.0 | passes |"
-    )
-    file.write_text(file.read_text().replace('"gpu_cores": 40', '"gpu_cores": "40"'))
-    with pytest.raises(ValueError, match=r"m4-max\.json: gpu_cores must be int, got '40'"):
-        measured_table().table(folder)
-    file.write_text('{"version": 1}')
-    with pytest.raises(ValueError, match=r"m4-max\.json: keys must be version, chip, .*, got version"):
-        measured_table().table(folder)
-
-
-def measured_table():
-    script = REPOSITORY / "scripts" / "make" / "make_measured_table.py"
-    spec = importlib.util.spec_from_file_location("make_measured_table", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_table_of_what_was_measured_is_current():
-    made = measured_table()
-    _, _, behind = made.DOCUMENT.read_text().partition(made.MARK)
-    assert behind.partition("\n## ")[0] == made.table(made.FOLDER)
-
-
 def test_what_is_left_out(phases, capsys):
     nothing = [phase(name, "pass") for name in ("quick", "bench", "bench without capture", "check")]
     code, files = phases(*nothing, options=("--without", "bench,check"))
@@ -157,9 +93,9 @@ def test_phases_are_commands():
 
     made = list(report.phases("some/model"))
     names = [each.name for each in made]
-    assert names[:3] == ["quick", "probe", "answer"] and names[-1] == "registers"
+    assert names[:3] == ["quick", "probe", "answer"] and names[-1] == "large"
     assert "bench without capture" in names and len({*names}) == len(names)
-    without_model = ["quick", "probe", "disk", "check", "large", "registers"]
+    without_model = ["quick", "probe", "disk", "check", "large"]
     assert [each.name for each in report.phases(None)] == without_model
     assert sum(each.minutes for each in made) <= 120
     for each in made:
@@ -172,9 +108,3 @@ def test_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert main(["report"]) == 2
     assert "no Apple GPU here" in capsys.readouterr().out
-
-
-def test_registers_need_xcode(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="Xcode with its Metal toolchain is not installed"):
-        report.registers(tmp_path / "out.json")

@@ -15,26 +15,14 @@ from torch_moe_mps.selfcheck import machine, probe
 
 pytestmark = linux_only
 SMALL = probe.Sizes(
-    **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18), "idle": (0.0, 0.01)},
-    **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1, "live_steps": 2, "bank_steps": 4},
-    **{"fragment_steps": 2, "queued": 3, "sustained": 0.01, "expert_groups": 1, "expert_steps": 1},
+    **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18)},
+    **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1},
+    **{"expert_groups": 1, "expert_steps": 1},
     **{"chunk": (24, 72, 16), "asked": 3, "late": (0.001, 0.01)},
 )
-RATES = (
-    *(
-        "dispatch_us",
-        "wake_us",
-        "read_gbs",
-        "expert_reads_gbs",
-        "fma_tmacs",
-        "matrix_tmacs",
-        "first_read_after_idle_ms",
-    ),
-    *("live_numbers", "bank_conflicts", "fragments_tmacs", "sustained_tmacs"),
-)
+RATES = ("dispatch_us", "read_gbs", "expert_reads_gbs", "fma_tmacs", "matrix_tmacs")
 AS_ASSUMED = {
     "matrix_layout": {"as_assumed": True},
-    "contraction": {"within_a_statement": True, "across_statements": False},
     "nan": {
         **{"isnan": True, "compares": False, "as_uint": 0, "as_int": -(2**31), "clamp_to_0_and_1": 0.0},
         **{"max_of_nan_and_1": 1.0, "max_of_1_and_nan": 1.0, "simd_max": 1.0, "simd_min": 1.0},
@@ -44,8 +32,6 @@ AS_ASSUMED = {
         **{"half_operand": True, "half_result": True},
     },
     "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
-    "threadgroup_memory": {"given": True, "own_behind_it": True},
-    "indirect_grid": {"right": True, "groups": 6},
 }
 
 
@@ -138,35 +124,20 @@ def test_attention_of_a_chunk_elsewhere(simulated):
 
 # Faults of different parts, which are compiled together.
 FAULTS = (
+    ("matrix_layout", "held.thread_elements()[1];", "held.thread_elements()[0];"),
+    ("nan", "isnan(nan) ? 1 : 0", "0"),
+    ("subnormals", "half(x[i]) * half(scales[i])", "half(0.0f)"),
     (
-        ("matrix_layout", "held.thread_elements()[1];", "held.thread_elements()[0];"),
-        (
-            "contraction",
-            "out[2 * i] = a[i] * b[i] + c[i]",
-            "const float apart = a[i] * b[i]; out[2 * i] = apart + c[i]",
-        ),
-        ("nan", "isnan(nan) ? 1 : 0", "0"),
-        ("subnormals", "half(x[i]) * half(scales[i])", "half(0.0f)"),
-        (
-            "bfloat_rounding",
-            "out[i] = bfloat(x[i])",
-            "out[i] = as_type<bfloat>(ushort(as_type<uint>(x[i]) >> 16))",
-        ),
-        ("threadgroup_memory", "out[lane] = memory[31 - lane]", "out[lane] = memory[lane]"),
-        ("indirect_grid", "grid[i] = 3 - i", "grid[i] = 1"),
-    ),
-    (
-        ("contraction", "product + c[i]", "fma(a[i], b[i], c[i])"),
-        ("nan", "as_type<uint>(most)", "as_type<uint>(NAN)"),
-        ("threadgroup_memory", "sum += memory[i + 31 - lane]", "sum += memory[31 - lane]"),
+        "bfloat_rounding",
+        "out[i] = bfloat(x[i])",
+        "out[i] = as_type<bfloat>(ushort(as_type<uint>(x[i]) >> 16))",
     ),
 )
 
 
-@pytest.mark.parametrize("faults", FAULTS, ids=["first", "second"])
-def test_what_is_not_as_assumed(simulated, faults):
-    with simulated.intercepted(with_faults({text: wrong for _, text, wrong in faults})):
-        found = {part: probe.PARTS[part](SMALL) for part, *_ in faults}
+def test_what_is_not_as_assumed(simulated):
+    with simulated.intercepted(with_faults({text: wrong for _, text, wrong in FAULTS})):
+        found = {part: probe.PARTS[part](SMALL) for part, *_ in FAULTS}
     for part, values in found.items():
         assert any(values[key] != value for key, value in AS_ASSUMED[part].items()), part
 
@@ -184,65 +155,10 @@ def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):
 
 
 def test_a_gpu_that_fails_is_in_the_page(simulated, monkeypatch):
-    monkeypatch.setattr(probe, "PARTS", {"nan": probe.nan_rules, "contraction": probe.contraction})
+    monkeypatch.setattr(probe, "PARTS", {"nan": probe.nan_rules, "subnormals": probe.subnormals})
     with simulated.failing("fault"):
         page = probe.probe(SMALL, [])
-    assert "Fault" in page["nan"]["error"] and page["contraction"] == AS_ASSUMED["contraction"]
-
-
-def test_each_kernel_computes_what_it_times(simulated):
-    x, steps = torch.tensor([0.5, 1.0]), 3
-    for count in probe.LIVE:
-        values = [x[n % 2].item() + n for n in range(count)]
-        for _ in range(steps):
-            for n in range(count):
-                values[n] = values[n] * 0.5 + values[(n + 1) % count]
-        out = torch.empty(64, device="mps")
-        probe._run(f"probe_live{count}", [x.to("mps"), out], 2, 32, steps)
-        torch.testing.assert_close(out.cpu(), torch.full((64,), sum(values)), rtol=1e-5, atol=0)
-    for stride in probe.STRIDES:
-        out = torch.empty(64, device="mps")
-        probe._run("probe_banks", [torch.tensor([stride], dtype=torch.int32).to("mps"), out], 1, 64, steps)
-        lanes = torch.arange(64) % 32 * stride
-        expected = sum(lanes + n + step for step in range(steps) for n in range(8))
-        assert torch.equal(out.cpu(), expected.float())
-    weights = torch.randn(probe.TILES, probe.ROWS, steps, 4, 8).half()
-    expected = weights.double().sum((2, 3)).view(probe.TILES, 1, -1).expand(-1, 4, -1)
-    for name in ("direct", "staged"):
-        out = torch.empty(probe.TILES, 4, probe.ROWS * 8, device="mps")
-        probe._run(f"probe_fragments_{name}", [weights.to("mps"), out], probe.TILES, 128, steps)
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("schedule", range(4))
-def test_when_metal_tells(simulated, schedule):
-    """Each buffer takes half a second by the GPU's clock, which is not the host's here; and what a wait shows
-    is the host's time, in two schedules behind the wait."""
-    simulated.set_schedule(schedule)
-    with simulated.clocked(lambda dispatch: 0.5):
-        found = probe.told(SMALL)
-    assert found["between_buffers"] == 0.0 and found.keys() == {"between_buffers", "behind_wait"}
-    assert (found["behind_wait"] > 0) == (schedule >= 2)
-
-
-def test_a_limit_that_comes_later(simulated, monkeypatch):
-    """The clock of power or heat: each call takes twice as long as the one before."""
-    seconds = iter(2.0**n for n in range(40))
-    moments = iter(range(40))
-    monkeypatch.setattr(probe, "_seconds", lambda call: next(seconds))
-    monkeypatch.setattr(probe.time, "monotonic", lambda: next(moments))
-    found = probe.sustained(SMALL._replace(sustained=10))
-    assert found["first"] > 100 * found["last"] > 0
-
-
-def test_threads_that_a_pipeline_does_not_allow_are_not_asked_for(simulated, monkeypatch):
-    lines = [f"probe_live{count}_f32 {64 if count > 96 else 1024} 0 0" for count in probe.LIVE]
-    monkeypatch.setattr(torch.ops.moe_mps, "_pipelines", lambda name, without: lines)
-    with simulated.trace() as commands:
-        found = probe.live_numbers(SMALL)
-    assert found["96"]["threads"] == 1024 and found["104"]["threads"] == 64
-    of_live = [line for line in commands if line.startswith("probe_live")]
-    assert all(("of 64x1x1" if "live1" in line else "of 256x1x1") in line for line in of_live) and of_live
+    assert "Fault" in page["nan"]["error"] and page["subnormals"] == AS_ASSUMED["subnormals"]
 
 
 # Of an imagined M1 Max: 32 cores at 1.2 GHz, 320 GB/s, 16 cycles a product of halves.
@@ -253,14 +169,6 @@ PAGE = AS_ASSUMED | {
     "fma_tmacs": 32 * 128 * 1.2e9 / 1e12,
     "matrix_tmacs": {"half": 32 * 4 * 1.2e9 * 512 / 16 / 1e12, "float": 32 * 4 * 1.2e9 * 512 / 20 / 1e12},
     "dispatch_us": {"run": {"1": 4.5}},
-    "live_numbers": {
-        "64": {"tmacs": 4.0},
-        "96": {"tmacs": 3.7},
-        "104": {"tmacs": 2.4},
-        "128": {"tmacs": 1.0},
-    },
-    "bank_conflicts": {"1": 1.0, "32": 29.5, "33": 1.02},
-    "fragments_tmacs": {"direct": 2.0, "staged": 3.1},
 }
 
 
@@ -273,17 +181,13 @@ def costs(monkeypatch):
 
 def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     file = tmp_path / "gpu.json"
-    file.write_text(
-        json.dumps(PAGE | {"indirect_grid": {"right": False}, "contraction": {"across_statements": True}})
-    )
+    file.write_text(json.dumps(PAGE | {"matrix_layout": {"as_assumed": False, "elements": []}}))
     assert model.main(["--facts", str(file), "--linear", "512,512", "--tokens", "1", "--no-mlx"]) == 0
     out = capsys.readouterr().out
     reach = GPUS["M1 Max"].dram_bytes_per_us / 1e3
     assert f"  GHz: 1.2 (1.296)\n  GB/s of reads of 2048 MB: 320 ({reach:.4g})\n" in out
     assert "  issue slots of mma16: 16 (17)\n  issue slots of mma32: 20 (18)\n" in out
-    assert "holds at full rate: 96 of 128\n" in out and "times that of 1: 1 1, 32 29.5, 33 1.02\n" in out
-    assert "times those of direct ones: 1.55\n" in out
-    assert "  NOT as assumed: indirect_grid has right False\n" in out and "contraction" not in out
+    assert "  NOT as assumed: matrix_layout has as_assumed False\n" in out and "subnormals" not in out
     assert "M1 Max, measured: bound (next), predicted us" in out
     assert costs["mma16"] == Cost(16.0)
     assert model.main(["--facts", str(file), "--token"]) == 0

@@ -23,7 +23,6 @@ FLOORS = (
     "_weight_formats",
     "_install",
     "_hub",
-    "_svg",
     "_extension",
     "_faults",
     "macs",

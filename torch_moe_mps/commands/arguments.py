@@ -328,7 +328,6 @@ def _report(command: argparse.ArgumentParser) -> None:
 
     Runs check --quick, check --probe, check and check --large, and with a MODEL an answer and its speed,
     beside mlx-lm's where that is installed. All goes into one file as it comes; Ctrl-C leaves what is known.
-    A small file beside it has the speed alone.
 
     examples:
       torch-moe-mps report
@@ -341,7 +340,7 @@ def _report(command: argparse.ArgumentParser) -> None:
     add(
         "--without",
         metavar="PHASES",
-        help="phases to leave out: quick, probe, answer, bench, mlx, disk, check, large, registers",
+        help="phases to leave out: quick, probe, answer, bench, mlx, disk, check, large",
     )
 
 
@@ -419,7 +418,6 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps perplexity qwen3-4bit
       torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
-      torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B --card  # and the figures in its card
       torch-moe-mps perplexity qwen3-3bit qwen3-4bit qwen3-8bit --against Qwen/Qwen3-30B-A3B
       torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
       torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes
@@ -435,8 +433,6 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=_integer(2), default=512, help="tokens that are read at once (512)")
     add("--tokens", type=_integer(2), metavar="N", help="read the first N tokens of the text (all)")
-    kept = "keep the figures in config.json and README.md of each MODEL that this package wrote"
-    add("--card", action="store_true", help=kept)
     _add(command, "--adapter", "--json", "--kv-bits", "--device", "--shares", "--dtype", *_FROM_THE_HUB)
 
 

@@ -102,8 +102,6 @@ def _fit(options: argparse.Namespace) -> None:
 
 def _perplexity(options: argparse.Namespace) -> None:
     check_writable("--json", options.json)
-    if options.card and options.adapter is not None:
-        raise ValueError("--card is of a model alone; leave out --adapter")
     look_for_files(options)
     if options.text is not None and Path(options.text).is_file():  # a pipe can be read once
         utf8_text("--text", options.text)

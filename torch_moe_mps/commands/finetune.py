@@ -1,12 +1,13 @@
 """`finetune MODEL DATA.jsonl`: train a LoRA adapter on a model with frozen weights.
 
-The folder it writes has the adapter in PEFT's layout, a card, the curve of the loss, and `checkpoints`.
+The folder it writes has the adapter in PEFT's layout, the record of the training, and `checkpoints`.
 """
 
 import argparse
 import functools
 import json
 import resource
+import shlex
 import sys
 import time
 from collections import Counter
@@ -21,7 +22,6 @@ from ..macs import machine_memory, this_mac
 from ..training.examples import Example, read_examples
 from ..training.record import ADAPTER, RECORD, begun
 from ..transformers.basics.report import in_unit
-from .card import CARD, adapter_card, use_of_adapter
 from .fit import size_when_loaded
 from .results import locked, written_whole
 from .sources import check_generates, context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..training import memory, steps
     from ..training.preferences import Task
 
-_CURVE, _CHECKPOINTS = "loss.svg", "checkpoints"
+_CHECKPOINTS = "checkpoints"
 _MOST_HELD_OUT = 100  # examples, unless --held-out says how many
 
 
@@ -91,7 +91,10 @@ def _run(options: argparse.Namespace) -> None:
         about["after"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
         print(f"held-out loss after: {about['after']:.4f}")
     print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most: {_counted(device)}")
-    _save(options, adapted, output, about, tokens[: len(tokens) - len(held_out)])
+    about["finished"] = time.strftime("%Y-%m-%d")
+    steps.save_adapter(adapted, output)
+    _write(output, about)
+    print(f"wrote {output}. To ask it:\n{_use_of(options)}")
 
 
 def _rows(options: argparse.Namespace, examples: int) -> int:
@@ -217,24 +220,10 @@ def _write(output: Path, about: dict[str, Any]) -> None:
         (output / RECORD).write_text(json.dumps(about, indent=1) + "\n")
 
 
-def _save(
-    options: argparse.Namespace, adapted: Any, output: Path, about: dict[str, Any], tokens: list[int]
-) -> None:
-    """Writes the adapter with its card, its curve and its figures."""
-    from ..training.curve import loss_curve
-    from ..training.steps import save_adapter
-
-    about["finished"] = time.strftime("%Y-%m-%d")
-    save_adapter(adapted, output)
-    losses = [(int(row["step"]), row["loss"]) for row in about["curve"]]
-    held_out = (about["before"], about["after"]) if "after" in about else None
-    curve = loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out)
-    _write_text(output / _CURVE, curve)
-    _write_text(output / CARD, adapter_card(output.name, options, about, len(tokens), sum(tokens)))
-    _write(output, about)
-    print(f"wrote {output}. To ask it:\n{use_of_adapter(str(output), options.model, options)}")
-
-
-def _write_text(file: Path, text: str) -> None:
-    """Writes UTF-8; names of files that the locale cannot decode are written as the bytes they have."""
-    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+def _use_of(options: argparse.Namespace) -> str:
+    """Command that prompts the model with the adapter."""
+    own = ("--bits", "--group-size")
+    given = [(name, getattr(options, name[2:].replace("-", "_"))) for name in own]
+    asked = [part for name, value in given if value is not None for part in (name, str(value))]
+    question = ("--adapter", options.output, "-p", "Who are you?")
+    return shlex.join(("torch-moe-mps", "generate", options.model, *asked, *question))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__
 from .._faults import synchronize
 from .._progress import with_progress
 from ..ops.attention import CACHE_BITS
@@ -19,7 +18,6 @@ from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from ..transformers.upstream.calls import cache_argument
-from .card import keep_figures
 from .places import utf8_text
 from .results import write_json
 from .sources import (
@@ -53,10 +51,7 @@ def run(options: argparse.Namespace) -> None:
             save_references(load_stored(options, other, device), chunks, Path(folder))
         for source in sources:
             free(device)
-            means, dtype = _measured(options, source, device, chunks, Path(folder) if other else None)
-            result.append(means)
-            if options.card:
-                keep_figures(source, *_kept(options, len(ids), means, dtype))
+            result.append(_measured(options, source, device, chunks, Path(folder) if other else None))
     print("\n".join(aligned(_table(options, result), 1)))
     if other is not None and result[0].rest >= 1e-6:
         print(
@@ -82,12 +77,11 @@ def _text(options: argparse.Namespace, sources: Sequence[str]) -> tuple[Tensor, 
 
 def _measured(
     options: argparse.Namespace, source: str, device: str, chunks: list[Tensor], folder: Path | None
-) -> tuple["Means", str]:
-    """Means of a model over the text, and the dtype of its activations."""
+) -> "Means":
+    """Means of a model over the text."""
     check_adapter(options, source)
     model = with_adapter(options, load_stored(options, source, device))
-    means = measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, chunks, folder)
-    return means, str(model.dtype).removeprefix("torch.")
+    return measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, chunks, folder)
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
@@ -98,20 +92,6 @@ def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str,
     for model, means in zip(options.model, found, strict=True):
         rows.append((model, *means.figures())[: len(rows[0])])
     return rows
-
-
-def _kept(options: argparse.Namespace, tokens: int, means: "Means", dtype: str) -> tuple[str, str]:
-    """Record kept with a model: the measurement and its figures. No folder of this machine is named."""
-    text = "the built-in text" if options.text is None else Path(options.text).name
-    cache = ", keys and values in 8 bits" if options.kv_bits == CACHE_BITS else ""
-    perplexity, divergence, top = means.figures()
-    figures = f"perplexity {perplexity}"
-    if options.against:
-        other = Path(options.against).name if Path(options.against).exists() else options.against
-        figures += f" ({other} has {_exp(means.other):.4f}), KL divergence from it {divergence} nats a token"
-        figures += f", equal top tokens {top}"
-    about = f"{tokens} tokens of {text} in windows of {options.window}{cache}"
-    return about, f"{figures}; activations in {dtype}, torch-moe-mps {__version__}"
 
 
 def _as_json(options: argparse.Namespace, tokens: int, found: list["Means"]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def check_processes(options: argparse.Namespace) -> None:
     options.speculative = getattr(options, "speculative", None) or NO_DRAFTS
     options.prompt_disk = 0  # each process has a part of each prefix
     if not is_first_process():
-        options.log_level, options.json, options.card = "error", None, False
+        options.log_level, options.json = "error", None
 
 
 @contextmanager

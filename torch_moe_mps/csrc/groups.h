@@ -1,5 +1,5 @@
-// Parameters of an operator's function that stand for several arguments of its schema, as ops/_groups.py has
-// them. A group is declared once, beside the function that makes it:
+// Parameters of an operator's function that stand for several arguments of its schema. A group is declared
+// once, beside the function that makes it:
 //     template <>
 //     struct GroupOf<Activation> : MadeBy<activation_of> {};
 #pragma once

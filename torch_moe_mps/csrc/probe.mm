@@ -38,34 +38,11 @@ void probe(const std::string& kernel, const std::vector<at::Tensor>& buffers, in
   }
 }
 
-// One dispatch writes the grid of the next, which counts its threadgroups.
-void probe_indirect(const at::Tensor& grid, const at::Tensor& counter, int64_t threads) {
-  Commands commands;
-  commands.add(probe_library(), "probe_grid").bind(grid).threadgroups({1}, {kSimdWidth});
-  commands.add(probe_library(), "probe_count").bind(counter).indirect(grid, 0, {threads});
-  commands.encode();
-}
-
-// A kernel with `bytes` of threadgroup memory that the encoder gives it, and behind it one with its own.
-void probe_memory(const at::Tensor& given, const at::Tensor& own, int64_t bytes) {
-  Commands commands;
-  commands.add(probe_library(), "probe_given_memory")
-      .bind(given)
-      .threadgroup_memory(bytes)
-      .threadgroups({1}, {kSimdWidth});
-  commands.add(probe_library(), "probe_own_memory").bind(own).threadgroups({1}, {kSimdWidth});
-  commands.encode();
-}
-
 }  // namespace
 }  // namespace moe_mps
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_probe(str kernel, Tensor[] buffers, int groups, int threads, int steps, int times=1, int "
         "in_buffer=0) -> ()");
-  m.def("_probe_indirect(Tensor grid, Tensor counter, int threads) -> ()");
-  m.def("_probe_memory(Tensor given, Tensor own, int bytes) -> ()");
-  m.impl("_probe_memory", torch::dispatch(c10::DispatchKey::MPS, &moe_mps::probe_memory));
   m.impl("_probe", torch::dispatch(c10::DispatchKey::MPS, &moe_mps::probe));
-  m.impl("_probe_indirect", torch::dispatch(c10::DispatchKey::MPS, &moe_mps::probe_indirect));
 }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ PACKED_DTYPES = (torch.uint32, torch.int32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts per token
 MAX_EXPERTS = 1024
+Options = TypeVar("Options", bound=tuple)
+
+
+def options_in(given: dict[str, Any], group: type[Options]) -> Options:
+    """The arguments that a NamedTuple has as fields."""
+    fields: tuple[str, ...] = vars(group)["_fields"]
+    return group(*(given[name] for name in fields))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

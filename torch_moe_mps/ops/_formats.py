@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from .._weight_formats import (
     Row,
 )
 from ._checks import ACTIVATION_DTYPES, Check
-from ._groups import prefixed
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
@@ -446,6 +445,12 @@ class QuantizedWeight:
         bias_dtype = dtype if format.is_affine else format.bias_dtypes[0]
         return cls(packed, scales, torch.empty(*rows, counts[1], dtype=bias_dtype, device=device), format)
 
+    @classmethod
+    def among(cls, given: dict[str, Any], prefix: str, format: Format) -> "QuantizedWeight":
+        """The weight whose tensors are arguments with a prefix."""
+        packed, scales, biases = (given[f"{prefix}{name}"] for name in TENSORS)
+        return cls(packed, scales, biases, format)
+
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.packed, self.scales, self.biases))
 
@@ -473,15 +478,3 @@ class QuantizedWeight:
         biases = None if self.biases is None else self.biases[index]
         packed = self.packed.view(torch.int32)[index]  # uint32 cannot be indexed by a tensor
         return dequantize_values(packed, self.scales[index], biases, self.format)
-
-
-@prefixed
-class Weight(NamedTuple):
-    """Arguments of an operator that are a quantised matrix, or a stack of them."""
-
-    packed: Tensor
-    scales: Tensor
-    biases: Tensor | None
-
-    def of(self, format: Format) -> QuantizedWeight:
-        return QuantizedWeight(*self, format)

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from .._extension import reinstall
 from ._checks import Check
 from ._declared import Declared
-from ._groups import Grouped
 
 NAMESPACE = "moe_mps"
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
@@ -87,9 +86,8 @@ def operator(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
-    The schema is its signature, with an argument for each member of a group (`_groups.py`); the reference and
-    `meta` get the groups. Arguments whose names end in `_` are written in place, and must share no memory
-    with another argument.
+    The schema is its signature. Arguments whose names end in `_` are written in place, and must share no
+    memory with another argument.
 
     `tensors` declares shapes and dtypes (`_declared.py`), `allowed` what other arguments may be: one of some
     names, a range of integers, or the least number; `dependences` which of them are there only with others,
@@ -136,17 +134,16 @@ class Operator:
         backward: Backward | None,
     ) -> None:
         self.name, self.reference, self.own_meta = reference.__name__, reference, meta
-        self.grouped, self.declared, self.backward = Grouped(reference), declared, backward
-        self.written = [name for name in self.grouped.signature.parameters if name.endswith("_")]
+        self.declared, self.backward, signature = declared, backward, inspect.signature(reference)
+        self.written = [name for name in signature.parameters if name.endswith("_")]
         results = [name for name, *_ in declared.results or ()]
         self.returned = results if results and {*results} <= {*self.written} else []
-        schema = _schema_of(self.grouped.signature, self.written, symbols, bool(self.returned))
+        schema = _schema_of(signature, self.written, symbols, bool(self.returned))
         LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.moe_mps, self.name).default
         arguments = self.overload._schema.arguments
         self.types = {argument.name: str(argument.type) for argument in arguments}
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        self.function = self.from_groups if self.grouped.groups else reference
         self.checked: set[tuple] = set()
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
@@ -162,7 +159,7 @@ class Operator:
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         packet = self.overload.overloadpacket
         packet.__doc__ = self.reference.__doc__
-        reference, checked, may_change = self.function, self.checked, bool(self.written)
+        reference, checked, may_change = self.reference, self.checked, bool(self.written)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
@@ -178,9 +175,7 @@ class Operator:
             results = tuple(passed[name] for name in self.returned)
             return results if len(results) > 1 else results[0]
 
-        function = call_and_return if self.returned else call
-        vars(function)["__signature__"] = self.grouped.signature
-        return function
+        return call_and_return if self.returned else call
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
@@ -191,7 +186,7 @@ class Operator:
         check, passed = Check(self.name), self.named(args, kwargs)
         check.values(self.types, passed)
         self.declared.check(check, passed)
-        outputs = None if self.own_meta is None else self.own_meta(check, **self.grouped.gathered(passed))
+        outputs = None if self.own_meta is None else self.own_meta(check, **passed)
         if self.declared.results is not None and not self.returned:
             outputs = self.declared.outputs(check, passed)
         for argument in self.written:
@@ -202,14 +197,11 @@ class Operator:
             before_first_call(self.name, passed)
         return outputs
 
-    def from_groups(self, *args: Any, **kwargs: Any) -> Outputs:
-        return self.reference(**self.grouped.gathered(self.named(args, kwargs)))
-
     def run(self, *args: Any, **kwargs: Any) -> Outputs:
         if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
             with torch.autocast(_device_of(args), enabled=False):
-                return _contiguous(self.function(*args, **kwargs))
-        return _contiguous(self.function(*args, **kwargs))
+                return _contiguous(self.reference(*args, **kwargs))
+        return _contiguous(self.reference(*args, **kwargs))
 
     def checked_reference(self, *args: Any, **kwargs: Any) -> Outputs:
         self.meta(*args, **kwargs)

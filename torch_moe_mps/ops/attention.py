@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from ._checks import NAMED_DTYPES, PACKED_DTYPES, Check
 from ._formats import Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
-from .rope import PAIRS, WRITTEN, HeadNorms, Turn, ValueNorm, check_rope_cache, rope_cache_
+from .rope import PAIRS, WRITTEN, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -22,52 +22,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softp
 MAX_INDEX_BLOCK = 1024  # keys of an index
 MAX_POSITION = 2**31 - 1
 WORD = 32  # keys of a mask of bits
-
-
-class Order(NamedTuple):
-    """Keys that tokens see by their places."""
-
-    window: int | None = None
-    key_range: Tensor | None = None
-
-
-class Softmax(NamedTuple):
-    """How scores become weights."""
-
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-class CacheScales(NamedTuple):
-    """Scales and biases of keys and values in 8 bits."""
-
-    k_scales: Tensor | None = None
-    k_biases: Tensor | None = None
-    v_scales: Tensor | None = None
-    v_biases: Tensor | None = None
-
-
-class Selected(NamedTuple):
-    """Keys that tokens read whatever their places."""
-
-    indices: Tensor | None = None
-    index_block: int = 1
-
-
-class Gate(NamedTuple):
-    """Factors of the result."""
-
-    gate: Tensor | None = None
-    gate_activation: str = "sigmoid"
-
-
-class Tail(NamedTuple):
-    """Keys that stand for several tokens each."""
-
-    k_tail: Tensor | None = None
-    v_tail: Tensor | None = None
-    tail_rate: int = 1
-    position: int = 0
+SCALES = ("k_scales", "k_biases", "v_scales", "v_biases")
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -128,29 +83,28 @@ def _check_keys(check: Check, q: Tensor, k: Tensor, v: Tensor, scales: tuple[Ten
     return value_width
 
 
-def _meta_attention(
-    check, q, k, v, mask, order, softmax, scales, selected, gate, lookahead, tail, relative, dtype, **_
-):
-    value_width = _check_keys(check, q, k, v, scales)
+def _meta_attention(check, q, k, v, mask, indices, k_tail, v_tail, lookahead, gate, **given):
+    value_width = _check_keys(check, q, k, v, tuple(given[name] for name in SCALES))
     if mask is not None:
         _check_mask(check, mask, q, k)
-    if tail.k_tail is None or tail.v_tail is None:
-        check.none("unless keys and values have a tail", True, k_tail=tail.k_tail, v_tail=tail.v_tail)
-        _check_indices(check, *selected, mask=mask, **order._asdict())
+    index_block, softcap, dtype = (given[name] for name in ("index_block", "softcap", "dtype"))
+    if k_tail is None or v_tail is None:
+        check.none("unless keys and values have a tail", True, k_tail=k_tail, v_tail=v_tail)
+        order = {name: given[name] for name in ("window", "key_range")}
+        _check_indices(check, indices, index_block, mask=mask, **order)
     else:
         if lookahead != 0:
             check.fail("lookahead", "0 beside a tail", lookahead)
-        check.between("position", tail.position, 0, MAX_POSITION - q.shape[2])
-        _check_indices(check, *selected)
-        check.between("index_block", selected.index_block, 1, 1, " beside a tail")
-    if lookahead > 0 and not (selected.indices is None and mask is None):
+        check.between("position", given["position"], 0, MAX_POSITION - q.shape[2])
+        _check_indices(check, indices, index_block)
+        check.between("index_block", index_block, 1, 1, " beside a tail")
+    if lookahead > 0 and not (indices is None and mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
-    check.none("beside a look-ahead", lookahead > 0, relative=relative)
-    if softmax.softcap is not None and not 0.0 < softmax.softcap < math.inf:
-        check.fail("softcap", "above 0 and finite", softmax.softcap)
-    factors = gate.gate
-    if factors is not None and factors.shape[3] != 1:
-        check.shape("gate", factors, (*factors.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
+    check.none("beside a look-ahead", lookahead > 0, relative=given["relative"])
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        check.fail("softcap", "above 0 and finite", softcap)
+    if gate is not None and gate.shape[3] != 1:
+        check.shape("gate", gate, (*gate.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
     wanted = q.dtype if dtype is None else NAMED_DTYPES[dtype]
     wider = () if q.dtype == torch.float32 else (torch.float32,)
     check.among_dtypes("dtype", wanted, (q.dtype, *wider))
@@ -255,13 +209,23 @@ def attention(
     scale: float,
     *,
     mask: Tensor | None = None,
-    order: Order,
-    softmax: Softmax,
-    scales: CacheScales,
-    selected: Selected,
-    gate: Gate,
+    window: int | None = None,
+    key_range: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    k_biases: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    v_biases: Tensor | None = None,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    gate: Tensor | None = None,
+    gate_activation: str = "sigmoid",
     lookahead: int = 0,
-    tail: Tail,
+    k_tail: Tensor | None = None,
+    v_tail: Tensor | None = None,
+    tail_rate: int = 1,
+    position: int = 0,
     relative: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
@@ -333,14 +297,13 @@ def attention(
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
-    keys_, values = values_in(k, *scales[:2]), values_in(v, *scales[2:])
-    indices, (k_tail, v_tail, tail_rate, position) = selected.indices, tail
+    keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
     if indices is not None and k_tail is None:
-        bias = _times_selected(indices, selected.index_block, keys).log_()
+        bias = _times_selected(indices, index_block, keys).log_()
     else:
         if mask is None:
-            mask = seen_in_order(tokens, keys, keys, *order, q.device, lookahead)
+            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device, lookahead)
         elif mask.dtype == torch.int32:
             mask = bits_as_bool(mask, keys)
         bias = _added(mask)
@@ -351,7 +314,6 @@ def attention(
         keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
     bias = bias.unsqueeze(2)
     hidden = bias == -torch.inf
-    softcap, sinks = softmax
     logits = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
         logits = (logits / softcap).tanh_() * softcap
@@ -365,21 +327,20 @@ def attention(
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
     out = out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
-    if gate.gate is not None:
-        out = out * GATES[gate.gate_activation](gate.gate.float())
+    if gate is not None:
+        out = out * GATES[gate_activation](gate.float())
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
 # The cache in 8 bits
 
 
-def _meta_rope_attention(check, q, k, v, keys_, values_, scale, order, softmax, gate, **rotation):
-    turned = check_rope_cache(check, q, k, v, keys_, values_, **rotation)
+def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
+    turned = check_rope_cache(check, q, k, v, keys_, values_, **given)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = dict.fromkeys(("mask", "relative", "dtype"))
-    others = {"scales": CacheScales(), "selected": Selected(), "tail": Tail(), "lookahead": 0, **none}
-    return _meta_attention(check, turned, keys_, values_, order=order, softmax=softmax, gate=gate, **others)
+    none = dict.fromkeys((*SCALES, "mask", "indices", "k_tail", "v_tail", "relative", "dtype"))
+    return _meta_attention(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
 
 
 @operator(
@@ -399,13 +360,22 @@ def _rope_attention_(
     cos: Tensor | None,
     sin: Tensor | None,
     scale: float,
-    norms: HeadNorms,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
     *,
-    turn: Turn,
-    norm: ValueNorm,
-    order: Order,
-    softmax: Softmax,
-    gate: Gate,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+    norm_v: bool = False,
+    v_norm_weight: Tensor | None = None,
+    window: int | None = None,
+    key_range: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_activation: str = "sigmoid",
 ) -> Tensor:
     """`rope_cache_`, then `attention` of its queries to the caches that it has written.
 
@@ -421,10 +391,27 @@ def _rope_attention_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    rotation = {**norms._asdict(), **turn._asdict(), **norm._asdict()}
-    turned = rope_cache_(q, k, v, keys_, values_, cos, sin, **rotation)
-    arguments = {**order._asdict(), **softmax._asdict(), **gate._asdict()}
-    return attention(turned, keys_, values_, scale, **arguments)
+    norms = q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset
+    turned = rope_cache_(
+        *(q, k, v, keys_, values_, cos, sin, *norms),
+        pairs=pairs,
+        rotary_dim=rotary_dim,
+        rotary_last=rotary_last,
+        norm_v=norm_v,
+        v_norm_weight=v_norm_weight,
+    )
+    return attention(
+        turned,
+        keys_,
+        values_,
+        scale,
+        window=window,
+        key_range=key_range,
+        softcap=softcap,
+        sinks=sinks,
+        gate=gate,
+        gate_activation=gate_activation,
+    )
 
 
 def _check_write(check, states, packed_, scales_, biases_, start):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import Check
+from ._checks import Check, options_in
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import normed
@@ -56,19 +56,28 @@ def _width_of(check, x, activation):
     return width // 2 if activation.gated else width
 
 
-def _meta_expert_activation(check, x, activation):
+def _meta_expert_activation(check, x, **options):
+    activation = Activation(**options)
     activation.check(check)
     return x.new_empty(*x.shape[:-1], _width_of(check, x, activation))
 
 
-def _meta_expert_activation_backward(check, dy, x, activation):
-    activation.check(check)
-    check.shape("dy", dy, (*x.shape[:-1], _width_of(check, x, activation)), "[..., I]")
+def _meta_expert_activation_backward(check, dy, x, **options):
+    made = _meta_expert_activation(check, x, **options)
+    check.shape("dy", dy, made.shape, "[..., I]")
     return x.new_empty(x.shape)
 
 
 @operator("x[..., N] dy[..., _]:x", _meta_expert_activation_backward)
-def _expert_activation_backward(dy: Tensor, x: Tensor, activation: Activation) -> Tensor:
+def _expert_activation_backward(
+    dy: Tensor,
+    x: Tensor,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+) -> Tensor:
     """The gradient of the input of expert_activation: dy times the derivatives at `x`.
 
     Args:
@@ -80,7 +89,8 @@ def _expert_activation_backward(dy: Tensor, x: Tensor, activation: Activation) -
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
-    return activation.gradient(x, dy).to(x.dtype)
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    return options.gradient(x, dy).to(x.dtype)
 
 
 def _activation_backward(grad, asked, given):
@@ -89,7 +99,14 @@ def _activation_backward(grad, asked, given):
 
 
 @operator("x[..., N]", _meta_expert_activation, backward=Backward(_activation_backward, {"x": ("x",)}))
-def expert_activation(x: Tensor, activation: Activation) -> Tensor:
+def expert_activation(
+    x: Tensor,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+) -> Tensor:
     """The activation between the experts' matrices: act(gate) * up, by the options of moe_experts.
 
     Args:
@@ -107,7 +124,8 @@ def expert_activation(x: Tensor, activation: Activation) -> Tensor:
         >>> ops.expert_activation(x, "relu").tolist()
         [[6.0, 0.0]]
     """
-    return activation.apply(x).to(x.dtype)
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    return options.apply(x).to(x.dtype)
 
 
 # Weighted sums over the slots
@@ -269,8 +287,8 @@ def _reduce_backward(grad, asked, given):
     return {"expert_out": slots, "weights": products.to(weights.dtype)}
 
 
-def _check_weighted_reduce(check, around, **_):
-    around.check(check)
+def _check_weighted_reduce(check, **given):
+    options_in(given, ExpertSum).check(check)
 
 
 @operator(
@@ -282,7 +300,14 @@ def _check_weighted_reduce(check, around, **_):
         unless=("shared_gate", "shared_out", "residual"),
     ),
 )
-def moe_weighted_reduce(expert_out: Tensor, weights: Tensor, around: ExpertSum) -> Tensor:
+def moe_weighted_reduce(
+    expert_out: Tensor,
+    weights: Tensor,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate_is_logit: bool = False,
+) -> Tensor:
     """Weighted sum over slots, with the shared expert and the residual.
 
     sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], added in this order.
@@ -308,6 +333,7 @@ def moe_weighted_reduce(expert_out: Tensor, weights: Tensor, around: ExpertSum) 
         [[11.0]]
     """
     total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
+    around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
     return around.added_to(total).to(expert_out.dtype)
 
 

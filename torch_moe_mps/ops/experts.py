@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import MAX_EXPERTS, MAX_TOP_K
+from ._checks import MAX_EXPERTS, MAX_TOP_K, options_in
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .combine import ADDED, ExpertSum
@@ -268,8 +268,9 @@ def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tenso
     return out
 
 
-def _check_moe_experts(check, x, gate_up, down, gate_up_bias, activation, transposed, around, **_):
-    around.check(check)
+def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **given):
+    options_in(given, ExpertSum).check(check)
+    activation = options_in(given, Activation)
     activation.check(check)
     gated = activation.gated
     experts, rows, hidden = gate_up.mT.shape if transposed else gate_up.shape
@@ -298,10 +299,19 @@ def moe_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: Activation,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
     transposed: bool = False,
-    around: ExpertSum,
-    norm: InputNorm,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate_is_logit: bool = False,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
 ) -> Tensor:
     """Combined output of a layer's experts, from the hidden states:
 
@@ -348,7 +358,10 @@ def moe_experts(
         [[12.0, 12.0, 12.0, 12.0]]
     """
     products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
-    mlp = Mlp(*products, gate_up_bias, down_bias, activation)
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    mlp = Mlp(*products, gate_up_bias, down_bias, options)
+    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
+    around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, norm, ids, weights, gate_up.shape[0], mlp, around)
 
 

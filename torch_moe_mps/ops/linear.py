@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
-from ._checks import NAMED_DTYPES, Check, dtype_name
+from ._checks import NAMED_DTYPES, Check, dtype_name, options_in
 from ._decoded import in_blocks, kept, kept_in_call
-from ._formats import TENSORS, Format, QuantizedWeight, Weight
+from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import PLAIN, Backward, operator
 from ._sample import Calls, Changes
 from .norms import InputNorm
@@ -187,12 +187,12 @@ def packed_mlp(stack: str = "") -> str:
 
 def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
     """Checks the weights of an MLP with `hidden` inputs."""
-    activation = arguments["activation"]
+    activation = options_in(arguments, Activation)
     activation.check(check)
     name, down_name = arguments["format"], arguments["down_format"]
-    gate_up = arguments["gate_up"].of(Format.named(name, check))
+    gate_up = QuantizedWeight.among(arguments, "gate_up_", Format.named(name, check))
     down_format = Format.named(name if down_name is None else down_name, check, "down_format")
-    down = arguments["down"].of(down_format)
+    down = QuantizedWeight.among(arguments, "down_", down_format)
     *experts, rows, _ = gate_up.packed.shape
     rows_name, intermediate = ("2I", rows // 2) if activation.gated else ("I", rows)
     if activation.gated and rows % 2 != 0:
@@ -225,16 +225,26 @@ def _check_mlp_quantized(check, x, **arguments):
 @operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    gate_up_packed: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_biases: Tensor | None,
+    down_packed: Tensor,
+    down_scales: Tensor,
+    down_biases: Tensor | None,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: Activation,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
     residual: Tensor | None = None,
     down_format: str | None = None,
-    norm: InputNorm,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
 ) -> Tensor:
     """A dense MLP, or a shared expert, with quantised weights:
 
@@ -268,8 +278,11 @@ def mlp_quantized(
         >>> out[0, :2].tolist()  # relu(3) * 3
         [9.0, 9.0]
     """
-    matrices = gate_up.of(Format.named(format)), down.of(Format.named(down_format or format))
-    out = mlp_outputs(x, norm, *matrices, activation, gate_up_bias, down_bias)
+    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
+    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    out = mlp_outputs(x, norm, gate_up, down, options, gate_up_bias, down_bias)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._registry import operator
 from ._sample import Calls, Changes, Sample
-from .norms import GATE_ACTIVATIONS, InputNorm, rms_norm_gated
+from .norms import GATE_ACTIVATIONS, rms_norm_gated
 
 ACTIVATIONS = ("none", "silu")
 DECAYS = ("log", "softplus", "sigmoid", "times_beta")
@@ -128,30 +128,24 @@ def causal_conv1d_update_(
 # The recurrence
 
 
-class Decay(NamedTuple):
-    """Factor of the state, from the gates `g` and a head's parameters."""
-
-    decay_form: str = "log"
-    A_log: Tensor | None = None
-    dt_bias: Tensor | None = None
-    lower_bound: float | None = None
-
-    def logarithm(self, g: Tensor | None, beta: Tensor) -> Tensor:
-        """[B, T, Hv, Dk or 1], or what broadcasts to it."""
-        rate = None if self.A_log is None else self.A_log.float().exp()
-        if g is None:
-            assert rate is not None
-            return (-rate * beta).unsqueeze(-1)
-        is_wide = g.dim() == 4
-        g = g.float() if self.dt_bias is None else g.float() + self.dt_bias.float()
-        if rate is not None:
-            rate = rate.unsqueeze(-1) if is_wide else rate
-            lower, softplus = self.lower_bound or 0.0, torch.nn.functional.softplus
-            g = lower * torch.sigmoid(rate * g) if self.decay_form == "sigmoid" else -rate * softplus(g)
-        return g if is_wide else g.unsqueeze(-1)
+def _log_decay(
+    g: Tensor | None, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> Tensor:
+    """Logarithm of the state's factor, [B, T, Hv, Dk or 1], or what broadcasts to it."""
+    rate = None if A_log is None else A_log.float().exp()
+    if g is None:
+        assert rate is not None
+        return (-rate * beta).unsqueeze(-1)
+    is_wide = g.dim() == 4
+    g = g.float() if dt_bias is None else g.float() + dt_bias.float()
+    if rate is not None:
+        rate = rate.unsqueeze(-1) if is_wide else rate
+        softplus = torch.nn.functional.softplus
+        g = -rate * softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+    return g if is_wide else g.unsqueeze(-1)
 
 
-def _check_linear_attention(check, g, beta, delta, decay, beta_activation, pending_, keep, **_):
+def _check_linear_attention(check, g, beta, delta, decay_form, dt_bias, beta_activation, pending_, keep, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
@@ -160,10 +154,10 @@ def _check_linear_attention(check, g, beta, delta, decay, beta_activation, pendi
         check.rank("g", g, (1, 3))
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    if decay.decay_form == "times_beta" and beta is None:
+    if decay_form == "times_beta" and beta is None:
         check.fail("beta", 'given with decay_form="times_beta"', None)
-    if decay.dt_bias is not None:
-        check.rank("dt_bias", decay.dt_bias, (2 if is_wide else 1,))
+    if dt_bias is not None:
+        check.rank("dt_bias", dt_bias, (2 if is_wide else 1,))
     if beta is None and beta_activation != "none":
         check.fail("beta_activation", "none without beta", beta_activation)
     if pending_ is not None:
@@ -240,13 +234,18 @@ def linear_attention_(
     beta: Tensor | None = None,
     delta: bool = True,
     l2norm_eps: float | None = None,
-    decay: Decay,
+    decay_form: str = "log",
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
     beta_activation: str = "none",
     beta_min: float | None = None,
     skip: Tensor | None = None,
     gate: Tensor | None = None,
     gate_activation: str = "silu",
-    norm: InputNorm,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
     pending_: Tensor | None = None,
     counts: Tensor | None = None,
     keep: bool = False,
@@ -320,13 +319,13 @@ def linear_attention_(
     (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
     strength = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta.float()
     if beta_activation == "softplus":
-        shifted = strength if decay.dt_bias is None else strength + decay.dt_bias.float()
+        shifted = strength if dt_bias is None else strength + dt_bias.float()
         strength = torch.nn.functional.softplus(shifted)
     elif beta_activation == "sigmoid":
         strength = torch.sigmoid(strength)
     if beta_min is not None:
         strength = strength.clamp(min=beta_min)
-    factor = decay.logarithm(g, strength).exp()
+    factor = _log_decay(g, strength, A_log, dt_bias, lower_bound).exp()
     factor, strength = factor.expand(*v.shape[:3], factor.shape[-1]), strength.unsqueeze(-1)
     state = state_.clone()
     if pending_ is not None and counts is not None:
@@ -344,10 +343,9 @@ def linear_attention_(
         out[:, t] = result if skip is None else result + skip.float().unsqueeze(-1) * token.value
     if not keep:
         state_.copy_(state)
-    weight, eps, offset = norm
-    if gate is None or weight is None:
+    if gate is None or norm_weight is None:
         return out
-    return rms_norm_gated(out, gate, weight, eps, offset, gate_activation)
+    return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_weight_offset, gate_activation)
 
 
 # Mamba-1

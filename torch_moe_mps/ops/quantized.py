@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
+from ._checks import options_in
 from ._decoded import decoded_experts
-from ._formats import TENSORS, Format, QuantizedWeight, Weight
+from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
@@ -19,7 +20,7 @@ from .experts import (
 )
 from .linear import check_packed_mlp, mlp_outputs, packed_mlp
 from .norms import InputNorm
-from .routing import GROUP_SCORES, SCORINGS, Router
+from .routing import GROUP_SCORES, SCORINGS, Router, moe_router
 
 
 def _quantized_product(weight: QuantizedWeight) -> Product:
@@ -129,23 +130,23 @@ MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part i
 
 def _check_shared_expert(check, arguments):
     """The matrices of the shared expert, shaped like one routed expert's."""
-    for name in ("gate_up", "down"):
-        tensors = arguments[f"shared_{name}"] or (None,) * 3
-        for part, shared, own in zip(TENSORS, tensors, arguments[name], strict=True):
-            argument = f"shared_{name}_{part}"
-            check.only(f"with {name}_{part}", own is not None, **{argument: shared})
-            if shared is not None:
-                check.dtype(argument, shared, (own.dtype,))
-                check.shape(argument, shared, tuple(own.shape[1:]), f"as one of {name}_{part}")
+    for name in MATRICES:
+        argument, own = f"shared_{name}", arguments[name]
+        shared = arguments[argument]
+        check.only(f"with {name}", own is not None, **{argument: shared})
+        if shared is not None:
+            check.dtype(argument, shared, (own.dtype,))
+            check.shape(argument, shared, tuple(own.shape[1:]), f"as one of {name}")
 
 
-def _check_moe_experts_quantized(check, x, router, around, **arguments):
+def _check_moe_experts_quantized(check, x, **arguments):
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
-    if arguments["shared_gate_up"] is not None or arguments["shared_down"] is not None:
+    around = options_in(arguments, ExpertSum)
+    if any(arguments[f"shared_{name}"] is not None for name in MATRICES):
         _check_shared_expert(check, arguments)
         around = around._replace(shared_out=x)  # it has this shape
     around.check(check)
-    router.check(check)
+    options_in(arguments, Router).check(check)
 
 
 @operator(
@@ -165,21 +166,51 @@ def _check_moe_experts_quantized(check, x, router, around, **arguments):
 )
 def moe_experts_quantized(
     x: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    gate_up_packed: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_biases: Tensor | None,
+    down_packed: Tensor,
+    down_scales: Tensor,
+    down_biases: Tensor | None,
     ids: Tensor | None,
     weights: Tensor | None,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: Activation,
-    around: ExpertSum,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate_is_logit: bool = False,
     down_format: str | None = None,
-    norm: InputNorm,
-    router: Router,
-    shared_gate_up: Weight | None = None,
-    shared_down: Weight | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
+    logits: Tensor | None = None,
+    top_k: int = 1,
+    scoring: str = "softmax",
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "top2_sum",
+    masked_score: float | None = None,
+    bias_on_logits: bool = False,
+    norm_topk_prob: bool = False,
+    sum_eps: float = 1e-20,
+    sum_min: float = 0.0,
+    scaling_factor: float = 1.0,
+    per_expert_scale: Tensor | None = None,
+    shared_gate_up_packed: Tensor | None = None,
+    shared_gate_up_scales: Tensor | None = None,
+    shared_gate_up_biases: Tensor | None = None,
+    shared_down_packed: Tensor | None = None,
+    shared_down_scales: Tensor | None = None,
+    shared_down_biases: Tensor | None = None,
     shared_activation: str | None = None,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
@@ -225,17 +256,40 @@ def moe_experts_quantized(
         [13.5, 13.5]
     """
     first, second = Format.named(format), Format.named(down_format or format)
-    products = _quantized_product(gate_up.of(first)), _quantized_product(down.of(second))
-    mlp = Mlp(*products, gate_up_bias, down_bias, activation)
-    if router.logits is not None:
-        weights, ids = router.chosen()
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, first)
+    down = QuantizedWeight(down_packed, down_scales, down_biases, second)
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, options)
+    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
+    if logits is not None:
+        weights, ids = moe_router(
+            logits,
+            top_k,
+            scoring=scoring,
+            correction_bias=correction_bias,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            group_score=group_score,
+            masked_score=masked_score,
+            bias_on_logits=bias_on_logits,
+            norm_topk_prob=norm_topk_prob,
+            sum_eps=sum_eps,
+            sum_min=sum_min,
+            scaling_factor=scaling_factor,
+            per_expert_scale=per_expert_scale,
+        )
     assert ids is not None and weights is not None
-    if shared_gate_up is not None and shared_down is not None:
-        matrices = shared_gate_up.of(first), shared_down.of(second)
+    if shared_gate_up_packed is not None and shared_down_packed is not None:
+        assert shared_gate_up_scales is not None and shared_down_scales is not None
+        matrices = (
+            QuantizedWeight(shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, first),
+            QuantizedWeight(shared_down_packed, shared_down_scales, shared_down_biases, second),
+        )
         if shared_activation is not None:
-            activation = activation._replace(activation=shared_activation, alpha=None, limit=None)
-        around = around._replace(shared_out=mlp_outputs(x, norm, *matrices, activation))
-    return combine_experts(x, norm, ids, weights, gate_up.packed.shape[0], mlp, around)
+            options = options._replace(activation=shared_activation, alpha=None, limit=None)
+        shared_out = mlp_outputs(x, norm, *matrices, options)
+    around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
+    return combine_experts(x, norm, ids, weights, gate_up_packed.shape[0], mlp, around)
 
 
 CALLS: Calls = {

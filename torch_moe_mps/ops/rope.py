@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys, with the RMSNorm of their heads."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +12,6 @@ from ._sample import Calls, Changes, Sample
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
-
-
-class HeadNorms(NamedTuple):
-    """RMSNorms of heads, where they have weights."""
-
-    q_norm_weight: Tensor | None = None
-    k_norm_weight: Tensor | None = None
-    norm_eps: float = 1e-6
-    norm_weight_offset: float = 0.0
-
-
-class ValueNorm(NamedTuple):
-    """RMSNorm of the heads of values, with the numbers of `HeadNorms`."""
-
-    norm_v: bool = False
-    v_norm_weight: Tensor | None = None
-
-
-class Turn(NamedTuple):
-    """Elements of a head that turn, and their pairs."""
-
-    pairs: str = "half"
-    rotary_dim: int | None = None
-    rotary_last: bool = False
 
 
 # Queries and keys in the order of projections, tables, the weights of norms, and values.
@@ -66,14 +42,14 @@ def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: 
     return rotary
 
 
-def _check_rope(check, q, k, cos, turn):
+def _check_rope(check, q, k, cos, rotary_dim):
     x = k if q is None else q
-    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], turn.rotary_dim)
+    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], rotary_dim)
     _check_heads(check, rotary, q=q, k=k)
 
 
-def _meta_rope(check, q, k, cos, turn, **_):
-    _check_rope(check, q, k, cos, turn)
+def _meta_rope(check, q, k, cos, rotary_dim, **_):
+    _check_rope(check, q, k, cos, rotary_dim)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -90,23 +66,29 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(
-    x: Tensor, weight: Tensor | None, tables: tuple[Tensor | None, ...], norms: HeadNorms, turn: Turn
+    x: Tensor,
+    weight: Tensor | None,
+    norm: tuple[float, float],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    pairs: str,
+    rotary_dim: int | None,
+    rotary_last: bool,
 ) -> Tensor:
-    """Heads of `x`, turned by cosines and sines, behind the norm with a weight."""
-    cos, sin = tables
-    y = x.float() if weight is None else normed(x, weight, norms.norm_eps, norms.norm_weight_offset)
+    """Heads of `x`, turned by cosines and sines, behind the norm with a weight, an eps and an offset."""
+    y = x.float() if weight is None else normed(x, weight, *norm)
     if cos is None or sin is None:
         return y.to(x.dtype).transpose(1, 2)
-    rotary = cos.shape[-1] if turn.rotary_dim is None else turn.rotary_dim
-    start = x.shape[-1] - rotary if turn.rotary_last else 0
+    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
+    start = x.shape[-1] - rotary if rotary_last else 0
     if rotary < x.shape[-1]:
         before, y, after = y.tensor_split((start, start + rotary), -1)
     cos, sin = (table.float().unsqueeze(2) for table in (cos, sin))
-    if turn.pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
+    if pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
         first, second = y.chunk(2, -1)
         turned = (y * cos).add_(torch.cat((-second, first), -1).mul_(sin))
     else:
-        turned = _turned(y, cos, sin, turn.pairs)
+        turned = _turned(y, cos, sin, pairs)
     if rotary < x.shape[-1]:
         turned = torch.cat((before, turned, after), -1)
     return turned.to(x.dtype).transpose(1, 2)
@@ -133,9 +115,14 @@ def rope(
     k: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    norms: HeadNorms,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
     *,
-    turn: Turn,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of q and k, optionally after an RMSNorm of each head.
 
@@ -170,21 +157,35 @@ def rope(
         >>> turned.tolist()
         [[[[-4.0, 3.0]]]]
     """
-    rest = (cos, sin), norms, turn
-    q_out = _rotated(q, norms.q_norm_weight, *rest)
-    return q_out, q.new_empty(0) if k is None else _rotated(k, norms.k_norm_weight, *rest)
+    rest = (norm_eps, norm_weight_offset), cos, sin, pairs, rotary_dim, rotary_last
+    q_out = _rotated(q, q_norm_weight, *rest)
+    return q_out, q.new_empty(0) if k is None else _rotated(k, k_norm_weight, *rest)
 
 
-def check_rope_cache(check, q, k, v, keys_, values_, cos, norms, turn, norm, k_bias=None, **_):
-    _check_rope(check, q, k, cos, turn)
+def check_rope_cache(
+    check,
+    q,
+    k,
+    v,
+    keys_,
+    values_,
+    cos,
+    k_norm_weight,
+    norm_weight_offset,
+    rotary_dim,
+    norm_v,
+    k_bias=None,
+    **_,
+):
+    _check_rope(check, q, k, cos, rotary_dim)
     _check_heads(check, 2, v=v)
-    if norm.norm_v and v is None:
+    if norm_v and v is None:
         check.fail("norm_v", "False without v", True)
     for argument, held in (("keys_", keys_), ("values_", values_)):
         if held is not None and held.shape[2] < k.shape[1]:
             expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
             check.fail(argument, expected, tuple(held.shape))
-    alone = norms.k_norm_weight is None or norms.norm_weight_offset != 0.0
+    alone = k_norm_weight is None or norm_weight_offset != 0.0
     check.none("without k_norm_weight, or with a norm_weight_offset", alone, k_bias=k_bias)
     return k.new_empty(0) if q is None else _heads_first(q)
 
@@ -208,10 +209,16 @@ def rope_cache_(
     values_: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    norms: HeadNorms,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
     *,
-    turn: Turn,
-    norm: ValueNorm,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+    norm_v: bool = False,
+    v_norm_weight: Tensor | None = None,
     k_bias: Tensor | None = None,
 ) -> Tensor:
     """Rotated queries; writes rotated keys, and values, into a KV cache.
@@ -247,20 +254,19 @@ def rope_cache_(
         >>> keys.tolist(), values.tolist()
         ([[[[0.0, 0.0], [-4.0, 3.0]]]], [[[[0.0, 0.0], [3.0, 4.0]]]])
     """
-    rest = (cos, sin), norms, turn
-    if k_bias is not None and norms.k_norm_weight is not None:
-        new = F.layer_norm(
-            k.float(), k.shape[-1:], norms.k_norm_weight.float(), k_bias.float(), norms.norm_eps
-        )
+    norm = norm_eps, norm_weight_offset
+    rest = norm, cos, sin, pairs, rotary_dim, rotary_last
+    if k_bias is not None and k_norm_weight is not None:
+        new = F.layer_norm(k.float(), k.shape[-1:], k_norm_weight.float(), k_bias.float(), norm_eps)
         new = _rotated(new, None, *rest)
     else:
-        new = _rotated(k, norms.k_norm_weight, *rest)
+        new = _rotated(k, k_norm_weight, *rest)
     keys_.narrow(2, keys_.shape[2] - k.shape[1], k.shape[1]).copy_(new)
     if v is not None and values_ is not None:
-        if norm.norm_v:
-            v = normed(v, norm.v_norm_weight, norms.norm_eps, norms.norm_weight_offset).to(v.dtype)
+        if norm_v:
+            v = normed(v, v_norm_weight, *norm).to(v.dtype)
         values_.narrow(2, values_.shape[2] - v.shape[1], v.shape[1]).copy_(v.transpose(1, 2))
-    return k.new_empty(0) if q is None else _rotated(q, norms.q_norm_weight, *rest)
+    return k.new_empty(0) if q is None else _rotated(q, q_norm_weight, *rest)
 
 
 def _of_indexer(s: Sample) -> dict[str, Any]:

@@ -134,11 +134,6 @@ class Router(NamedTuple):
                     name, f"{default!r} without logits", repr(value) if isinstance(value, str) else value
                 )
 
-    def chosen(self) -> tuple[Tensor, Tensor]:
-        """Weights and ids."""
-        options: dict[str, Any] = self._asdict()
-        return moe_router(**options)
-
 
 @operator(
     f"logits[T, E<={MAX_EXPERTS}] correction_bias[E] per_expert_scale[E] -> {SELECTED}",

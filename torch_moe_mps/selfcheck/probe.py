@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import pairwise
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +32,6 @@ RANGES = 8  # about as many as codes, scales and biases of an expert lie in
 CHAINS = 8  # kProbeChains of probe.metal
 FMAS = 8 * CHAINS  # in a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
-LIVE = (64, 80, 88, 96, 104, 112, 120, 128)  # numbers that threads of probe_live hold
-STRIDES = (1, 2, 4, 8, 16, 32, 33)  # floats between lanes, up to kProbeMostStride
-# Threads, tiles and the values of a step of probe_fragments.
-FRAGMENT_THREADS, TILES, ROWS, DEPTH = 128, 16, 32, 32
-GIVEN_MEMORY = 28 << 10  # bytes
 TINY = 2.0**-127  # a subnormal number in single precision
 
 
@@ -48,17 +41,11 @@ class Sizes(NamedTuple):
     dispatches: int = 1000
     buffers: tuple[int, ...] = (1, 10, 100)
     reads: tuple[int, ...] = (16 << 20, 200 << 20, 2 << 30)  # bytes
-    idle: tuple[float, ...] = (0.0, 1.0, 3.0)  # seconds
     groups: int = 1024
     expert_groups: int = 64  # threadgroups of an expert, each of which reads so many steps: 2 MiB
     expert_steps: int = 2
     fma_steps: int = 8000
     matrix_steps: int = 4000
-    live_steps: int = 1000
-    bank_steps: int = 1000
-    fragment_steps: int = 64
-    queued: int = 40  # buffers
-    sustained: float = 5.0  # seconds
     chunk: tuple[int, int, int] = (2048, 8192, 128)  # tokens, keys, and elements of a head
     repeats: int = 5
     asked: int = 100  # requests for slots
@@ -109,16 +96,6 @@ def matrix_layout(sizes: Sizes) -> dict[str, Any]:
     return {"as_assumed": True} if same else {"as_assumed": False, "elements": held.cpu().int().tolist()}
 
 
-def contraction(sizes: Sizes) -> dict[str, bool]:
-    """Whether a * b + c is rounded once, as Apple's compiler has it under safe math, too (Sarek#315): in one
-    statement, and where the product has a name of its own."""
-    a = torch.tensor([1 + 2.0**-12]).to("mps")
-    out = torch.empty(2, device="mps")
-    _run("probe_contraction", [a, a, torch.tensor([-1 - 2.0**-11]).to("mps"), out], groups=1, threads=1)
-    within, across = (out.cpu() != 0.0).tolist()
-    return {"within_a_statement": within, "across_statements": across}
-
-
 def nan_rules(sizes: Sizes) -> dict[str, Any]:
     """Results of operations on a NaN and a 1, "nan" where one is none."""
     out = torch.zeros(9, dtype=torch.int32, device="mps")
@@ -158,27 +135,6 @@ def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
     return result if same else result | {"bits": got.view(torch.int16).tolist()}
 
 
-def threadgroup_memory(sizes: Sizes) -> dict[str, bool]:
-    """Whether a kernel with 20 KiB of threadgroup memory of its own is right behind one to which the encoder
-    gave 28 of the 32 KiB that there are: the length is set back between them."""
-    given, own = torch.zeros(2, 32, dtype=torch.int32, device="mps")
-    torch.ops.moe_mps._probe_memory(given, own, GIVEN_MEMORY)
-    lanes = 31 - torch.arange(32)
-    sums = 160 * lanes + 32 * sum(range(160))  # 5,120 numbers, 160 a lane
-    return {
-        "given": torch.equal(given.cpu(), lanes.int()),
-        "own_behind_it": torch.equal(own.cpu(), sums.int()),
-    }
-
-
-def indirect_grid(sizes: Sizes) -> dict[str, Any]:
-    """Whether a dispatch has the grid that the one in front of it wrote: 3 x 2 x 1 threadgroups."""
-    grid = torch.ones(3, dtype=torch.int32, device="mps")
-    counter = torch.zeros(1, dtype=torch.int32, device="mps")
-    torch.ops.moe_mps._probe_indirect(grid, counter, 32)
-    return {"right": counter.item() == 6, "groups": counter.item()}
-
-
 # --- how fast
 
 
@@ -202,40 +158,6 @@ def dispatches(sizes: Sizes) -> dict[str, Any]:
             result["encoded"][str(buffers)] = _digits(min(encoded) / count * 1e6)
             result["run"][str(buffers)] = _digits(min(run) / count * 1e6)
     return result
-
-
-def told(sizes: Sizes) -> dict[str, float]:
-    """Microseconds, medians: without work between buffers that wait in the queue; and until Metal tells of a
-    buffer that the host waits for, from the end of the wait (below 0: before it), and from the GPU's end."""
-    x, out = torch.tensor([0.5, 1.0]).to("mps"), torch.empty(sizes.groups * THREADS, device="mps")
-
-    def moments(count: int) -> list[tuple[float, ...]]:
-        with no_commits():
-            for _ in range(count):
-                torch.ops.moe_mps._time_buffer()
-                _run("probe_fma", [x, out], sizes.groups, steps=max(1, sizes.fma_steps // 8))
-        torch.mps.synchronize()
-        waited = time.perf_counter()
-        flat = torch.ops.moe_mps._buffer_moments()
-        return [(*flat[i : i + 3], waited) for i in range(0, len(flat), 3)]
-
-    moments(2)
-    queued = moments(sizes.queued)
-    alone = [moments(1)[0] for _ in range(4 * sizes.repeats)]
-    result = {
-        "between_buffers": median(after[0] - before[1] for before, after in pairwise(queued)),
-        "behind_wait": median(told - waited for *_, told, waited in alone),
-    }
-    behind = median(told - end for _, end, told, _ in alone)
-    if 0 <= behind < 1:  # where the GPU's clock is the host's
-        result["behind_end"] = behind
-    return {name: _digits(seconds * 1e6) for name, seconds in result.items()}
-
-
-def wake(sizes: Sizes) -> float:
-    """From a commit of one empty dispatch until the host goes on."""
-    counter = torch.zeros(1, dtype=torch.int32, device="mps")
-    return _digits(_best(lambda: _run("probe_empty", [counter], 1, 32), 4 * sizes.repeats) * 1e6)
 
 
 class _Late:
@@ -331,78 +253,6 @@ def matrix_rates(sizes: Sizes) -> dict[str, float]:
     return result
 
 
-def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
-    """By the numbers that a thread needs all the time: 10^12 multiply-adds a second, and the threads that a
-    threadgroup may have. Above the registers that a thread can get, the first falls."""
-    x, allowed = torch.tensor([0.5, 1.0]).to("mps"), {}
-    for line in torch.ops.moe_mps._pipelines("probe_f32", []):
-        name, limit, *_ = line.split()
-        allowed[name] = int(limit)
-    result = {}
-    for count in LIVE:
-        threads = min(THREADS, allowed[f"probe_live{count}_f32"])
-        out = torch.empty(sizes.groups * threads, device="mps")
-        run = partial(_run, f"probe_live{count}", [x, out], sizes.groups, threads, sizes.live_steps)
-        work = sizes.groups * threads * sizes.live_steps * count
-        result[str(count)] = {
-            "tmacs": _digits(work / _best(run, sizes.repeats) / 1e12),
-            "threads": allowed[f"probe_live{count}_f32"],
-        }
-    return result
-
-
-def banks(sizes: Sizes) -> dict[str, float]:
-    """{stride in floats between neighbouring lanes: read time of threadgroup memory, relative to stride 1}"""
-    out, seconds = torch.empty(sizes.groups * THREADS, device="mps"), {}
-    for stride in STRIDES:
-        of_lanes = torch.tensor([stride], dtype=torch.int32).to("mps")
-        run = partial(_run, "probe_banks", [of_lanes, out], sizes.groups, steps=sizes.bank_steps)
-        seconds[str(stride)] = _best(run, sizes.repeats)
-    return {stride: _digits(item / seconds["1"]) for stride, item in seconds.items()}
-
-
-def fragments(sizes: Sizes) -> dict[str, float]:
-    """10^12 multiply-adds a second of 4 simdgroups with the same weights: each simdgroup reads its fragments
-    from memory (direct), or the threadgroup reads them once (staged)."""
-    weights = torch.ones(TILES * ROWS * DEPTH * sizes.fragment_steps, dtype=torch.float16, device="mps")
-    simdgroups = FRAGMENT_THREADS // 32
-    out, result = torch.empty(sizes.groups * simdgroups * ROWS * 8, device="mps"), {}
-    work = sizes.groups * simdgroups * sizes.fragment_steps * ROWS * DEPTH * 8
-    for name in ("direct", "staged"):
-        kernel, times = f"probe_fragments_{name}", 20
-        run = partial(_run, kernel, [weights, out], sizes.groups, FRAGMENT_THREADS, sizes.fragment_steps)
-        result[name] = _digits(work * times / _best(partial(run, times), sizes.repeats) / 1e12)
-    return result
-
-
-def sustained(sizes: Sizes) -> dict[str, float]:
-    """10^12 multiply-adds a second at first, and after some seconds of work without a pause: the second is
-    lower where power or heat limits the clock. `power_mode` and `low_power_mode` of the machine belong to it.
-    """
-    x, out = torch.tensor([0.5, 1.0]).to("mps"), torch.empty(sizes.groups * THREADS, device="mps")
-    run = partial(_run, "probe_fma", [x, out], sizes.groups, steps=sizes.fma_steps)
-    work = sizes.groups * THREADS * sizes.fma_steps * FMAS / 1e12
-    _seconds(run)
-    end = time.monotonic() + sizes.sustained
-    rates: list[float] = []
-    while time.monotonic() < end or len(rates) < 2:
-        rates.append(work / _seconds(run))
-    few = max(1, len(rates) // 10)
-    return {"first": _digits(median(rates[:few])), "last": _digits(median(rates[-few:]))}
-
-
-def after_idle(sizes: Sizes) -> dict[str, float]:
-    """Milliseconds of reading the largest buffer once, as a token does, after idle seconds."""
-    size = max(filter(_is_held, sizes.reads), default=sizes.reads[0])
-    read, _ = _reader(size, sizes.groups)
-    _best(partial(read, 1), 2)
-    result: dict[str, float] = {"mb": size / 2**20}
-    for seconds in sizes.idle:
-        time.sleep(seconds)
-        result[f"{seconds:g}"] = _digits(_seconds(partial(read, 1)) * 1e3)
-    return result
-
-
 def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
     """Milliseconds of attention of a prompt's last chunk to all of it, in heads as Qwen3-30B-A3B has, by our
     kernel and by torch's for tensor units. Chunks of later processes run the faster one."""
@@ -472,24 +322,14 @@ def _digits(value: float) -> float:
 
 PARTS: dict[str, Callable[[Sizes], Any]] = {
     "matrix_layout": matrix_layout,
-    "contraction": contraction,
     "nan": nan_rules,
     "subnormals": subnormals,
     "bfloat_rounding": bfloat_rounding,
-    "threadgroup_memory": threadgroup_memory,
-    "indirect_grid": indirect_grid,
     "dispatch_us": dispatches,
-    "wake_us": wake,
-    "told_us": told,
     "slots_of_experts": slots_of_experts,
     "read_gbs": reads,
     "expert_reads_gbs": expert_reads,
     "fma_tmacs": fma_rate,
     "matrix_tmacs": matrix_rates,
-    "live_numbers": live_numbers,
-    "bank_conflicts": banks,
-    "fragments_tmacs": fragments,
-    "sustained_tmacs": sustained,
-    "first_read_after_idle_ms": after_idle,
     "chunk_of_a_prompt_ms": chunk_of_a_prompt,
 }

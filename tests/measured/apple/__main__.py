@@ -7,7 +7,7 @@ from simulator.apple.facts import COSTS, GPUS, START_US, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
-from . import between, encoders, goals, layers, published, quantising, report, training
+from . import goals, layers, published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
 from .fit import fitted
 from .tokens import table as tokens_table
@@ -57,12 +57,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--goals", action="store_true", help="instead: tokens and a prompt of Qwen3-30B-A3B in 4 bits")
     add("--layers", action="store_true", help="instead: attention and recurrences of real models")
     add("--token", action="store_true", help="instead: a token of whole models, with the starts of launches")
-    add("--between", action="store_true", help="instead: what the GPU waits for the host between two tokens")
-    add("--encoders", action="store_true", help="instead: attention of encoders, which sees all keys")
-    add("--quantise", action="store_true", help="instead: quantising a whole model by importance")
-    add(
-        "--training", action="store_true", help="instead: steps of fine-tuning with frozen matrices in 4 bits"
-    )
     add("--linear", metavar="C,N", help="instead: one matrix alone, C inputs and N outputs")
     add("--formats", default="int4", help=f"some of {', '.join(FORMATS)}, bf16, f16 (default: int4)")
     add(
@@ -173,14 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.token:
             print("\n".join(tokens_table(gpus, start_us)))
             return 0
-        for wanted, lines in (
-            (options.goals, goals.table),
-            (options.layers, layers.table),
-            (options.between, between.table),
-            (options.encoders, encoders.table),
-            (options.quantise, quantising.table),
-            (options.training, training.table),
-        ):
+        for wanted, lines in ((options.goals, goals.table), (options.layers, layers.table)):
             if wanted:
                 for line in lines(gpus):
                     print(line, flush=True)

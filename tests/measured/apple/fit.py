@@ -23,13 +23,10 @@ from simulator.apple.facts import (
 from simulator.errors import SimulatorError
 
 FAMILIES = {"1": M1, "2": M2, "3": M3, "4": M3, "5": M5}
-FULL_RATE = 0.9  # of the rate with the fewest live numbers
 MACS = 512  # of a product of 8 x 8 matrices
 HOLDS = {  # what the kernels rely on, and what the page says then
     "matrix_layout": {"as_assumed": True},
     "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
-    "threadgroup_memory": {"given": True, "own_behind_it": True},
-    "indirect_grid": {"right": True},
     "nan": {"isnan": True, "compares": False},
     "subnormals": {
         "single_operand": False,
@@ -94,15 +91,6 @@ def _fitted(page: dict[str, Any]) -> Fitted:
     lines.append(f"  reads of experts, times those of a stream: {reach:.3g} ({slowest:g} to {fastest:g})")
     least, most = START_US
     lines.append(f"  us of a dependent dispatch: {start:.4g} ({least:.4g} to {most:.4g})")
-    rates = {int(count): float(of["tmacs"]) for count, of in page["live_numbers"].items()}
-    held = max(count for count, rate in rates.items() if rate >= FULL_RATE * rates[min(rates)])
-    apart = ", ".join(f"{stride} {times:.3g}" for stride, times in page["bank_conflicts"].items())
-    staged = float(page["fragments_tmacs"]["staged"]) / float(page["fragments_tmacs"]["direct"])
-    lines += [
-        f"  numbers that a thread holds at full rate: {held} of {max(rates)}",
-        f"  reads of threadgroup memory so many floats apart, times that of 1: {apart}",
-        f"  products of staged fragments a second, times those of direct ones: {staged:.3g}",
-    ]
     for part, expected in HOLDS.items():
         lines += [
             f"  NOT as assumed: {part} has {key} {page[part].get(key)}"

@@ -7,10 +7,9 @@ says when MLX takes it.
 import struct
 
 from .attention import Attention
-from .mlx_launch import TYPES, Launch, ceil_div, ints, longs
+from .mlx_launch import TYPES, Launch, ints, longs
 
 HEADERS = ("utils.h", "sdpa_vector.h")
-STEEL_HEADERS = ("utils.h", "steel/attn/kernels/steel_attention.h")
 WIDTHS = (64, 96, 128, 256)
 
 
@@ -58,21 +57,3 @@ def sdpa_vector(case: Attention) -> tuple[Launch, Launch]:
     }
     grid = (case.heads, case.tokens, 1)
     return first, Launch(HEADERS, f"sdpa_vector_2pass_2<{types}>", grid, (1024, 1, 1), sums, constants)
-
-
-def steel_attention(heads: int, tokens: int, width: int, masked: bool) -> Launch:
-    """Attention of a text's tokens to all of them, in bfloat16, with a mask of bool or without."""
-    queries, keys = 32, 16 if width >= 128 else 32  # of a tile
-    blocks = ceil_div(tokens, queries), ceil_div(tokens, keys)
-    whole = tokens // queries, tokens // keys, tokens % queries, tokens % keys, 0
-    strides = longs(*(heads * tokens * width, tokens * width, width) * 4)
-    scale = struct.pack("f", width**-0.5)
-    arguments: dict[str, str | bytes] = {
-        **{"Q": "q", "K": "k", "V": "v", "O": "o"},
-        "params": ints(1, heads, width, tokens, tokens, 1) + scale + ints(*blocks, *whole) + strides,
-    }
-    if masked:
-        arguments |= {"mask": "mask", "mask_params": longs(tokens * tokens, 0, tokens)}
-    constants = {200: whole[2] == 0, 201: whole[3] == 0, 300: masked, 301: False, 302: False, 303: False}
-    template = f"attention<bfloat16_t, {queries}, {keys}, {width}, {width}, 4, 1, bool, float>"
-    return Launch(STEEL_HEADERS, template, (blocks[0], heads, 1), (32, 4, 1), arguments, constants)

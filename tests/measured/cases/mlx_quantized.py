@@ -130,11 +130,3 @@ def qmm(m: Matrices, count: int, rows_block: int = 32) -> Launch:
         options += ["false"] + (["false", str(rows_block)] if rows_block != 32 else [])
     template = f"{_prefix(m)}_qmm_t{'_splitk' if parts > 1 else ''}<{_types(m)}, {', '.join(options)}>"
     return Launch(_headers(m), template, (*tiles, parts), (32, 2, 2), arguments, parts=max(1, parts))
-
-
-def qmm_n(m: Matrices, count: int) -> Launch:
-    """Rows of x times the matrix as it is stored: the gradient of a linear layer's inputs."""
-    sizes = {"K": ints(m.rows), "N": ints(m.inputs), "M": ints(count)}
-    arguments = {**_matrix_arguments(m), **sizes}
-    grid = (ceil_div(m.inputs, 32), ceil_div(count, 32), 1)
-    return Launch(_headers(m), f"{_prefix(m)}_qmm_n<{_types(m)}, false>", grid, (32, 2, 2), arguments)

@@ -4,7 +4,6 @@
 #import <Metal/Metal.h>
 
 #include <condition_variable>
-#include <ctime>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -16,39 +15,22 @@
 namespace moe_mps {
 namespace {
 
-// Seconds by the clock that GPUEndTime and Python's time.perf_counter() have.
-double now() {
-#ifdef CLOCK_UPTIME_RAW
-  constexpr clockid_t kClock = CLOCK_UPTIME_RAW;
-#else
-  constexpr clockid_t kClock = CLOCK_MONOTONIC;
-#endif
-  timespec time;
-  clock_gettime(kClock, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-// When the GPU began and ended a buffer, and when Metal told of it.
-struct Moments {
-  double began = 0, ended = 0, told = 0;
-};
-
 // Buffers that are timed.
 struct Times {
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<Moments> buffers;
+  std::vector<double> seconds;
   size_t missing = 0;  // buffers that are not complete
 
   size_t added() {
     const std::lock_guard<std::mutex> lock(mutex);
     ++missing;
-    buffers.emplace_back();
-    return buffers.size() - 1;
+    seconds.emplace_back();
+    return seconds.size() - 1;
   }
-  void tell(size_t number, const Moments& moments) {
+  void tell(size_t number, double of_buffer) {
     const std::lock_guard<std::mutex> lock(mutex);
-    buffers[number] = moments;
+    seconds[number] = of_buffer;
     --missing;
     changed.notify_all();
   }
@@ -76,32 +58,20 @@ void time_buffer() {
       stream->synchronize(at::mps::SyncType::COMMIT);
       const size_t number = kept->added();
       [[stream->commandBuffer() rootCommandBuffer] addCompletedHandler:^(id<MTLCommandBuffer> done) {
-        kept->tell(number, {[done GPUStartTime], [done GPUEndTime], now()});
+        kept->tell(number, [done GPUEndTime] - [done GPUStartTime]);
       }];
     }
   });
 }
 
 // Metal tells on a thread of its own, which may be behind the host's.
-std::vector<Moments> all_told() {
+std::vector<double> buffer_seconds() {
   const std::shared_ptr<Times> read = times(std::make_shared<Times>());
   std::unique_lock<std::mutex> lock(read->mutex);
   const bool all = read->changed.wait_for(lock, kToldWithin, [&] { return read->missing == 0; });
   TORCH_CHECK(all, "moe_mps: Metal has not told how long ", read->missing, " command buffers took, ",
               kToldWithin.count(), " s behind a wait for them");
-  return read->buffers;
-}
-
-std::vector<double> buffer_seconds() {
-  std::vector<double> seconds;
-  for (const Moments& of : all_told()) seconds.push_back(of.ended - of.began);
-  return seconds;
-}
-
-std::vector<double> buffer_moments() {
-  std::vector<double> moments;
-  for (const Moments& of : all_told()) moments.insert(moments.end(), {of.began, of.ended, of.told});
-  return moments;
+  return read->seconds;
 }
 
 }  // namespace
@@ -110,5 +80,3 @@ std::vector<double> buffer_moments() {
 MOE_FUNCTION("_time_buffer() -> ()", time_buffer)
 // Times of the buffers since the last call, in order; waits for them.
 MOE_FUNCTION("_buffer_seconds() -> float[]", buffer_seconds)
-// The same as three numbers a buffer: when the GPU began and ended it, and when Metal told of it.
-MOE_FUNCTION("_buffer_moments() -> float[]", buffer_moments)

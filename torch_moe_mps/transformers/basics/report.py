@@ -1,7 +1,7 @@
 """Reports of what quantising and accelerating did, module by module."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ class QuantizationReport:
         skipped: {name of a matrix, or of its module, that was not quantised: reason}.
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
         importance: by what errors were weighed; None for MLX's rule.
-        measured: {measurement of a checkpoint: figures}, by `torch-moe-mps perplexity`.
         activations: the dtype of activations beside the weights, and why; None where the caller said it.
         sizes: {name in `skipped`: bytes, where it is dense}.
         notes: lines about weights that have another format than was asked for, with the reason.
@@ -44,7 +43,6 @@ class QuantizationReport:
     bytes_before: int = 0
     bytes_after: int = 0
     importance: str | None = None
-    measured: Mapping[str, str] = field(default_factory=dict)
     activations: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -75,7 +73,6 @@ class QuantizationReport:
         """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
         lines += [*self._skipped(), *self.notes]
-        lines += [f"{about}: {figures}" for about, figures in self.measured.items()]
         if self.modules:
             weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
             weighed += [] if self.activations is None else [self.activations]

@@ -192,8 +192,6 @@ class Quantizer(HfQuantizer):
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
                 report.importance = config.importance.assign(model, dense)
-        elif config.measured:
-            self.report = QuantizationReport(measured=config.measured)
         self.wanted.compare(self.layout.targets, self.report, config.requantize)
         for target in self.layout.targets.values():
             store_empty(target)

@@ -12,7 +12,6 @@ from measured.apple import tokens as of_tokens
 from measured.cases import formats, mlx_dense, mlx_quantized
 from measured.cases import mlx as launches
 from measured.cases.formats import DENSE
-from measured.cases.mlx_attention import steel_attention
 from measured.cases.mlx_launch import Launch, Matrices
 from measured.cases.values import Values
 from simulator import apple
@@ -167,22 +166,6 @@ class TestMlx:
     def test_parts_of_a_dense_product(self):
         assert self.linears(Matrices(DENSE, "f16", 64, 1024), "M1", (20,)) == ["gemm_splitk"]
 
-    @pytest.mark.parametrize("masked", [pytest.param(False, marks=SWEEP), True])
-    def test_attention_to_all_keys(self, masked):
-        heads, tokens, width = 2, 40, 32
-        generator = torch.Generator().manual_seed(1)
-        given = {name: torch.randn(heads, tokens, width, generator=generator).bfloat16() for name in "qkv"}
-        arrays = {name: mlx.array("bf16", heads, tokens, width) for name in "qkvo"}
-        for name, tensor in given.items():
-            arrays[name][:] = tensor.view(torch.int16).numpy().view(np.uint16)
-        arrays["mask"] = np.ones((tokens, tokens), np.uint8)
-        arrays["mask"][:, 30:] = not masked
-        mlx.run(steel_attention(heads, tokens, width, masked), arrays, apple.Recorder())
-        q, k, v = (tensor.double() for tensor in given.values())
-        scores = (q @ k.mT * width**-0.5).masked_fill(torch.from_numpy(arrays["mask"]) == 0, -torch.inf)
-        out = torch.from_numpy(arrays["o"].view(np.int16)).view(torch.bfloat16).double()
-        assert (out - scores.softmax(-1) @ v).abs().max() < 0.02
-
     @pytest.mark.parametrize("name", formats.FORMATS)
     def test_formats(self, name):
         """What the cases take for the weights' values is what MLX makes of them."""
@@ -251,19 +234,6 @@ class TestCommand:
         token, same, short, long = (float(cell) for cell in two.split("|")[4:8])
         assert token == same > 0 and long == pytest.approx(8 * short, rel=0.05)
 
-    @pytest.mark.sweep
-    def test_encoders(self, simulated, capsys):
-        """The ratios that docs/embeddings.md has."""
-        _, _, *rows = self.run(capsys, "--encoders", "--gpu", "M1 Max,M4 Max")
-        whole, padded = [], []
-        for row in rows:
-            *_, tokens, shown, _, own, other, ratio, _ = (cell.strip() for cell in row.split("|"))
-            (whole if tokens == shown else padded).append(float(ratio))
-            assert float(own) / float(other) == pytest.approx(float(ratio), rel=0.02)
-        ranges = [f"{min(each):.1f} to {max(each):.1f}" for each in (whole, padded)]
-        text = " ".join((REPOSITORY / "docs" / "embeddings.md").read_text().split())
-        assert f"{ranges[0]} times as long" in text and f"padded, {ranges[1]}" in text
-
     def test_a_token_of_a_model(self, simulated, capsys):
         """The sum of both lines, as docs/speed.md has it."""
         lines = self.run(capsys, "--token", "--gpu", "M1 Max,M4 Max")
@@ -287,13 +257,6 @@ class TestCommand:
         for name, of_a_token in products.items():
             seconds = 48 * 1024 * 2048 * of_a_token / (128e6 * gpu.core_cycles_per_us)
             assert 1.0 < float(parts[" " + name]) / seconds < 2.0
-
-    def test_quantising_by_importance_waits_for_the_disk(self, simulated, capsys):
-        """The seconds that docs/speed.md has."""
-        _, _, *rows = self.run(capsys, "--quantise", "--gpu", "M1,M1 Max")
-        issue, memory, reading = zip(*(map(float, row.split("|")[3:6]) for row in rows), strict=True)
-        assert [min(issue), max(issue), min(memory), max(memory)] == [0.5, 4.5, 0.7, 4.8]
-        assert {*reading} == {12.0}
 
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()

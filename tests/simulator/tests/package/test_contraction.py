@@ -10,33 +10,38 @@ from simulator.testing import linux_only
 from support.processes import REPOSITORY, python
 from support.sweep import in_sweep
 
-from torch_moe_mps.selfcheck import probe
-
 pytestmark = linux_only
 SWITCH = "METAL_SIMULATOR_CONTRACTION"
 ROOMS = ("rope", "norms", "routing", "combine", "experts", "attention", "linear_attention")
 PROBED = """
-    from support import simulated
-    simulated.install()
-    from torch_moe_mps.selfcheck import probe
-    print(probe.contraction(probe.Sizes()))
+    import numpy as np
+    from simulator.testing import HEAD
+    from simulator.shaderlib import shader_library
+    source = HEAD + '''
+    kernel void k(device const float* x [[buffer(0)]], device float* out [[buffer(1)]]) {
+      out[0] = x[0] * x[0] + x[1];
+      const float product = x[0] * x[0];
+      out[1] = product + x[1];
+    }'''
+    out = np.zeros(2, np.float32)
+    x = np.array([1 + 2.0**-12, -1 - 2.0**-11], np.float32)
+    shader_library(source).launch("k", {0: x, 1: out}, grid=(1,), threads=(1,))
+    print((out != 0).tolist())
 """
 
 
-def contracted(within: bool, across: bool) -> dict[str, bool]:
-    return {"within_a_statement": within, "across_statements": across}
-
-
-def test_expressions_are_contracted(simulated):
-    assert probe.contraction(probe.Sizes()) == contracted(True, False)
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [("off", contracted(False, False)), ("fast", contracted(True, True))],
+    ("schedule", "within_a_statement", "across_statements"),
+    [
+        ("on", True, False),
+        *(
+            pytest.param(*row, marks=pytest.mark.sweep)
+            for row in (("off", False, False), ("fast", True, True))
+        ),
+    ],
 )
-def test_contraction_is_a_choice_of_the_simulator(schedule, expected):
+def test_contraction_is_a_choice_of_the_simulator(schedule, within_a_statement, across_statements):
+    expected = [within_a_statement, across_statements]
     assert ast.literal_eval(python(PROBED, **{SWITCH: schedule})) == expected
 
 

@@ -46,7 +46,6 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: the quantisation of a checkpoint that MLX wrote; {} if that is dense.
         other: the quantisation of a checkpoint that another library wrote.
-        measured: {measurement of a quantised checkpoint: figures}, which its report has.
         importance: an Importance, for weights quantised while loading.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
@@ -68,7 +67,6 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: Collection[str] = (),
         mlx: Mapping[str, Any] | None = None,
         other: Mapping[str, Any] | None = None,
-        measured: Mapping[str, str] | None = None,
         importance: Any = None,
         **others: Any,
     ):
@@ -82,7 +80,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.gguf, self.absent, self.mlx, self.other = source, gguf, [*absent], mlx, other
-        self.ordered, self.measured = [*ordered], measured if isinstance(measured, Mapping) else {}
+        self.ordered = [*ordered]
         self.wanted, self.requantize, self.importance = wanted, requantize, importance
         self.recipe()  # its errors are raised now
 
