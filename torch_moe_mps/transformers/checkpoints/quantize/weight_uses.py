@@ -32,7 +32,7 @@ def _weights_read_by(cls: type) -> tuple[set[str], bool]:
         if base is not object and not base.__module__.startswith("torch."):
             for name, source in _sources_of(base):
                 has_source &= source is not None or name.startswith("__")
-                read.update(_READ.findall(_TRAINING.sub("", source or "")))
+                read.update(_READ.findall(source or ""))
     return read, has_source
 
 
@@ -48,6 +48,6 @@ def _sources_of(cls: type) -> Iterator[tuple[str, str | None]]:
         method = inspect.unwrap(function) if inspect.isfunction(function) else None
         if isinstance(method, types.FunctionType) and "cuda" not in name and name != "_init_weights":
             try:
-                yield name, inspect.getsource(method)
+                yield name, _TRAINING.sub("", inspect.getsource(method))
             except OSError:
                 yield name, None
