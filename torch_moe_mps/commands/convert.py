@@ -27,7 +27,6 @@ from ..transformers.checkpoints.layouts.files import LARGEST, Shards, checkpoint
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.older_keys import with_older_keys
 from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
-from ..transformers.checkpoints.on_disk import experts_file, layers_of
 from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.ranges import Largest, key_of, remember
 from ..transformers.checkpoints.source import Source
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         )
     errors: list[list[Any]] = []
     if not options.dry_run:
-        _check_space(destination, plan.after * (2 if options.experts_on_disk else 1))
+        _check_space(destination, plan.after)
         importance = _importance(options, source, recipe["recipe"])
         errors = _convert(source, copied, options, recipe, importance, tokenizer, speculative)
         print(f"wrote {destination}, {_size_of_files(destination)}")
@@ -249,9 +248,6 @@ def _convert(
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
         found = _measured(folder, options) if how["dtype"] != options.dtype else None
-        if options.experts_on_disk:
-            written = Source(str(folder), loading_options(options))
-            experts_file(written, None, layers_of(written, None))
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     if found is not None:  # for commands, which would measure it at their first start

@@ -18,8 +18,7 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.engine.scheduler import LARGEST_CHUNK
-from ..serving.prefix_cache.memory import LONGEST, prompt_bytes
+from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP, MTP
 from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
@@ -37,7 +36,13 @@ from ..transformers.checkpoints.quantize.recipe import (
     recipe_of,
     requested_recipe,
 )
-from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.quantize.sizes import (
+    LARGEST_CHUNK,
+    bytes_a_token,
+    prompt_bytes,
+    quantized_sizes,
+    total_bytes,
+)
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
@@ -146,9 +151,8 @@ def report(
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
-    rooms = [(name, limit - prompt) for name, limit in limits]
     bandwidth = None if mac is None else mac.bandwidth
-    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, rooms, bandwidth)
+    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, limits, bandwidth)
     lines += on_disk
     data = {
         "weights": total,

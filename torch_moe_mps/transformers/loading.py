@@ -18,7 +18,7 @@ from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.gguf.file import checked_headers
-from .checkpoints.on_disk import OnDiskLoading
+from .checkpoints.on_disk import OnDiskLoading, planned
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
 from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
@@ -72,6 +72,7 @@ def from_pretrained(
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         experts_memory: bytes, or a text such as "20GB": so much memory holds the experts that were needed
             last; the others are read from a file of them, which is written beside the checkpoint first.
+            "auto" does so where the model is larger than memory and that file is there or can be written.
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
@@ -103,8 +104,9 @@ def from_pretrained(
         )
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
-    if experts_memory is not None:
-        loading = OnDiskLoading(source, wanted, experts_memory)
+    plan = None if experts_memory is None else planned(source, wanted, experts_memory)
+    if plan is not None:
+        loading = OnDiskLoading(source, wanted, plan)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()

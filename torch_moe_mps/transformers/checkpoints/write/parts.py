@@ -24,11 +24,8 @@ from ...upstream.models import logging
 from ...upstream.weights import (
     AutoHfQuantizer,
     LoadStateDictConfig,
-    WeightConverter,
-    WeightRenaming,
     convert_and_load_state_dict_in_model,
     get_model_conversion_mapping,
-    rename_source_key,
 )
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
@@ -38,6 +35,7 @@ from ..quantize.streaming import one_by_one
 from ..quantize.target import layer_of, quantizable
 from ..quantize.tied import tied_layers, tied_pairs
 from ..quantizer import Quantizer, quantizer_for
+from ..rows import names_in
 from ..source import Source
 
 _CHECK = Check("load")
@@ -112,7 +110,7 @@ class Parts:
         """Indexes the tensors of safetensors files by part of the model."""
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
-            for key, name in self._names(tensors.keys()):
+            for key, name, _ in names_in(self.model, self._conversions, tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
 
     def _prepare(self, source: Source, quantizer: Quantizer | None) -> None:
@@ -202,17 +200,6 @@ class Parts:
             and name not in left_out
             and not (name.rpartition(".")[0] in self._tied and id(tensor) in shared)
         }
-
-    def _names(self, keys: list[str]) -> Iterator[tuple[str, str]]:
-        """(key in a file, name in the model)."""
-        renamings = [c for c in self._conversions if isinstance(c, WeightRenaming)]
-        converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
-        state, prefix = self.model.state_dict(), self.model.base_model_prefix
-        for key in keys:
-            name = rename_source_key(key, renamings, converters, prefix, state)[0]
-            if name not in state and key in state:
-                name = key
-            yield key, name
 
     def _load(self, part: str) -> None:
         missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, self.dtype)
