@@ -20,10 +20,10 @@ import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
-from torch_moe_mps.serving.prefix_cache.memory import prompt_bytes
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.state import parts
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -475,8 +475,6 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
 def test_mtp_layers_are_counted(tmp_path, capsys):
     """As `convert` writes them, with their caches; without the weights, as the config says."""
     folder, file = tmp_path / "model", tmp_path / "fit.json"
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps({"bits": 4, "group_size": 32, "overrides": {"mtp.*.eh_proj": 8}}))
     wide = {"hidden_size": 256, "n_routed_experts": 4, "max_position_embeddings": 10**9}
     with with_mtp("glm4_moe", folder, 2, **wide):
         asked = ["convert", str(folder), str(tmp_path / "four"), "--bits", "4", "--group-size", "32"]
@@ -487,14 +485,12 @@ def test_mtp_layers_are_counted(tmp_path, capsys):
             if not is_here:
                 (folder / "model.safetensors").unlink()
             capsys.readouterr()
-            asked = ["fit", str(folder), "--group-size", "32", "--recipe", str(recipe), "--json", str(file)]
+            asked = ["fit", str(folder), "--group-size", "32", "--json", str(file)]
             assert main(asked) == 0
             assert "load layers of the checkpoint for drafts, of " in capsys.readouterr().out
             found = json.loads(file.read_text())
             sizes = {size["name"]: size for size in found["sizes"]}
             assert sizes["4 bit"]["speculative"] == pytest.approx(own, rel=0.01)
-            more = 2 * (256 * 512) * 4 // 8  # of two matrices
-            assert sizes["recipe"]["speculative"] - sizes["4 bit"]["speculative"] == more
             space = found["macs"][0]["gpu"] - found["prompt"]["bytes"]
             space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["speculative"]
             fits = found["macs"][0]["contexts"]["4 bit"]

@@ -5,7 +5,7 @@ config.json is enough: a model on the meta device has the shapes of the weights 
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,26 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.engine.scheduler import LARGEST_CHUNK
-from ..serving.prefix_cache.memory import LONGEST, prompt_bytes
+from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned, unit_of
-from ..transformers.checkpoints.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import (
     SAME,
     Recipe,
-    no_such_weight,
     recipe_of,
     requested_recipe,
 )
-from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.quantize.sizes import (
+    LARGEST_CHUNK,
+    bytes_a_token,
+    prompt_bytes,
+    quantized_sizes,
+    total_bytes,
+)
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
@@ -54,8 +57,8 @@ _CHECK = Check("fit")
 class Size:
     """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
 
-    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, by `recipe`, and
-    `drafts` the bytes of MTP layers beside it.
+    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, and `drafts`
+    the bytes of MTP layers beside it.
     """
 
     name: str
@@ -63,7 +66,6 @@ class Size:
     token: int
     quantized: Mapping[torch.Tensor, int]
     targets: Sequence[Target] = ()
-    recipe: Recipe = field(default_factory=lambda: Recipe(None))
     speculative: int = 0
 
     def of(self, module: nn.Module) -> int:
@@ -128,9 +130,8 @@ def report(
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
-    rooms = [(name, limit - prompt) for name, limit in limits]
     bandwidth = None if mac is None else mac.bandwidth
-    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, rooms, bandwidth)
+    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, limits, bandwidth)
     lines += on_disk
     data = {
         "weights": total,
@@ -171,17 +172,12 @@ def _of_bounds(
 def _with_mtp(
     options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], cache: KVCache | None
 ) -> KVCache | None:
-    """The cache of the model and of its MTP layers, which draft; adds their bytes to the sizes.
-
-    Raises: ValueError for a recipe with exceptions for layers that the checkpoint does not have.
-    """
+    """The cache of the model and of its MTP layers, which draft; adds their bytes to the sizes."""
     layers = empty_mtp(model, folder)
-    if layers is None and (own := [pattern for size in sizes for pattern in size.recipe.of_mtp()]):
-        raise ValueError(no_such_weight(own[0]))
     if layers is None or options.macs is not None:
         return cache
     for size in sizes:
-        size.speculative = bytes_of_mtp(layers, model, size.targets, size.recipe)
+        size.speculative = bytes_of_mtp(layers, model, size.targets)
     return kv_cache(model, options.kv_bits, len(layers.layers))
 
 
@@ -279,11 +275,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     None for one that is loaded in 16 bits, and for another library's without its files, which alone tell.
     """
     stored = source.quantization(None)
-    if source.gguf is not None:
-        return _size(_STORED, model, GgufLayout(model, folder).targets.values())
     if stored is None:
         return None
-    told_by_files = bool({"mlx", "other"} & stored.keys())
+    told_by_files = bool({"mlx", "other", "gguf"} & stored.keys())
     files = _files(folder) if told_by_files else []
     if files or not told_by_files:
         return _size(_STORED, model, layout_of(QuantizationConfig(**stored), model, files).targets.values())
@@ -295,7 +289,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
 
 
 def _files(folder: str) -> list[str]:
-    """Files of the weights; none where not all of them are there."""
+    """Files of the weights, or a GGUF file itself; none where not all of them are there."""
+    if Path(folder).is_file():
+        return [folder]
     try:
         return [str(file) for file in checkpoint_files(folder)]
     except ValueError:
@@ -320,7 +316,7 @@ def of_recipe(model: Any, recipe: str, group_size: int | None) -> Size:
     """The model with a mixed recipe, or one in a file."""
     arguments = arguments_of_recipe(recipe, model, group_size=group_size)
     asked = requested_recipe(**arguments) or Recipe(None)
-    return replace(_size(Path(recipe).stem, model, _targets(model, asked)), recipe=asked)
+    return _size(Path(recipe).stem, model, _targets(model, asked))
 
 
 def _targets(model: Any, recipe: Any) -> Iterable[Target]:

@@ -15,7 +15,7 @@ from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..serving.speculative.drafting import Drafting
 from ..transformers.checkpoints.source import Source
-from ..transformers.modules.experts_on_disk import pools_of
+from ..transformers.modules.experts_on_disk import expert_pools
 from ..transformers.mtp.layers import has_mtp, recipe_of_last_layer
 from .arguments import NO_DRAFTS
 from .caches import KVCache, block_cache, kv_cache
@@ -32,7 +32,7 @@ def drafts_of(
     if options.speculative == NO_DRAFTS:
         return None
     if options.speculative is None:  # each draft token may need experts of its own from the disk
-        return None if pools_of(model) is not None else _by_default(model, prompts)
+        return None if expert_pools(model) is not None else _by_default(model, prompts)
     if options.speculative in (LOOKUP, MTP):
         return drafting_of(model, options.speculative, prompts, "--speculative")
     draft, draft_folder = _draft(options, model, device)
