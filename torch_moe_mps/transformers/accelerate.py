@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -38,8 +38,6 @@ from .trials.memory import summary_since, trials_run
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
-# Steps that a model goes through before its modules are recognised; families fill it.
-PREPARED_BY: list[Callable[[nn.Module], None]] = []
 # {config: the implementation that it named when a model with it was accelerated}
 _BEFORE = WeakIdKeyDictionary()
 
@@ -163,8 +161,6 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
 
 
 def _replace_parts(model: nn.Module, report: Report) -> None:
-    for prepare in PREPARED_BY:
-        prepare(model)
     experts = _replace_experts(model, report)
     _replace_others(model, report, experts)
 

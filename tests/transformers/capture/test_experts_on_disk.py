@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from support.models import Conversation, generate, prompt, tiny
+from support.models import Conversation, generate, in_parts, prompt, tiny
 from torch import nn
 
 from torch_moe_mps import _environment, from_pretrained
@@ -105,6 +105,22 @@ def test_a_step_ahead(simulated, load, monkeypatch):
         simulated.set_schedule(schedule)
         assert torch.equal(generate(model, ids), expected)
     assert is_captured(model) and expert_pools(model).counters.misses > 0
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+def test_calls_that_need_more_experts_than_slots(simulated, tmp_path, monkeypatch):
+    """They run module by module, as their layers are read beside the pools; one token is captured still."""
+    tiny("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path)  # two have the same memory
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: SLOTS)
+    resident, model = (
+        from_pretrained(str(tmp_path), device_map="cpu", **options)
+        for options in ({}, {"experts_memory": "1GB"})
+    )
+    for rows, tokens in ((1, 4), (3, 1), (1, 1)):
+        ids = prompt(rows, 5 + 6 * tokens)
+        expected, logits = (in_parts(each, ids, *[tokens] * 6)[0] for each in (resident, model))
+        assert all(map(torch.equal, expected, logits)), (rows, tokens)
+    assert is_captured(model)
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")

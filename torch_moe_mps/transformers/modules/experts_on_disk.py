@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...disk.file import Layer
 from ...disk.pool import Pool, Pools, Tables
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
+from ..graphs.tracing import LeftAlone
 
 ops = torch.ops.moe_mps
 TURNED = "turned"  # matrices of a layer whose rows are columns in the module
@@ -35,10 +37,13 @@ class OnDisk(Beside):
 
         The slots of few tokens are read while the GPU waits; for many tokens, all experts are read.
 
-        Raises: OSError, ValueError for a disk that cannot be read.
+        Raises: OSError, ValueError for a disk that cannot be read; LeftAlone if it would have to be, where a
+            call is captured.
         """
         if ids.numel() <= self.pool.size:
             return module, ops._expert_slots(ids, self.pool.number)
+        if isinstance(ids, FakeTensor):
+            raise LeftAlone("its tokens may need more experts than have slots")
         needed = None
         if ids.numel() < self.pool.about.experts:
             needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
