@@ -446,7 +446,6 @@ def _fit(command: argparse.ArgumentParser) -> None:
       torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
       torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
       torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json
-      torch-moe-mps fit Qwen/Qwen3-32B --speculative Qwen/Qwen3-0.6B  # a small model beside it
     """
     add = command.add_argument
     add(
@@ -465,7 +464,6 @@ def _fit(command: argparse.ArgumentParser) -> None:
         help="tokens of context that the bound of speed is for (4096)",
     )
     _add(command, "--group-size", "--kv-bits")
-    _add(command, "--speculative", of="those of chat and serve: lookup, and mtp where the checkpoint has it")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)
     _add(command, *_FROM_THE_HUB, of="NAME")
@@ -510,7 +508,6 @@ def _chat(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
-    add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory")

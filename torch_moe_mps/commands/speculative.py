@@ -57,12 +57,9 @@ def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | No
     if options.speculative in (None, NO_DRAFTS, LOOKUP, MTP):
         return None
     source, model = skeleton_of(options, folder_of(options.speculative, weights=False))
-    return cache_beside(source.config, model, dtype, options.kv_bits)
-
-
-def cache_beside(config: Any, draft: Any, dtype: torch.dtype, kv_bits: int) -> KVCache | None:
-    """Bytes of the cache of a draft or an assistant with this config; None where none is known."""
-    return block_cache(config, dtype) if is_dflash(config) else kv_cache(draft.to(dtype), kv_bits)
+    if is_dflash(source.config):
+        return block_cache(source.config, dtype)
+    return kv_cache(model.to(dtype), options.kv_bits)
 
 
 def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, str]:

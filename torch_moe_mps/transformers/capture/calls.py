@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import Cache
 
 from ..._text import first_line
-from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
 from ..basics.residency import follow_moved
 from ..basics.unmodified import refused
@@ -122,8 +121,7 @@ class Captures:
 
     def _call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self._is_candidate(arguments):
-            with checked_at_once(model):
-                return own(model, **arguments)
+            return own(model, **arguments)
         reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
             result = self._run(model, arguments)

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..._extension import host_library
-from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
 from ..basics.state import made_as, restore_class, state_in, state_of, subclass
 from ..basics.unmodified import is_on_mps
@@ -119,8 +118,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return own(self, *args, **kwargs)
         captures = captures_in(self)
         if captures is None or len(args) > len(names):
-            with checked_at_once(self):
-                return own(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         if args:
             arguments = dict(zip(names, args, strict=False))
             if not arguments.keys().isdisjoint(kwargs):
