@@ -1,7 +1,7 @@
 """Prints the registers of every kernel on the GPUs of M1 to M5, as Apple's own back end allocates them.
 
-The folder is one that scripts/macos/shader_sources wrote; torch_moe_mps/selfcheck/registers.py reads the
-registers. Ends with 1 where a kernel that tokens or prompts run spills, or where one could not be compiled.
+The folder is one that scripts/macos/shader_sources wrote; registers.py reads the registers.
+Ends with 1 where a kernel that tokens or prompts run spills, or where one could not be compiled.
 """
 
 import argparse
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_shaders import is_released, listed, side_by_side
-
-from torch_moe_mps.selfcheck.registers import GENERATIONS, of_library
+from registers import GENERATIONS, of_library
 
 AWAY_FROM_TOKENS = ("quantize_", "probe_")  # libraries that neither tokens nor prompts run
 

@@ -15,9 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import paths  # noqa: F401  (makes the package importable, without torch)
-
-from torch_moe_mps.selfcheck.registers import SDK_WITH_TENSORS, compile_source, link, sdk_version
+from registers import SDK_WITH_TENSORS, compile_source, link, sdk_version
 
 LIST = "libraries.json"
 LEFT_OUT = "those for tensor units need the SDK of macOS 26"

@@ -10,10 +10,9 @@ import sys
 import compile_shaders
 import flatbuffers
 import pytest
+import registers
 import torch
 from simulator.build import tool
-
-from torch_moe_mps.selfcheck import registers
 
 
 @pytest.fixture

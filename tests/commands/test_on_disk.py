@@ -2,15 +2,22 @@
 
 import json
 import os
+import shutil
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
+import peft
 import pytest
-from support.serving import client_of, said
+import torch
+from support.disk import files_of
+from support.models import tiny
+from support.serving import QUANTISED, client_of, said
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.residency import hits_of
+from torch_moe_mps.disk.file import Layer, written
 from torch_moe_mps.transformers.checkpoints import on_disk
 
 ON_DISK = ("--experts-memory", "1GB")
@@ -118,3 +125,40 @@ def test_fit(tmp_path, capsys):
     assert own["bound"] == pytest.approx(1 / seconds)
     assert "44GB" in capsys.readouterr().out
     assert not any(row["mac"] == "512 GB" for row in rows)
+
+
+def of_another_checkpoint(file: Path) -> None:
+    with written(file, "other", [Layer("0", 1, {"codes": ("int32", (1,))})]) as new:
+        new.add(0, {"codes": torch.zeros(1, 1, dtype=torch.int32)})
+
+
+def adapter(folder: Path) -> tuple[str, str]:
+    """The option of an adapter of experts."""
+    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
+    peft.get_peft_model(tiny("qwen3_moe"), config).save_pretrained(folder)
+    return "--adapter", str(folder)
+
+
+@pytest.mark.slow("runs a command six times")
+def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
+    """In one line; the folder has what it had."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+
+    def is_refused(says: str, *options: str) -> None:
+        before = {*os.listdir(folder)}
+        assert run("generate", folder, "-p", "hello", *QUANTISED, *ON_DISK, *options) != 0
+        assert says in capsys.readouterr().err.splitlines()[-1] and {*os.listdir(folder)} == before
+
+    is_refused("experts_memory must be at least 0.000266 GB, for a token's 2", "--experts-memory", "5KB")
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
+    with files_of(60_000):
+        is_refused(f"{on_disk.NAME} cannot be written: File too large")
+    for make, says in (
+        (of_another_checkpoint, "has the experts of another checkpoint or format: remove it"),
+        (lambda file: file.write_bytes(b"moe_mps"), "is truncated or not a file of experts"),
+    ):
+        make(folder / on_disk.NAME)
+        is_refused(f"{on_disk.NAME} {says}")
+        (folder / on_disk.NAME).unlink()
+    assert run("generate", folder, "-p", "a", "--max-tokens", 1, *QUANTISED, *ON_DISK) == 0
+    is_refused("experts is on the disk: LoRA needs all experts in memory", *adapter(tmp_path / "adapter"))

@@ -93,9 +93,9 @@ def test_phases_are_commands():
 
     made = list(report.phases("some/model"))
     names = [each.name for each in made]
-    assert names[:3] == ["quick", "probe", "answer"] and names[-1] == "registers"
+    assert names[:3] == ["quick", "probe", "answer"] and names[-1] == "large"
     assert "bench without capture" in names and len({*names}) == len(names)
-    without_model = ["quick", "probe", "disk", "check", "large", "registers"]
+    without_model = ["quick", "probe", "disk", "check", "large"]
     assert [each.name for each in report.phases(None)] == without_model
     assert sum(each.minutes for each in made) <= 120
     for each in made:
@@ -108,9 +108,3 @@ def test_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert main(["report"]) == 2
     assert "no Apple GPU here" in capsys.readouterr().out
-
-
-def test_registers_need_xcode(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="Xcode with its Metal toolchain is not installed"):
-        report.registers(tmp_path / "out.json")

@@ -267,6 +267,21 @@ def test_two_processes_read_one_file(file):
         check(b, file[1], layer, ids)
 
 
+def test_whole_layers_of_a_late_disk(file, monkeypatch):
+    """The step ends in time; the memory is read into again only once the reads that are late have ended."""
+    monkeypatch.setattr(module, "LIMIT", 0.05)
+    pools, answers, preadv = Pools(file[0], 3, CPU), threading.Event(), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: (answers.wait(), preadv(*args))[1])
+    for layer in (2, 0, 2):
+        with pytest.raises(TimeoutError, match="experts was not read within 0 s"):
+            pools.staging.read(layer)
+    answers.set()
+    monkeypatch.setattr(module, "LIMIT", 20)
+    for layer in (0, 1, 2):
+        pools.staging.read(layer)
+        assert all(same(own, file[1][layer][name]) for name, own in pools.staging.tensors[layer].items())
+
+
 def test_slots_of_a_memory():
     """All experts, without staging; or as many as fit beside two whole layers, the same in each."""
     layers = [

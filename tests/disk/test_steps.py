@@ -78,7 +78,7 @@ def answers(model, logits: list | None, rows: int, seed: float, steps: int) -> l
 
 @pytest.mark.slow("loads two models, and captures their tokens")
 @pytest.mark.parametrize(
-    ("seed", "steps"), [(0, 40), *(pytest.param(seed, 2500, marks=pytest.mark.sweep) for seed in range(1, 5))]
+    ("seed", "steps"), [(0, 40), *(pytest.param(seed, 500, marks=pytest.mark.sweep) for seed in range(1, 11))]
 )
 def test_the_resident_model(models, seed, steps):
     """Half of the steps with all logits, half as they are, with tokens in flight."""

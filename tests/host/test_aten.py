@@ -86,7 +86,7 @@ def of_engine(simulated, rows: int = 1, logprobs: int = 0, **settings) -> Steps:
     torch_moe_mps.generate_batch(
         model,
         [IDS[0, : 8 + row].repeat(2) for row in range(rows)],
-        GenerationConfig(max_new_tokens=12, eos_token_id=None, pad_token_id=0, **settings),
+        GenerationConfig(max_new_tokens=8, eos_token_id=None, pad_token_id=0, **settings),
         progress=False,
         streamer=[steps, *(rows - 1) * [None]],
         logits_processor=[[processor] if logprobs else [], *(rows - 1) * [[]]],

@@ -345,10 +345,10 @@ def test_the_gpu_idles_for_the_disk_alone(simulated, schedule):
 
 def test_events_beat_a_drained_queue(simulated):
     """The loss of the GPU that waits for the host at each layer; the goal is 0.8 of the bound."""
-    case = CASES[-1]
-    streamed = Streamed(case)
-    events, drained = (streamed.tokens_per_second(drains) / case.bound for drains in (False, True))
-    assert 0.9 < events < 1 and drained < 0.85 * events
+    for case in CASES:
+        streamed = Streamed(case)
+        events, drained = (streamed.tokens_per_second(drains) / case.bound for drains in (False, True))
+        assert 0.94 < events < 1 and drained < 0.93 * events, case
 
 
 @pytest.mark.slow("a process of its own, which loads torch and the simulator")

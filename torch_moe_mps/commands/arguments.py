@@ -340,7 +340,7 @@ def _report(command: argparse.ArgumentParser) -> None:
     add(
         "--without",
         metavar="PHASES",
-        help="phases to leave out: quick, probe, answer, bench, mlx, disk, check, large, registers",
+        help="phases to leave out: quick, probe, answer, bench, mlx, disk, check, large",
     )
 
 

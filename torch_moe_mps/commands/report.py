@@ -21,19 +21,11 @@ from .._environment import with_others
 from ..disk import rates
 from ..selfcheck.facts import anonymous
 from ..selfcheck.machine import is_available
-from ..selfcheck.registers import of_library
 from .check import NO_GPU, why_not
 from .results import check_writable
 
 QUESTION = "Why is the sky blue? Answer in one sentence."
 INTERVALS = (16, 32, 64)  # dispatches between commits, beside what the package chooses
-_LIBRARIES = (
-    *("attention_128_bf16", "attention_turned_128_bf16", "quantized_affine4_64_bf16"),
-    *(f"quantized_{part}affine4_64_bf16" for part in ("joined_", "few_", "prompts_")),
-    "linear_attention_bf16",
-)
-
-
 _LEFT_OUT = {"outcome": "left out: no time", "code": 1, "seconds": 0}
 
 
@@ -106,7 +98,6 @@ def phases(model: str | None) -> Iterator[Phase]:
     yield Phase("disk", ("-m", rates.__name__, "{json}"), 5)
     yield Phase("check", (*command, "check", "--json", "{json}"), 25)
     yield Phase("large", (*command, "check", "--large", "--json", "{json}"), 10)
-    yield Phase("registers", ("-m", __name__, "{json}"), 10)
 
 
 def executed(phase: Phase, seconds: float, file: zipfile.ZipFile) -> dict[str, Any]:
@@ -142,31 +133,3 @@ def executed(phase: Phase, seconds: float, file: zipfile.ZipFile) -> dict[str, A
 def _last_line(printed: Path) -> str:
     lines = printed.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "nothing printed"
-
-
-def registers(target: Path) -> None:
-    """Writes the registers of the kernels that a token runs most, on every generation of GPUs.
-
-    Raises: SystemExit where Xcode is missing.
-    """
-    import torch
-
-    from ..selfcheck.libraries import pipelines
-
-    try:
-        subprocess.run(("xcrun", "--find", "metal-tt"), check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        raise SystemExit("Xcode with its Metal toolchain is not installed") from None
-    table = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in _LIBRARIES:
-            source = Path(folder, f"{name}.metal")
-            source.write_text(torch.ops.moe_mps._library_source(name))
-            table[name] = of_library(
-                source, False, {row["kernel"]: row["allowed"] for row in pipelines([name])}
-            )
-            target.write_text(json.dumps(table, indent=1))
-
-
-if __name__ == "__main__":
-    registers(Path(sys.argv[1]))

@@ -5,9 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
-#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -21,59 +19,6 @@ namespace simulator {
 namespace {
 
 using at::Tensor;
-
-// Memory of a copy's destination, which nobody may read yet. It has pages of its own.
-struct Poison {
-  char* data;
-  size_t size;
-  std::atomic<bool> is_read = false;
-  std::string line;  // of Python, that made the copy
-
-  void open() { mprotect(data, size, PROT_READ | PROT_WRITE); }
-};
-
-// Read by the handler of a signal.
-std::array<std::atomic<Poison*>, 4096> poisoned;
-struct sigaction others;
-
-void on_fault(int signal, siginfo_t* info, void* context) {
-  const char* address = static_cast<const char*>(info->si_addr);
-  for (std::atomic<Poison*>& each : poisoned) {
-    Poison* poison = each;
-    if (poison == nullptr || address < poison->data || address >= poison->data + poison->size) continue;
-    poison->is_read = true;
-    poison->open();
-    return;
-  }
-  if (others.sa_flags & SA_SIGINFO) return others.sa_sigaction(signal, info, context);
-  sigaction(signal, &others, nullptr);  // what faults again ends the process
-}
-
-void catch_faults() {
-  struct sigaction now;
-  sigaction(SIGSEGV, nullptr, &now);
-  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault) return;
-  others = now;
-  struct sigaction ours = {};
-  ours.sa_sigaction = on_fault;
-  ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  sigaction(SIGSEGV, &ours, nullptr);
-}
-
-bool add(Poison* poison) {
-  for (std::atomic<Poison*>& each : poisoned) {
-    Poison* none = nullptr;
-    if (each.compare_exchange_strong(none, poison)) return true;
-  }
-  return false;
-}
-
-void remove(Poison* poison) {
-  for (std::atomic<Poison*>& each : poisoned) {
-    Poison* expected = poison;
-    if (each.compare_exchange_strong(expected, nullptr)) return;
-  }
-}
 
 void fill(char* data, size_t bytes) {
   constexpr uint16_t kNan = 0x7fe5;  // in float32, float16 and bfloat16
@@ -104,18 +49,15 @@ std::unique_ptr<Poison> poison(const Tensor& tensor) {
   };
   auto* owner = new Owner{pages, size, {}};
   owner->before = storage->set_data_ptr(c10::DataPtr(pages, owner, release, at::kCPU));
-  auto made = std::make_unique<Poison>();
-  made->data = static_cast<char*>(pages);
-  made->size = size;
+  fill(static_cast<char*>(pages), size);
+  auto made = std::make_unique<Poison>(static_cast<char*>(pages), size);
   made->line = python_line();
-  fill(made->data, size);
-  catch_faults();
-  if (add(made.get())) mprotect(pages, size, PROT_NONE);
+  made->close();
   return made;
 }
 
 void say_if_read(Poison& poison) {
-  if (!poison.is_read.exchange(false)) return;
+  if (!poison.was_read()) return;
   report(
       poison.line +
       ": a copy to the CPU that does not block is read before the GPU has written it; wait for its command "
@@ -141,7 +83,6 @@ std::shared_ptr<Poison> blit(const Tensor& source, const Tensor& destination) {
   };
   const auto appear = [made, storage, offset, poisoned_memory] {
     if (poisoned_memory) {
-      remove(poisoned_memory.get());
       poisoned_memory->open();
       say_if_read(*poisoned_memory);
     }

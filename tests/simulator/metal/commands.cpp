@@ -222,12 +222,24 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
   return dispatch;
 }
 
+// What a command writes counts as unwritten until it has run, or is forgotten.
+std::shared_ptr<Writes> writes_of(const Command& command) {
+  auto made = std::make_shared<Writes>();
+  for (int i = 0; i < command.kernel->argument_count; i++) {
+    const msl_argument& argument = command.kernel->arguments[i];
+    if (argument.kind != MSL_BUFFER || !argument.writable) continue;
+    if (const auto& memory = command.buffers[argument.index].memory) made->add(memory);
+  }
+  return made;
+}
+
 // The finding, "" if there is none.
 std::string execute(const Command& command) {
   State& s = state();
   if (!s.execute) return "the MSL executor is not loaded";
   const auto groups = threadgroups(command);
   if (std::find(groups.begin(), groups.end(), 0) != groups.end()) return "";  // an indirect grid may be empty
+  if (command.writes) command.writes->run();
   const msl_dispatch dispatch = describe(command, groups, s.seed);
   msl_counters counters{};
   std::string message(16384, '\0');
@@ -299,6 +311,7 @@ Failure next_failure() {
 
 void end(CommandBuffer& buffer, Failure failure) {
   buffer.commands.clear();
+  buffer.last = last_run();
   buffer.failure = failure;
   buffer.status = failure == Failure::kNone ? Status::kCompleted : Status::kError;
   for (const auto& each : buffer.ended) each();
@@ -307,6 +320,7 @@ void end(CommandBuffer& buffer, Failure failure) {
 
 // Copies of a buffer appear in the host's memory.
 void show(CommandBuffer& buffer) {
+  host_hears(buffer.last);
   std::vector<std::function<void()>> visible;
   {
     const std::lock_guard<std::mutex> lock(state().mutex);
@@ -386,8 +400,14 @@ enum class Ran { kAll, kUpToFinding, kUpToWait };
 // The next synchronisation raises a finding, and no command behind it runs. With `stops`, no command runs
 // behind a wait for an event that nobody has signalled yet: they stay.
 Ran run(std::vector<Command>& commands, bool stops = false) {
+  struct Running {
+    bool at_event = false;
+    Running() { gpu_runs(); }
+    ~Running() { gpu_stops(at_event); }
+  } running;
   for (size_t i = 0; i < commands.size(); i++) {
-    const Command& command = commands[i];
+    Command& command = commands[i];
+    running.at_event = static_cast<bool>(command.event);
     if (command.act) {
       command.act();
       continue;
@@ -397,10 +417,14 @@ Ran run(std::vector<Command>& commands, bool stops = false) {
         commands.erase(commands.begin(), commands.begin() + static_cast<long>(i));
         return Ran::kUpToWait;
       }
-      if (!command.event()) return Ran::kUpToFinding;
+      gpu_stops(true);
+      const bool goes_on = command.event();
+      gpu_runs();
+      if (!goes_on) return Ran::kUpToFinding;
       continue;
     }
     const std::string finding = execute(command);
+    command.writes.reset();
     if (finding.empty()) continue;
     report(finding);
     return Ran::kUpToFinding;
@@ -450,6 +474,7 @@ void run_open() {
     const double before = s.clock;
     s.opened = buffer.get();
     run(buffer->commands);
+    host_hears(last_run());
     s.opened = nullptr;
     buffer->commands.clear();
     buffer->has_run = true;
@@ -504,6 +529,7 @@ void run(const char* event, bool stands_in = false, bool stops = false) {
     if (!buffer->visible.empty()) state().unseen.push_back(buffer);
     state().untold.push_back(buffer);
   }
+  if (!stops) host_hears(last_run());
   if (stands_in && !state().timed && state().seed % 4 < 2) return;
   if (state().timed || state().seed % 4 < 2) return tell_ended();
   Buffers ended;
@@ -536,10 +562,11 @@ void record(const Command& command, StreamNumber stream) {
     check_arguments(command);
     check_threadgroup_memory(command);
   }
+  std::shared_ptr<Writes> writes = writes_of(command);
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
   s.host += s.a_command;
-  open_of(s, stream)->commands.push_back(command);
+  open_of(s, stream)->commands.emplace_back(command).writes = std::move(writes);
 }
 
 void record_operator(StreamNumber stream) {

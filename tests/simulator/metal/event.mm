@@ -55,7 +55,10 @@ struct Event {
       const auto waits = [&](const Listener& listener) { return listener.value > to; };
       const auto reached = std::stable_partition(listeners.begin(), listeners.end(), waits);
       for (auto each = reached; each != listeners.end(); ++each)
-        blocks.push_back([call = std::move(each->call), time] { call(time); });
+        blocks.push_back([call = std::move(each->call), time, ran = simulator::last_run()] {
+          simulator::host_hears(ran);
+          call(time);
+        });
       listeners.erase(reached, listeners.end());
       changed.notify_all();
     }
@@ -97,6 +100,7 @@ struct Event {
   [super dealloc];
 }
 - (uint64_t)signaledValue {
+  simulator::host_hears(simulator::last_run());
   const std::lock_guard<std::mutex> lock((*event)->mutex);
   return (*event)->value;
 }
@@ -123,10 +127,14 @@ struct Event {
     if ((*event)->value < value) return (*event)->listeners.push_back({value, call});
     time = (*event)->time_of(value);
   }
-  simulator::tell_listeners({[call, time] { call(time); }});
+  simulator::tell_listeners({[call, time, ran = simulator::last_run()] {
+    simulator::host_hears(ran);
+    call(time);
+  }});
 }
 - (BOOL)waitUntilSignaledValue:(uint64_t)value timeoutMS:(uint64_t)milliseconds {
   if (!(*event)->wait(value, static_cast<double>(milliseconds) / 1000)) return NO;
+  simulator::host_hears(simulator::last_run());
   const std::lock_guard<std::mutex> lock((*event)->mutex);
   simulator::answer_hears((*event)->time_of(value));
   return YES;

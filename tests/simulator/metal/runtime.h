@@ -1,6 +1,7 @@
 // What the parts of the simulated Metal runtime share: memory, recorded commands, findings.
 #pragma once
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -33,6 +34,26 @@ std::string take_reports();
 // Translates and compiles MSL; the path of the library, or "" with the compiler's message in `error`.
 std::string compile_shader(const std::string& source, std::string& error);
 
+// --- memory that nobody may read yet (device/poison.cpp)
+
+// Whole pages. While they are closed, whoever reads or writes them goes on, and it is noted.
+class Poison {
+ public:
+  Poison(char* data, size_t size) : data_(data), size_(size) {}
+  ~Poison() { open(); }
+  void close();
+  void open();
+  bool was_read() { return is_read_.exchange(false); }  // since then
+  bool note(const char* address);                       // of a fault: whether it is this memory's
+
+  std::string line;  // of Python, for a finding
+
+ private:
+  char* const data_;
+  const size_t size_;
+  std::atomic<bool> is_read_ = false, is_closed_ = false;
+};
+
 // --- memory (buffer.mm)
 
 struct Memory {
@@ -43,7 +64,31 @@ struct Memory {
   char* data;
   const size_t size;
   const uint64_t identity;
+
+  // What the host must not read once it has asked for the contents: what the GPU has not written, or has
+  // without a signal, nor the end of its buffer, that the host has heard of.
+  int unwritten = 0;              // recorded commands that write it and have not run
+  uint64_t written = 0;           // the number of the last one that has
+  std::unique_ptr<Poison> taken;  // of the host
 };
+
+// The memory that a recorded command will write.
+class Writes {
+ public:
+  ~Writes();
+  void add(const std::shared_ptr<Memory>& memory);
+  void run();  // now
+
+ private:
+  std::vector<std::shared_ptr<Memory>> written_;
+};
+
+// The GPU runs commands, and may read and write everything; or it stops, perhaps at an event, where the host
+// may read what commands behind it will write.
+void gpu_runs();
+void gpu_stops(bool at_event);
+uint64_t last_run();               // the number of the last command that has run
+void host_hears(uint64_t number);  // that it has
 
 // Untyped handles of MTLBuffer objects, for the PyTorch side, which is plain C++.
 void* buffer_new(size_t bytes);
@@ -87,6 +132,7 @@ struct Command {
   std::function<void()> act;    // of a copy, which has no kernel
   std::function<bool()> event;  // of a signal, or a wait for one: whether the GPU goes on
   std::function<bool()> waits;  // whether the GPU would wait now
+  std::shared_ptr<Writes> writes;
   GridKind kind = GridKind::kThreadgroups;
   std::array<size_t, 3> grid{};     // threads or threadgroups
   std::array<size_t, 3> threads{};  // per threadgroup
@@ -106,6 +152,7 @@ struct CommandBuffer {
   std::vector<std::function<void()>> completed;  // and of the host's own, which are told of it
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
+  uint64_t last = 0;             // number of the last command that has run when it ends
   double start = 0, end = 0;     // by the clock that a test moves on
   double seconds = 0;            // of what has run before it is committed
   bool has_run = false;          // there is some

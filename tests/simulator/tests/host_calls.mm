@@ -123,8 +123,7 @@ void bind_axpy(Encoder encoder, const Tensor& x, const Tensor& y, const Tensor& 
   [encoder setBytes:&alpha length:sizeof(alpha) atIndex:3];
 }
 
-Tensor axpy(const Tensor& x, const Tensor& y, double alpha) {
-  Tensor out = at::empty_like(x);
+void axpy_into(const Tensor& x, const Tensor& y, double alpha, const Tensor& out) {
   in_block(^(Encoder encoder) {
     TORCH_CHECK(alpha != 13, "alpha is unlucky");
     bind_axpy(encoder, x, y, out, static_cast<float>(alpha));
@@ -132,6 +131,11 @@ Tensor axpy(const Tensor& x, const Tensor& y, double alpha) {
     [encoder dispatchThreads:MTLSizeMake(count, 1, 1)
         threadsPerThreadgroup:MTLSizeMake(std::min<NSUInteger>(count, 64), 1, 1)];
   });
+}
+
+Tensor axpy(const Tensor& x, const Tensor& y, double alpha) {
+  Tensor out = at::empty_like(x);
+  axpy_into(x, y, alpha, out);
   return out;
 }
 
@@ -485,6 +489,12 @@ bool wait_by_host(int64_t value, int64_t milliseconds) {
   return [event() waitUntilSignaledValue:value timeoutMS:milliseconds];
 }
 
+// The first float of a tensor, as the host finds it.
+double first_of(const Tensor& x) {
+  const id<MTLBuffer> buffer = __builtin_bit_cast(id<MTLBuffer>, x.storage().data());
+  return *static_cast<const volatile float*>([buffer contents]);
+}
+
 // Adds "NAME" to what `seen` gives once the value is reached.
 void listen(int64_t value, const std::string& name) {
   static MTLSharedEventListener* const listener = [MTLSharedEventListener new];
@@ -501,6 +511,7 @@ void listen(int64_t value, const std::string& name) {
 TORCH_LIBRARY(simulator_test, m) {
   m.def("set_shader(str source) -> ()", set_shader);
   m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
+  m.def("axpy_into(Tensor x, Tensor y, float alpha, Tensor(a!) out) -> ()", axpy_into);
   m.def("indirect(Tensor groups) -> Tensor", indirect);
   m.def("commit() -> ()", commit);
   m.def("watch(str name) -> ()", watch);
@@ -511,6 +522,7 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("signal_by_host(int value) -> ()", signal_by_host);
   m.def("signalled() -> int", signalled);
   m.def("wait_by_host(int value, int milliseconds) -> bool", wait_by_host);
+  m.def("first_of(Tensor x) -> float", first_of);
   m.def("listen(int value, str name) -> ()", listen);
   m.def("no_kernel(Tensor x) -> Tensor");
 }

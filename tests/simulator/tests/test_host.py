@@ -506,6 +506,25 @@ def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
     assert calls.signalled() == first + 1
 
 
+@pytest.mark.parametrize("schedule", range(4))
+def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, schedule):
+    """By the line that asks for it; behind the signal it may be read, although commands to come write it."""
+    simulated.set_schedule(schedule)
+    three, seven, first = x + 3, x + 7, calls.signalled() + 1
+    y = calls.axpy(x, three, 1.0)
+    calls.first_of(y)
+    with pytest.raises(SimulatorError, match=rf"{re.escape(__file__)}:\d+: the host reads or writes memory"):
+        torch.mps.synchronize()
+    assert calls.first_of(y) == 3.0
+    z, read = calls.axpy(x, three, 1.0), []
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answering(calls, first, lambda: read.append(calls.first_of(z))))
+        ask(calls, first)
+        calls.axpy_into(x, seven, 1.0, z)
+        torch.mps.synchronize()
+        assert answered.result() and read == [3.0] and calls.first_of(z) == 7.0
+
+
 def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
     value = calls.signalled() + 7
     with simulated.event_limit(0.05):

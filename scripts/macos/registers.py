@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._versions import MACOS
+import paths  # noqa: F401  (makes the package importable, without torch)
+
+from torch_moe_mps._versions import MACOS
 
 # The options of compile_options() in csrc/metal/library.mm: safe math, and the languages.
 COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")
