@@ -1,4 +1,4 @@
-"""The executor: prompts by chunks, steps of sequences together and alone. The oracle is one call of the model."""
+"""The executor: prompts by chunks, steps of sequences together and alone, beside one call of the model."""
 
 from types import SimpleNamespace
 
