@@ -14,7 +14,7 @@ from support import rooms
 from support.rooms import PACKAGE, REPOSITORY, floor, graph, imports
 
 from torch_moe_mps._weight_formats import ROWS
-from torch_moe_mps.ops import _activations, _checks, routing
+from torch_moe_mps.ops import _activations, _checks, routing, slots
 from torch_moe_mps.ops._samples import FAMILY_OF
 from torch_moe_mps.transformers import wiring
 
@@ -148,6 +148,7 @@ def test_no_test_imports_another():
         ("shaders/geometry/matmul.h", "kMaxSlots", _checks.MAX_TOP_K),
         ("csrc/bucket.h", "kMaxBuckets", _checks.MAX_EXPERTS),
         ("csrc/bucket.mm", "kRowsPerTile", routing.ROWS_PER_TILE),
+        ("csrc/slots.mm", "kResidentSeconds", slots.LIMIT),
     ],
 )
 def test_limits_are_the_same_on_every_floor(file, name, value):

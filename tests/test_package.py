@@ -38,7 +38,7 @@ def test_import_waits_for_torch_and_transformers():
         print("transformers" in sys.modules)
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
         print("transformers.quantizers.auto" in sys.modules)
-        import torch_moe_mps.transformers.checkpoints.gguf.quantizer
+        import torch_moe_mps.transformers.checkpoints.gguf.file
         from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
         print(AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
         from transformers import AttentionInterface, AttentionMaskInterface

@@ -43,7 +43,6 @@ RUNS = {
 }
 
 OFTEN = ("chat", "convert", "finetune")
-COMMANDS = ("convert", "perplexity", "fit", "bench", "chat", "generate", "serve", "finetune")
 
 
 @pytest.fixture(scope="module")
@@ -188,20 +187,6 @@ def is_up(address: str) -> bool:
         return False
 
 
-# Imports each command in a fork of a process that has a model's code; prints what it imports beside that.
-BESIDE_MODELS = """
-import importlib, json, os, sys
-import torch, transformers.modeling_utils, transformers.generation.utils
-from transformers import MixtralForCausalLM
-
-before = {*sys.modules}
-for name in json.loads(sys.argv[1]):
-    if os.fork() == 0:
-        importlib.import_module(f"torch_moe_mps.commands.{name}")
-        print(json.dumps([name, sorted({*sys.modules} - before)]), flush=True)
-        os._exit(0)
-    os.wait()
-"""
 # Runs each command up to the import of torch, in a fork.
 UP_TO_TORCH = """
 import json, os, sys
@@ -308,19 +293,6 @@ def test_commands_say_that_they_import_torch(checkpoint, tmp_path):
             "torch-moe-mps: error: torch is imported now",
         )
     ]
-
-
-@pytest.mark.slow("imports a model's code")
-def test_commands_import_little_beside_the_code_of_a_model(tmp_path):
-    """transformers takes its seconds; no command adds another library to them, or many modules."""
-    code, output, errors = ended([sys.executable, "-c", BESIDE_MODELS, json.dumps(COMMANDS)], tmp_path)
-    assert code == 0, errors
-    for name, modules in map(json.loads, output.splitlines()):
-        others = [module for module in modules if not module.startswith("torch_moe_mps")]
-        assert len(others) <= 20 and len(modules) - len(others) <= 380, (name, others)
-        packages = {module.partition(".")[0] for module in others}
-        assert packages <= {"importlib", "sentencepiece", "tokenizers", "transformers"}, (name, packages)
-    assert len(output.splitlines()) == len(COMMANDS)
 
 
 # Imports each module as a fresh interpreter does: those of a package in forks of what has imported that.

@@ -88,53 +88,6 @@ def test_runners_exist(workflow, name, job):
         assert label in RUNNERS, f"{label} ended on {ENDED.get(label)}"
 
 
-@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
-def test_what_is_written_is_uploaded(workflow, name, job):
-    """Each file of results goes into an artifact, whatever fails; scripts/test comes behind all of them."""
-    written = re.findall(r"--(?:json|output) (\S+)", commands(job))
-    kept = [step for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
-    patterns = [
-        pattern
-        for step in kept
-        if "always()" in step.get("if", "")
-        for pattern in step["with"]["path"].split()
-    ]
-    for file in written:
-        assert any(re.fullmatch(pattern.replace("*", ".*"), file) for pattern in patterns), file
-    if written:
-        position = {step.get("run", "").split(" ")[0]: i for i, step in enumerate(job["steps"])}
-        last = max(
-            i for i, step in enumerate(job["steps"]) if re.search("--(json|output) ", step.get("run", ""))
-        )
-        assert position.get("scripts/test", len(job["steps"])) > last
-
-
-@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
-def test_a_check_that_fails_ends_no_other(workflow, name, job):
-    """Steps that may find a fault run behind one that did, too, each in a time of its own."""
-    checks = [
-        step for step in job["steps"] if re.search("torch-moe-mps|scripts/(test|demo)$", step.get("run", ""))
-    ]
-    for step in checks if len(checks) > 1 else ():
-        assert "always()" in step["if"], step
-    if name == "gpu":
-        assert all("timeout-minutes" in step for step in checks)
-        assert sum(step["timeout-minutes"] for step in checks) < job["timeout-minutes"]
-
-
-@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
-def test_shaders_need_neither_the_host_code_nor_a_toolchain_that_may_be_missing(workflow, name, job):
-    """Apple's Metal toolchain is a download that images sometimes lack (runner-images#13014, #14013)."""
-    text = commands(job)
-    if not re.search("scripts/(compile_shaders|apple_registers)", text):
-        return
-    assert "check_load" not in text and job["needs"] == "sources"
-    lines = text.splitlines()
-    assert lines[0] == "xcrun metal --version || xcodebuild -downloadComponent MetalToolchain"
-    (taken,) = (step for step in job["steps"] if "download-artifact" in step.get("uses", ""))
-    assert taken["with"]["name"] == "shaders" and taken["with"]["path"] in lines[1]
-
-
 def test_a_release_is_installed_with_every_torch():
     release = jobs(FOLDER / "release.yml")
     rows = release["install"]["strategy"]["matrix"]["include"]
@@ -171,15 +124,6 @@ def test_a_variable_replaces_a_pinned_version(variable, package):
     assert changed[package] == "9.8.7" and differs <= {package, "nvidia-cuda-nvrtc"}
 
 
-def test_a_release_brings_compiled_shaders():
-    """Of the folder that the compiler wrote, and each job that installs the wheel compares their keys."""
-    release = jobs(FOLDER / "release.yml")
-    text = commands(release["build"])
-    assert "compile_shaders build/shaders --release build/metallibs" in text
-    assert "--metallibs build/metallibs" in text
-    assert "check_load.py" in commands(release["install"])
-
-
 ISSUES = """#!/bin/sh
 echo "$@" >> calls
 [ "$2" = list ] && cat open || true
@@ -212,29 +156,6 @@ def test_a_night_opens_one_issue_or_updates_it(tmp_path, number, result, last):
     assert (tmp_path / "calls").read_text().splitlines()[-1].startswith(last)
     body = (tmp_path / "issue.md").read_text()
     assert body.startswith("## upstream main\n\nwrong: mamba2\n## upstream torch\n\nright\nhttps://host/a/b/")
-
-
-def test_a_night_decides_nothing_about_a_push():
-    night = yaml.safe_load((FOLDER / "nightly.yml").read_text())
-    assert night[True].keys() == {"schedule", "workflow_dispatch"}  # YAML takes "on" for a boolean
-
-
-def test_no_hosted_gpu_is_asked_for_tensor_units():
-    """Pipelines with Metal 4's tensors do not build on virtual GPUs (pytorch#196582)."""
-    assert "TENSOR_UNITS" not in (FOLDER / "test.yml").read_text()
-
-
-def test_apples_compiler_and_gpu_are_asked():
-    """Every shader is compiled; where a hosted GPU computes rightly, the quick check decides."""
-    test = jobs(FOLDER / "test.yml")
-    assert {*runners(test["shaders"])} == {label for label in RUNNERS if label != "ubuntu-24.04"}
-    assert "scripts/macos/apple_registers" in commands(test["registers"])
-    gpu = test["gpu"]
-    assert gpu["continue-on-error"] == "${{ matrix.runner != 'macos-15' }}"
-    checks = [step for step in gpu["steps"] if "torch-moe-mps check" in step.get("run", "")]
-    assert [step.get("continue-on-error", False) for step in checks] == [False, True, True]
-    first, *_ = re.findall(r"torch-moe-mps \w+ --\w+", commands(gpu))
-    assert first == "torch-moe-mps check --quick"
 
 
 def test_the_page_says_what_each_job_prints(simulated):

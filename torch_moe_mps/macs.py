@@ -43,6 +43,7 @@ BANDWIDTHS = {
     "M5 Ultra": 1228.0,
     "M6": 170.7,
 }
+_OF_THE_MACHINE = 0.75
 
 
 def is_known(gpu: str) -> bool:
@@ -90,6 +91,11 @@ def this_mac() -> Mac:
 def machine_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_for_models(on_gpu: bool) -> int:
+    """Bytes that a model with all that it computes may take."""
+    return torch.mps.recommended_max_memory() if on_gpu else int(_OF_THE_MACHINE * machine_memory())
 
 
 @functools.cache

@@ -4,27 +4,19 @@
 The four take turns within every repeat, so that what else the machine does hits all of them alike. batched_mm
 copies the weights of every selected expert: it is left out where that takes more than --copy-limit GiB.
 
-With --generate FILE.gguf instead: the CPU time of a token of generate() with the file's weights kept packed
-beside that of the model's own code with the same weights, dequantised; in turns, and the least of each.
-
 With --modules ARCHITECTURE... instead: the CPU time of a call of each kind of replaced module of these small
 models, by its operators and by its own code, for a token and for a prompt; the least of several turns.
-
-With --products instead: a product of few rows in float32 written transposed, over the plain one, for matrices
-that are stored by rows; the least of many turns.
 """
 
 import argparse
 import copy
-import functools
 import random
 import statistics
 import time
-from pathlib import Path
 
 import paths  # noqa: F401  (for support)
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import torch_moe_mps
@@ -73,7 +65,7 @@ def check(calls: dict, dtype: torch.dtype) -> None:
         raise SystemExit(f"the result differs from eager by {error:.2e} of its largest value in {dtype}")
 
 
-def measure(calls: dict, seconds: float, least: int, of=statistics.median) -> dict[str, float]:
+def measure(calls: dict, seconds: float, least: int) -> dict[str, float]:
     """Milliseconds of each, the median of many, in turns of random order: what ran before matters."""
     names, times = list(calls), {name: [] for name in calls}
     deadline, turn = time.perf_counter() + seconds, 0
@@ -85,42 +77,7 @@ def measure(calls: dict, seconds: float, least: int, of=statistics.median) -> di
         if turn == 0 and times.get("batched_mm", [0])[0] > 5 * times.get("eager", [0])[0]:
             names.remove("batched_mm")  # One turn is enough to see that it is not the best.
         turn += 1
-    return {name: of(values) * 1e3 for name, values in times.items()}
-
-
-def seconds_of_token(model, tokens: int) -> float:
-    """CPU seconds, of a token after the first."""
-    ids, times = torch.arange(100, 116)[None], []
-    for count in (1, 1 + tokens):
-        start = time.process_time()
-        model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        times.append(time.process_time() - start)
-    return (times[1] - times[0]) / tokens
-
-
-def compare_generation(file: Path, seconds: float) -> None:
-    own = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
-    models = {
-        "packed": torch_moe_mps.from_pretrained(str(file), dtype=torch.float32),
-        "dequantised": AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **own),
-    }
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for model in models.values():
-        seconds_of_token(model, 3)  # decodes the weights
-    deadline = time.perf_counter() + seconds
-    while len(times["packed"]) < 5 or time.perf_counter() < deadline:
-        for name, model in models.items():
-            times[name].append(seconds_of_token(model, 4))
-    least = {name: min(each) * 1e3 for name, each in times.items()}
-    shown = ", ".join(f"{name} {each:.1f} ms" for name, each in least.items())
-    print(f"a token: {shown}, ratio {least['packed'] / least['dequantised']:.2f}")
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
 def calls_of(model, names: set[str], tokens: int) -> dict[str, tuple]:
@@ -167,23 +124,6 @@ def compare_modules(architecture: str, turns: int = 9) -> None:
                 print(f"{architecture:12} T {tokens:2} {ratio}  {done} ({cls})", flush=True)
 
 
-def compare_products(seconds: float) -> None:
-    """Prints a line for each number of rows: the ratio for the matrices of each shape."""
-    for count in (*range(1, 10), 12, 15, 16, 17, 20, 32):
-        ratios = []
-        for _, hidden, intermediate, _ in SHAPES:
-            for inputs, columns in ((hidden, 2 * intermediate), (intermediate, hidden)):
-                rows, matrix = torch.randn(count, inputs), torch.randn(columns, inputs).t()
-                out = torch.empty(count, columns)
-                calls = {
-                    "plain": functools.partial(torch.mm, rows, matrix, out=out),
-                    "transposed": lambda a=rows, b=matrix, to=out: to.copy_(torch.mm(b.t(), a.t()).t()),
-                }
-                least = measure(calls, seconds, least=9, of=min)
-                ratios.append(least["transposed"] / least["plain"])
-        print(f"{count:2} rows: {' '.join(f'{ratio:5.2f}' for ratio in ratios)}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,9 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="per row")
-    parser.add_argument("--generate", type=Path, metavar="FILE.gguf", help="compare generate() instead")
     parser.add_argument("--modules", nargs="+", metavar="ARCHITECTURE", help="compare modules instead")
-    parser.add_argument("--products", action="store_true", help="compare products of few rows instead")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--copy-limit", type=float, default=4.0, metavar="GIB")
     options = parser.parse_args()
@@ -207,12 +145,6 @@ def main() -> None:
         with all_operators():
             for architecture in options.modules:
                 compare_modules(architecture)
-        return
-    if options.products:
-        compare_products(0.5)
-        return
-    if options.generate is not None:
-        compare_generation(options.generate, options.seconds)
         return
     print(f"torch {torch.__version__}, {options.threads} threads; median milliseconds")
     columns = ("ours", *PEERS)

@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_moe_mps import from_pretrained
-from torch_moe_mps.transformers.modules.experts_on_disk import pools_of
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 assert paths
 LAYERS, EXPERTS, HIDDEN, TOKENS = 24, 16, 512, 8
@@ -33,7 +33,7 @@ def write(folder: str) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    from_pretrained(folder, experts_memory=BYTES)  # writes the file of experts
+    from_pretrained(folder, experts_memory=BYTES // 4)  # writes the file of experts
 
 
 def peak() -> int:
@@ -49,7 +49,7 @@ def run(folder: str, memory: int | None) -> None:
         began = time.perf_counter()
         out = model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
         seconds = time.perf_counter() - began
-    pools = pools_of(model)
+    pools = expert_pools(model)
     print(
         json.dumps(
             {

@@ -90,7 +90,6 @@ EARLY = {
     "convert {here} {here}": "exists; convert writes a new folder",
     "convert {here} {here}/new --recipe best --bits 4": "--recipe already sets the bits",
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
-    "convert {here} {here}/new --adapter {here}": "--adapter must be a folder with an adapter_config.json",
     "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
     "finetune {here} {here}/none.jsonl": "DATA must be a file: {here}/none.jsonl does not exist",
     "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",

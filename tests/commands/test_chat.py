@@ -1,19 +1,17 @@
 """The chat in the terminal, with a model that says what a test tells it to."""
 
 import contextlib
-import json
 import signal
 import sys
 
 import pytest
-from support import disk
 
 from torch_moe_mps.commands import chat, main
 from torch_moe_mps.commands.arguments import parser
 
 
 @pytest.fixture
-def talk(here, monkeypatch, capsys, tmp_path):
+def talk(here, monkeypatch, capsys):
     """Runs a chat of some lines with a model that says some texts. Returns: what is shown."""
 
     @contextlib.contextmanager
@@ -33,7 +31,7 @@ def talk(here, monkeypatch, capsys, tmp_path):
             return line if isinstance(line, str) else line.decode()
 
         monkeypatch.setattr("builtins.input", typed)
-        chat.run(parser().parse_args(["chat", "model", "--save-folder", str(tmp_path), *arguments]))
+        chat.run(parser().parse_args(["chat", "model", *arguments]))
         return capsys.readouterr().out
 
     return run
@@ -82,44 +80,11 @@ def test_settings(here, talk):
     assert "!what is not a command: !help lists them" in shown
 
 
-def test_a_chat_is_written(talk, tmp_path):
-    shown = talk(
-        lines=["hi", "!save", f"!save {tmp_path}/own.json", "!save /proc/nowhere/a.json"], says=["hello"]
-    )
-    (file,) = (tmp_path / "scripted").iterdir()
-    for path in (file, tmp_path / "own.json"):
-        said = json.loads(path.read_text())["chat_history"]
-        assert said == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    assert "/proc/nowhere/a.json cannot be written: No such file or directory" in shown
-
-
-def test_save_never_overwrites_a_file(talk, tmp_path, monkeypatch):
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    lines = ["hi", "!save ~/notes.txt", f"!save {tmp_path}/link", "!save ~/new.json"]
-    shown = talk(lines=lines, says=["hello"])
-    assert (tmp_path / "notes.txt").read_text() == "mine" and not (tmp_path / "nowhere").exists()
-    for name in ("notes.txt", "link"):
-        assert f"{tmp_path / name} exists: !save writes a new file" in shown
-    assert json.loads((tmp_path / "new.json").read_text())["chat_history"][-1]["content"] == "hello"
-    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "link", "new.json"}
-
-
-def test_a_full_disk_leaves_no_part_of_a_saved_chat(talk, tmp_path):
-    with disk.files_of(10):
-        shown = talk(lines=["hi", f"!save {tmp_path}/own.json", "still there?"], says=["hello", "yes"])
-    assert "own.json cannot be written: File too large" in shown and "yes" in shown
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_chat_goes_on_behind_what_cannot_be_read(talk, monkeypatch, tmp_path):
-    """A NUL in the name of a file, a user without a home, bytes that are not UTF-8, half a surrogate pair."""
-    lines = ["hi", "!save a\0b", "!save ~nobody-at-all/x", b"\xff", "\ud800", "so?"]
+def test_a_chat_goes_on_behind_what_cannot_be_read(talk):
+    """Bytes that are not UTF-8, half a surrogate pair."""
+    lines = ["hi", b"\xff", "\ud800", "so?"]
     shown = talk(lines=lines, says=["hello", "still here"])
-    assert "a\0b cannot be written: embedded null byte" in shown and "still here" in shown
-    assert "~nobody-at-all/x cannot be written: Could not determine home directory" in shown
-    assert "messages must be in UTF-8" in shown
+    assert "messages must be in UTF-8" in shown and "still here" in shown
 
 
 def test_a_closed_stdout_is_no_traceback(monkeypatch):

@@ -421,11 +421,6 @@ def test_all_libraries_and_all_formats(simulated):
     assert "quantized_affine4_64_bf16" in one and not [name for name in one if name.endswith("f32")]
 
 
-def test_the_form_for_issues_asks_for_the_report():
-    (form,) = (REPOSITORY / ".github/ISSUE_TEMPLATE").glob("*.yml")
-    assert "torch-moe-mps check" in form.read_text() and "moe_mps_report.json" in form.read_text()
-
-
 @pytest.mark.sweep
 def test_every_call_of_every_operator(simulated, tmp_path, monkeypatch):
     """With one format of weights, in one dtype: in the others test_any_arguments has oracles for them."""

@@ -62,7 +62,7 @@ def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bool
 def test_a_text_runs_through_the_model(dense, converted):
     model = transformers.AutoModelForCausalLM.from_pretrained(dense)
     expected = torch_moe_mps.collect_importance(model, ids_of(dense), text=TEXT, progress=False)
-    found = torch_moe_mps.read_importance(converted / "i.safetensors", model)
+    found = torch_moe_mps.read_importance(converted / "i.safetensors")
     assert (found.text, found.model, found.tokens) == (expected.text, dense.name, 900)
     for name, mean in expected.means.items():
         torch.testing.assert_close(found.means[name], mean, rtol=1e-4, atol=1e-9)

@@ -4,14 +4,12 @@ import json
 import math
 import re
 import stat
-from argparse import Namespace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny_models
-from support.dflash import assistant_of
 from support.memory import Memory
 from support.models import eager, stored
 from support.mtp import with_mtp
@@ -22,10 +20,10 @@ import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
-from torch_moe_mps.serving.prefix_cache.memory import prompt_bytes
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.state import parts
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -142,11 +140,6 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
     shown = (REPOSITORY / "docs/memory.md").read_text().partition("Shortened:\n\n")[2].partition("\n\n")[0]
     shown = [line.strip() for line in shown.splitlines()]
     assert len(shown) == 4 and {*shown} <= {line.rstrip() for line in output.splitlines()}
-    formats = table(output, "formats")
-    assert formats["small"] == ["iq4_xs", "q3_k", "affine6_64", "q3_k"]
-    assert formats["fast"] == ["iq4_xs"] * 4 and formats["best"] == ["q5_k", "iq4_xs", "affine6_64", "iq4_xs"]
-    assert formats["4 bit"] == ["affine4_64", "affine4_64", "affine6_64", "affine4_64"]
-    assert not formats.keys() & {"as it is", "16 bit", "8 bit", "6 bit"}
     assert f"{(quantised + layers * attention + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
@@ -469,15 +462,10 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
     transformers.ViTConfig().save_pretrained(tmp_path / "vit")
     recipe = tmp_path / "recipe.json"
     recipe.write_text('{"bits": 4, "keep": ["mtp.*"]}')
-    small = tmp_path / "small"
-    tiny_models.tiny_config("qwen3").save_pretrained(small)
     for arguments, message in (
         ([qwen3, "--mac"], "--mac is for a Mac with Apple silicon; this machine is not one"),
         ([tmp_path / "nothing"], "is neither a folder nor the name of a model on the Hub"),
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
-        ([qwen3, "--speculative", "mtp"], "--speculative mtp is for MTP layers, got "),
-        ([qwen3, "--speculative", "mtp", "--macs", "2x64"], "must be lookup or none with --macs, got mtp"),
-        ([qwen3, "--speculative", small], "a draft must have the model's 151936 tokens, got 97 others"),
         ([qwen3, "--recipe", recipe], "the pattern 'mtp.*' fits no weight that can be quantised"),
     ):
         assert message in refused("fit", *arguments)
@@ -487,8 +475,6 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
 def test_mtp_layers_are_counted(tmp_path, capsys):
     """As `convert` writes them, with their caches; without the weights, as the config says."""
     folder, file = tmp_path / "model", tmp_path / "fit.json"
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps({"bits": 4, "group_size": 32, "overrides": {"mtp.*.eh_proj": 8}}))
     wide = {"hidden_size": 256, "n_routed_experts": 4, "max_position_embeddings": 10**9}
     with with_mtp("glm4_moe", folder, 2, **wide):
         asked = ["convert", str(folder), str(tmp_path / "four"), "--bits", "4", "--group-size", "32"]
@@ -499,75 +485,16 @@ def test_mtp_layers_are_counted(tmp_path, capsys):
             if not is_here:
                 (folder / "model.safetensors").unlink()
             capsys.readouterr()
-            asked = ["fit", str(folder), "--group-size", "32", "--recipe", str(recipe), "--json", str(file)]
+            asked = ["fit", str(folder), "--group-size", "32", "--json", str(file)]
             assert main(asked) == 0
             assert "load layers of the checkpoint for drafts, of " in capsys.readouterr().out
             found = json.loads(file.read_text())
             sizes = {size["name"]: size for size in found["sizes"]}
             assert sizes["4 bit"]["speculative"] == pytest.approx(own, rel=0.01)
-            more = 2 * (256 * 512) * 4 // 8  # of two matrices
-            assert sizes["recipe"]["speculative"] - sizes["4 bit"]["speculative"] == more
             space = found["macs"][0]["gpu"] - found["prompt"]["bytes"]
             space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["speculative"]
             fits = found["macs"][0]["contexts"]["4 bit"]
             assert fits == pytest.approx(context(space, 2 * found["kv_cache"]["bytes_a_token"]), rel=1e-6)
-
-
-def figures(file, *arguments) -> tuple[dict, dict, int]:
-    """Figures of fit: {name: size}, contexts on the smallest Mac, and what its GPU has beside a prompt."""
-    assert main([*map(str, ("fit", *arguments, "--json", file))]) == 0
-    found = json.loads(file.read_text())
-    sizes, mac = {size["name"]: size for size in found["sizes"]}, found["macs"][0]
-    return sizes, mac["contexts"], mac["gpu"] - found["prompt"]["bytes"]
-
-
-@pytest.mark.slow("loads two assistants")
-def test_what_drafts_is_counted(tmp_path, capsys):
-    """A draft as it is stored, an assistant as the model's last layer; look-up takes nothing."""
-    file, how = tmp_path / "fit.json", ("--group-size", 32)
-    sizes = {"hidden_size": 64, "max_position_embeddings": 10**9}
-    with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model("qwen3", **sizes)
-        draft = tiny_models.tiny_model("qwen3", **sizes | {"num_hidden_layers": 1})
-    for name, each in (("model", model), ("{draft}", draft)):
-        each.save_pretrained(tmp_path / name)
-    config = model.config
-    layer = 2 * config.num_key_value_heads * config.head_dim * 4  # of the cache, for a token
-    plain, contexts, space = figures(file, tmp_path / "model", *how, "--speculative", "none")
-    for name, size in plain.items():
-        assert contexts[name] == pytest.approx(context(space - size["bytes"], 2 * layer), rel=1e-6)
-    looked = figures(file, tmp_path / "model", *how, "--speculative", "lookup")
-    assert looked == (plain, contexts, space) == figures(file, tmp_path / "model", *how)
-
-    own = sum(t.nbytes for t in load_file(tmp_path / "{draft}" / "model.safetensors").values())
-    found, contexts, _ = figures(file, tmp_path / "model", *how, "--speculative", tmp_path / "{draft}")
-    assert f"load {tmp_path / '{draft}'} for drafts, of " in capsys.readouterr().out
-    for name, size in found.items():
-        assert size.pop("speculative") == own and size == plain[name]
-        assert contexts[name] == pytest.approx(context(space - size["bytes"] - own, 3 * layer), rel=1e-6)
-
-    assistant_of(model).save_pretrained(tmp_path / "block")
-    found, contexts, _ = figures(file, tmp_path / "model", *how, "--speculative", tmp_path / "block")
-    block = 2 * 16 * 4  # one head, and a layer of all tokens; that of a window of 8 is small
-    for name, bits in (("16 bit", {}), ("4 bit", {"bits": 4, "group_size": 32})):
-        loaded = torch_moe_mps.from_pretrained(tmp_path / "block", **bits)
-        own = sum(t.nbytes for t in loaded.state_dict().values())
-        assert found[name]["speculative"] == own
-        rest = space - found[name]["bytes"] - own
-        assert contexts[name] == pytest.approx(context(rest, 2 * layer + block), rel=1e-5)
-
-
-def test_without_drafts_nothing_is_taken_back(tmp_path):
-    """From states; look-up's drafts are."""
-    tiny_models.tiny_config("lfm2_moe").save_pretrained(tmp_path)
-    model = fit.Source(str(tmp_path), {}).skeleton()
-    cache = kv_cache(model)
-    beside = {
-        wanted: fit._drafts(Namespace(speculative=wanted, macs=None), model, str(tmp_path), [], cache)
-        for wanted in ("none", "lookup")
-    }
-    assert beside["none"].cache.beside == 0 < beside["lookup"].cache.beside
-    assert beside["none"].cache.rates == beside["lookup"].cache.rates
 
 
 def test_mtp_layers_have_a_cache_as_the_last_layer():

@@ -154,24 +154,12 @@ def test_a_prompt_is_computed_once(checkpoint, tmp_path, capsys, monkeypatch):
     assert len({*written}) == 1  # little was new
 
 
-def damaged(file):
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
-    return "is damaged: its checksum is another; it is ignored"
-
-
-def truncated(file):
-    file.write_bytes(file.read_bytes()[:-50])
-    return "is damaged or not a prompt cache"
-
-
 def something_else(file):
     file.write_text("my notes")
     return "is damaged or not a prompt cache"
 
 
-@pytest.mark.parametrize("change", [damaged, truncated, something_else, None])
+@pytest.mark.parametrize("change", [something_else, None])
 def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, checkpoint, tmp_path, capsys):
     file = tmp_path / "prompt.safetensors"
     arguments = ["--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file]
@@ -186,7 +174,7 @@ def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, chec
     out, err = capsys.readouterr()
     assert out == expected(asked, "hello") + "\n"
     assert f"torch-moe-mps: {file} {message}" in err and "ignored" in err
-    if change in (truncated, something_else):
+    if change is something_else:
         assert file.read_bytes() == before and "is not a prompt cache; it was not changed" in err
     else:
         assert file.read_bytes() != before

@@ -107,8 +107,9 @@ def test_row_of_another_causal_model_is_current(current, simulated, architecture
     "architecture", in_sweep([*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES], ["minimax"])
 )
 def test_tokens_are_captured(current, simulated, architecture):
-    assert generator().uncaptured(architecture) is None
-    assert lines("tokens that are not captured") == []
+    """But those of MiniMax-01, whose code insists on a cache of its own."""
+    known = dict(line.split(": ", 1) for line in lines("tokens that are not captured"))
+    assert known.keys() == {"minimax"} and generator().uncaptured(architecture) == known.get(architecture)
 
 
 def test_every_model_is_right():

@@ -29,18 +29,17 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture
 def converted(checkpoint, tmp_path, monkeypatch):
-    """A checkpoint with a file of its experts, three of which are in memory."""
+    """A checkpoint three of whose experts are in memory."""
     folder = tmp_path / "converted"
-    assert run("convert", checkpoint, folder, "--bits", 4, "--group-size", 32, "--experts-on-disk") == 0
+    assert run("convert", checkpoint, folder, "--bits", 4, "--group-size", 32) == 0
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
-    monkeypatch.setattr(on_disk, "written", None)  # it is there
+    monkeypatch.setattr(on_disk, "written", None)  # its own files serve
     return folder
 
 
 @pytest.mark.slow("converts a model, and loads it twice")
 def test_generate(converted, capsys):
-    """convert has written the file; speculative decoding is off unless it is asked for."""
-    assert (converted / on_disk.NAME).stat().st_size > 0
+    """No file is written; speculative decoding is off unless it is asked for."""
     capsys.readouterr()
     texts = []
     for options in ((), ON_DISK, (*ON_DISK, "--speculative", "lookup")):
@@ -107,6 +106,7 @@ def test_hits(resident, expected):
     assert hits_of(resident) == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.slow("makes a model of 94 layers, without weights")
 def test_fit(tmp_path, capsys):
     """Qwen3-235B-A22B on 64 GB: 1.28 GB a token in others' count, 4.4 tokens/s with the M4 Max's memory."""
     config = {

@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
-from support.experts_on_disk import EXPERTS, LAYERS, same, write
+from support.experts_on_disk import EXPERTS, LAYERS, SHAPES, draw, same, write
 
 from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
-from torch_moe_mps.disk.file import ExpertsFile, Layer
+from torch_moe_mps.disk.file import ExpertsFile, Layer, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
 
 CPU = torch.device("cpu")
@@ -302,3 +302,21 @@ def test_rates_of_a_disk():
     assert found.keys() == {"page cache"} or found.keys() == {"page cache", "F_NOCACHE"}
     assert all([*rows] == [*rates.DEPTHS] and min(rows.values()) > 0 for rows in found.values())
     assert rates.rates(1 << 60) == {"error": "the disk has no room"}
+
+
+def test_layers_with_few_experts_have_no_pool(tmp_path):
+    """Their experts are all in memory, as ever; staging has the others."""
+    about = [Layer(str(number), count, SHAPES) for number, count in enumerate((2, 8, 3, 8))]
+    tensors = [
+        {name: tensor[: layer.experts] for name, tensor in own.items()}
+        for layer, own in zip(about, draw(count=4), strict=True)
+    ]
+    with written(tmp_path / "experts", "key", about) as new:
+        for number in [*new.left]:
+            new.add(number, tensors[number])
+    pools = Pools(ExpertsFile(tmp_path / "experts"), 3, CPU)
+    assert [pool.about.name for pool in pools.layers] == ["1", "3"]
+    for number, pool in enumerate(pools.layers):
+        check(pools, {number: tensors[pool.layer]}, number, [7, 0, 5])
+        pools.staging.read(number)
+        assert all(same(own, tensors[pool.layer][n]) for n, own in pools.staging.tensors[number].items())

@@ -16,7 +16,7 @@ from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.checkpoints import on_disk
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.passes.routing import choose_in_experts
-from torch_moe_mps.transformers.modules.experts_on_disk import pools_of
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 TOP_K = 2
 
@@ -36,7 +36,7 @@ def models(device, request, tmp_path, monkeypatch):
     load = lambda **options: from_pretrained(str(tmp_path), device_map=device, **options)  # noqa: E731
     resident, model = load(bits=4, group_size=32), load(bits=4, group_size=32, experts_memory="1GB")
     yield resident, model, 1 if is_captured else 4
-    pools = pools_of(model)
+    pools = expert_pools(model)
     assert pools.counters.misses > 0 and pools.counters.layers > 0
     assert all(len(pool.tensors["down_proj_packed"]) == TOP_K for pool in pools.layers)
     if is_captured:

@@ -136,38 +136,6 @@ def test_every_operator_notices_scales_written_through_data(name, decodings):
     assert torch.equal(packet(name)(**arguments), packet(name)(**fresh))
 
 
-@torch.no_grad()
-def test_weights_of_a_call_are_checked_in_front_of_it_and_once(decodings, monkeypatch):
-    """Three layers of a model that runs each twice; nothing that is written between two calls is missed."""
-    layers = [QuantizedLinear(matrix(), torch.float32) for _ in range(3)]
-    x, model = random((1, 256), torch.float32, 1), torch.nn.Module()
-
-    def call() -> list[torch.Tensor]:
-        with _decoded.checked_at_once(model):
-            return [layer(x) for layer in layers for _ in range(2)]
-
-    first = call()
-    assert len(decodings) == 3
-    checks, own = [], _decoded._Kept.is_current
-    monkeypatch.setattr(_decoded._Kept, "is_current", lambda *given: checks.append(1) or own(*given))
-    assert all(map(torch.equal, call(), first)) and len(checks) == 3
-    layers[1].packed.data.copy_(layers[1].packed.flip(0))
-    layers[1].scales.data.copy_(layers[1].scales.flip(0))
-    layers[1].biases.data.copy_(layers[1].biases.flip(0))
-    assert torch.equal(call()[2], first[2].flip(1)) and len(decodings) == 4
-    layers[0].scales.mul_(2), layers[0].biases.mul_(2)
-    assert torch.equal(call()[0], 2 * first[0]) and len(decodings) == 5
-    layers[2] = QuantizedLinear(matrix(rows=3), torch.float32)
-    assert call()[4].shape == (1, 3)
-    with torch.enable_grad(), _decoded.checked_at_once(model):
-        assert _decoded._here.read is None
-    kept = _decoded._bytes
-    layers.clear()
-    model = None
-    gc.collect()
-    assert _decoded._bytes <= kept - 4 * 256 * (24 + 24 + 3)
-
-
 def test_a_loaded_state_dict_is_noticed_by_layers_that_are_joined(decodings):
     layers = [QuantizedLinear(matrix(), torch.float32) for _ in range(2)]
     assert joining.join(*layers)

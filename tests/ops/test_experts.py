@@ -183,13 +183,3 @@ def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
     ids[::2] = -1
     assert_close(expert_mm(x, weight, ids), expected_mm(x, exact(weight), ids))
-
-
-def test_products_on_two_threads():
-    """On the CPU, a few float32 rows of an expert are then multiplied as a transposed product."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        check_experts("cpu", layer(9, 2, 5, 64, 32, torch.float32))
-    finally:
-        torch.set_num_threads(threads)

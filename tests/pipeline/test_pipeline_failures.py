@@ -27,9 +27,6 @@ OTHER = (
 )
 SURVIVABLE = {
     "other ids": (OTHER, OTHER),
-    "more ids": (OTHER, OTHER),
-    "ids of another dtype": (OTHER, OTHER),
-    "another way to generate": (OTHER, OTHER),
     "features for layers of one process": (OTHER, OTHER),
     "raises": (
         f"PeerError: moe_mps: rank 1 ({HOST}) raised MemoryError: no memory left",
@@ -41,7 +38,6 @@ SURVIVABLE = {
     ),
     "stalls": (f"PeerError: moe_mps: rank 1 ({HOST}) did not answer within 2 s",) * 2,
     "other weights": (f"PeerError: moe_mps: rank 1 ({HOST}) has checkpoint ",) * 2,
-    "other bits": (f"PeerError: moe_mps: rank 1 ({HOST}) has arguments ",) * 2,
 }
 
 

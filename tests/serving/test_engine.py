@@ -126,7 +126,7 @@ def test_a_job_begins_without_a_walk_through_the_model(architecture, monkeypatch
         "qwen3_moe",
         pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent")),
         pytest.param("mamba2", marks=pytest.mark.slow("a cache that counts no tokens")),
-        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("minimax", "mamba", "falcon_mamba")),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("mamba", "falcon_mamba")),
     ],
 )
 def test_kept_prompts_go_on(architecture):

@@ -22,7 +22,8 @@ from torch_moe_mps.serving.engine.memory import Level, Memory
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
-from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache, prompt_bytes
+from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 
@@ -229,7 +230,7 @@ def test_a_context_is_no_longer_than_memory(monkeypatch, tmp_path, capsys):
     token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * 32 * 4  # bytes
     memory = Memory(model)
     room = memory.weights + memory.step + (256 + 150) * token  # a cache has room for more
-    monkeypatch.setattr("torch_moe_mps.serving.engine.memory._OF_THE_MACHINE", room / machine_memory())
+    monkeypatch.setattr("torch_moe_mps.macs._OF_THE_MACHINE", room / machine_memory())
     with serving.client_of(checkpoint, *serving.QUANTISED) as client:
         (entry,) = client.models.list().data
         most = entry.context_length

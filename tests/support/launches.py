@@ -16,12 +16,11 @@ from transformers.cache_utils import DynamicLayer
 
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
-from torch_moe_mps.transformers.caches.cache import STATES
 from torch_moe_mps.transformers.caches.deferred_states import deferred
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache, takes_layers
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferred_states import deferrable_layers
-from torch_moe_mps.transformers.upstream.calls import cache_name
+from torch_moe_mps.transformers.upstream.calls import CACHE, cache_among, cache_name
 
 from . import tiny_models
 
@@ -120,18 +119,17 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def name_of_cache(model: nn.Module) -> str:
-    """The argument of a model's forward that is its cache."""
-    return cache_name(type(model).forward) or STATES
+    """The argument of a model's forward that is its cache; a name that fits none without one."""
+    return cache_name(type(model).forward) or CACHE
 
 
 def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
     """The cache after a prompt, made before it, as generate() does; of equal rows."""
     ids = torch.tensor([tokens] * rows, device="mps")
-    if name_of_cache(model) == STATES:
-        with torch.no_grad():
-            return model(ids, use_cache=True).state
-    cache = new_cache(model)
     with torch.no_grad():
+        if model.can_generate() and not takes_layers(model):  # its code insists on a cache of its own
+            return cache_among(model(ids, use_cache=True))
+        cache = new_cache(model)
         model(ids, **{name_of_cache(model): cache}, use_cache=True)
     if not len(getattr(*layers_of(model))):  # nothing fills it, and calls that find it empty are not captured
         cache.layers += [] if cache.layers else [DynamicLayer()]

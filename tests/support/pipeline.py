@@ -269,7 +269,7 @@ def engines(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     beside "folder" and "patched", the name of a function here that changes this process.
 
     Returns: the answers; what the calls here compute: [rows, tokens] of each; the tokens of the prefixes that
-    are cached in the end; how many draft tokens were verified; how many messages went to rank 1.
+    are cached in the end; how many draft tokens were verified.
     """
     return [_engine(**scenario) for scenario in scenarios]
 
@@ -285,7 +285,7 @@ def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, 
     model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append([*kwargs["input_ids"].shape]), with_kwargs=True
     )
-    answers, following, drafted, sent = None, Following(model.pipeline), 0, 0
+    answers, following, drafted = None, Following(model.pipeline), 0
     with contextlib.nullcontext() if patched is None else globals()[patched]():
         if rank() > 0:
             cached = following._prefix_cache
@@ -293,12 +293,10 @@ def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, 
                 following.run()
         else:
             executor.lead(model)
-            sent = model.pipeline.peers.sent[1][0]
             answers, cached, drafted = answers_of(model, **given)
             executor.end_all()
-            sent = model.pipeline.peers.sent[1][0] - sent
     kept = [prefix.ids.tolist() for prefix in cached.kept]
-    return {"answers": answers, "calls": calls, "cached": kept, "drafted": drafted, "messages": sent}
+    return {"answers": answers, "calls": calls, "cached": kept, "drafted": drafted}
 
 
 def answers_of(
@@ -435,11 +433,7 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
 
     found = {}
     for failure in failures:
-        is_culprit, options, ids = rank() == culprit, {}, prompt()
-        if failure == "other bits":
-            load = lambda: staged(folder, bits=8 if rank() == culprit else 4, group_size=32).forward  # noqa: E731
-            found[failure] = outcome(load)
-            continue
+        is_culprit, ids = rank() == culprit, prompt()
         if failure == "other weights":
             found[failure] = outcome(
                 lambda: staged(_changed(folder) if rank() == culprit else folder).forward
@@ -459,15 +453,9 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
             continue
         elif is_culprit and failure == "other ids":
             ids = ids + 1
-        elif is_culprit and failure == "more ids":
-            ids = prompt(length=10)
-        elif is_culprit and failure == "ids of another dtype":
-            ids = ids.int()
-        elif is_culprit and failure == "another way to generate":
-            options = {"num_beams": 2}
         elif is_culprit and failure in WITHIN:
             _at_third_call(model, WITHIN[failure])
-        found[failure] = outcome(lambda m=model, i=ids, o=options: generate(m, i, max_new_tokens=6, **o))
+        found[failure] = outcome(lambda m=model, i=ids: generate(m, i, max_new_tokens=6))
         if failure == "raises":
             found["afterwards"] = outcome(lambda m=model: generate(m, prompt(), max_new_tokens=2))
     return found

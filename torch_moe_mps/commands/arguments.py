@@ -180,10 +180,12 @@ def _macs(text: str) -> list[int]:
     return macs
 
 
-def _size(text: str) -> int:
+def _size(text: str) -> int | str:
+    if text == "auto":
+        return text
     size = bytes_in(text)
     if size is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, or auto, got {text!r}")
     return size
 
 
@@ -217,8 +219,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--experts-memory": {
         "type": _size,
-        "metavar": "SIZE",
-        "help": "memory for experts, such as 20GB; others are read from the disk (all are in memory)",
+        "metavar": "SIZE|auto",
+        "help": "memory for experts, such as 20GB; others are read from the disk; auto: where all do not fit "
+        "(all are in memory)",
     },
     "--adapter": {"metavar": "DIR", "help": "a LoRA adapter of PEFT for {}: a folder, or a name on the Hub"},
     "--device": {"help": "mps where there is one, else cpu"},
@@ -354,7 +357,6 @@ def _convert(command: argparse.ArgumentParser) -> None:
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance auto  # the same bytes, less error
-      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance qwen3.imatrix.gguf
       torch-moe-mps convert qwen3-Q4_K_M.gguf qwen3-q4                    # as it is, packed
       torch-moe-mps convert qwen3-Q8_0.gguf qwen3-mlx --bits 4 --to mlx   # quantised again
     """
@@ -400,14 +402,10 @@ def _convert(command: argparse.ArgumentParser) -> None:
         "--importance",
         metavar="WHAT",
         help="weigh errors by what weights multiply: auto (run a built-in text through the model first), a "
-        "UTF-8 text, a file of --save-importance, or one of llama.cpp's llama-imatrix (no weighing)",
+        "UTF-8 text, or a file of --save-importance (no weighing)",
     )
     add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
-    of_experts = "write a file of the experts, too, which --experts-memory reads; as large again"
-    add("--experts-on-disk", action="store_true", help=of_experts)
-    beside = "a LoRA adapter of PEFT to store as DST/adapter, for mlx-lm with --to mlx"
-    add("--adapter", metavar="DIR", help=beside)
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")
     _add(command, "--json")
     dense = "of weights that stay dense, and of scales (as in SRC; float16 for bfloat16, but for --to mlx)"
@@ -448,7 +446,6 @@ def _fit(command: argparse.ArgumentParser) -> None:
       torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
       torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
       torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json
-      torch-moe-mps fit Qwen/Qwen3-32B --speculative Qwen/Qwen3-0.6B  # a small model beside it
     """
     add = command.add_argument
     add(
@@ -467,7 +464,6 @@ def _fit(command: argparse.ArgumentParser) -> None:
         help="tokens of context that the bound of speed is for (4096)",
     )
     _add(command, "--group-size", "--kv-bits")
-    _add(command, "--speculative", of="those of chat and serve: lookup, and mtp where the checkpoint has it")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)
     _add(command, *_FROM_THE_HUB, of="NAME")
@@ -512,7 +508,6 @@ def _chat(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
-    add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory")

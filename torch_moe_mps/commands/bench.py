@@ -33,7 +33,7 @@ from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.classes import tokens_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.modules.experts_on_disk import pools_of
+from ..transformers.modules.experts_on_disk import expert_pools
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
     """Prints how tokens ran, which experts were selected, and what drafts gained."""
-    on_disk = None if (pools := pools_of(bench.model)) is None else pools.counters
+    on_disk = None if (pools := expert_pools(bench.model)) is None else pools.counters
     for note in (bench.captured, bench.experts(), bench.speculative, on_disk):
         if note:
             print(f"\n{note}")
@@ -184,7 +184,7 @@ def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
-    if (pools := pools_of(bench.model)) is not None:
+    if (pools := expert_pools(bench.model)) is not None:
         result["experts_on_disk"] = asdict(pools.counters)
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 

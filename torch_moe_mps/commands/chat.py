@@ -6,12 +6,9 @@ Ctrl-C ends the answer; at the prompt it ends the chat, as Ctrl-D does.
 import argparse
 import contextlib
 import getpass
-import json
 import queue
 import sys
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 from .._interrupts import at_ctrl_c
@@ -22,14 +19,12 @@ from ..serving.http.answers import Answers
 from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
 from ..serving.http.served import Served
-from .results import write_new
 from .serving import served_by
 from .settings import read_settings, settings_of
 
 _HELP = """\
 !clear              begins a new conversation
 !continue           goes on with an answer that was cut off
-!save [FILE]        writes the conversation, by default into the folder of --save-folder
 !set FLAG=VALUE ... changes arguments of generate(), such as max_new_tokens=1000 or temperature=0.6
 !status             shows the model and what was set
 !exit               ends the chat, as Ctrl-D does; Ctrl-C ends an answer"""
@@ -46,8 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 class _Conversation:
     def __init__(self, served: Served, settings: dict[str, Any], options: argparse.Namespace):
-        self.served, self.folder, self.system = served, options.save_folder, options.system_prompt
-        self.settings = settings
+        self.served, self.settings, self.system = served, settings, options.system_prompt
         self.messages: list[dict[str, Any]] = []
         self._clear()
 
@@ -63,8 +57,6 @@ class _Conversation:
                     self._clear()
                 case "!set":
                     self._set(rest.split())
-                case "!save":
-                    self._save(rest.strip())
                 case "!status":
                     print(f"{self.served.name}: {self.settings}\n")
                 case "!continue" if self.messages and self.messages[-1]["role"] == "assistant":
@@ -99,21 +91,6 @@ class _Conversation:
             self.settings |= read_settings(texts)
         except ValueError as error:
             print(f"{error}\n")
-
-    def _save(self, name: str) -> None:
-        at = time.strftime("%Y-%m-%d_%H-%M-%S")
-        said = [{"role": m["role"], "content": m["content"][0]["text"]} for m in self.messages]
-        text = json.dumps({"settings": self.settings, "chat_history": said}, indent=2)
-        try:
-            named = Path(name or Path(self.folder, Path(self.served.name).name, f"chat_{at}.json"))
-            file = named.expanduser()
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_new(file, text)
-            print(f"written to {file}\n")
-        except FileExistsError:
-            print(f"{file} exists: !save writes a new file\n")
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL; a home that is unknown
-            print(f"{name or named} cannot be written: {getattr(error, 'strerror', None) or error}\n")
 
     def _answer(self) -> None:
         """Shows the answer to the messages, and adds it to them."""

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from .. import __version__
 from .._text import split_gguf
 from .._weight_formats import ROWS
-from ..macs import BANDWIDTHS, machine_memory
+from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.activations import chosen, range_of
 from ..transformers.checkpoints.calibration import importance_for
@@ -27,17 +27,14 @@ from ..transformers.checkpoints.layouts.files import LARGEST, Shards, checkpoint
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.older_keys import with_older_keys
 from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
-from ..transformers.checkpoints.on_disk import experts_file, layers_of
 from ..transformers.checkpoints.quantize.importance import Importance
-from ..transformers.checkpoints.quantize.recipe import requested_recipe
 from ..transformers.checkpoints.ranges import Largest, key_of, remember
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
 from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp.layers import MTP, check_exceptions, converted_mtp, has_mtp, left_out_mtp, planned_mtp
-from ..transformers.mtp.steps import MtpCounted
+from ..transformers.mtp.layers import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import keeps_blocks, requests_format
@@ -46,8 +43,6 @@ from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _HELD = 0.75  # part of the memory that a model's weights may take
-_ADAPTER = "adapter"  # the folder in DST
-_CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # chips whose speed is predicted
 # Files that are written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -82,8 +77,8 @@ def run(options: argparse.Namespace) -> None:
         )
     errors: list[list[Any]] = []
     if not options.dry_run:
-        _check_space(destination, plan.after * (2 if options.experts_on_disk else 1))
-        importance = _importance(options, source, recipe["recipe"], speculative)
+        _check_space(destination, plan.after)
+        importance = _importance(options, source, recipe["recipe"])
         errors = _convert(source, copied, options, recipe, importance, tokenizer, speculative)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
@@ -92,8 +87,9 @@ def run(options: argparse.Namespace) -> None:
 def _planned(
     about: Source, model: Any, source: str, recipe: dict[str, Any], speculative: bool, to_mlx: bool
 ) -> LoadPlan:
-    """The plan of a conversion, MTP layers included. Raises: ValueError for formats that MLX does not have,
-    and for exceptions of a recipe that are for no weight.
+    """The plan of a conversion, MTP layers included.
+
+    Raises: ValueError for formats that MLX does not have.
     """
     files, sizes_of = [str(file) for file in _weights(source)], sizes_in_mlx if to_mlx else None
     plan = planned(about, model, files, **recipe, sizes_of=sizes_of)
@@ -104,8 +100,6 @@ def _planned(
     if speculative:
         before, after = planned_mtp(source, model)
         return plan._replace(before=plan.before + before, after=plan.after + after)
-    if recipe["recipe"] is not None and files:
-        check_exceptions("", model, requested_recipe(**recipe["recipe"]))
     return plan
 
 
@@ -113,29 +107,14 @@ def _drafts(source: str, model: Any, to_mlx: bool) -> bool:
     """True if a checkpoint's MTP layers are converted, too; prints why not, if it has some."""
     if not _weights(source) or not has_mtp(model, source):
         return False
-    reason = left_out_mtp(source, model, to_mlx)
+    reason = "mlx-lm has none" if to_mlx else left_out_mtp(source, model)
     if reason is not None:
         print(f"torch-moe-mps: MTP layers are left out: {reason}", file=sys.stderr)
     return reason is None
 
 
-def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> None:
-    """Stores --adapter in a folder, in PEFT's layout or in mlx-lm's."""
-    if options.to == "mlx":
-        from ..transformers.adapters.mlx import write_mlx_adapter
-
-        write_mlx_adapter(options.adapter, Source(source, loading_options(options)).skeleton(), folder)
-        return
-    folder.mkdir()
-    for file in Path(options.adapter).iterdir():
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
-
-
-def _importance(
-    options: argparse.Namespace, source: str, recipe: dict[str, Any] | None, speculative: bool
-) -> Importance | None:
-    """Importance that --importance asks for; a text runs through the model now, and MTP layers."""
+def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any] | None) -> Importance | None:
+    """Importance that --importance asks for; a text runs through the model now."""
     if options.importance is None:
         return None
     device = usable_device(None)
@@ -145,8 +124,7 @@ def _importance(
         return from_pretrained(source, **loaded, **({} if dense else recipe or {}))
 
     about = Source(source, loading_options(options))
-    drafting: Any = MtpCounted if speculative else (lambda model: None)
-    importance = importance_for("convert", options.importance, about, load, drafting)
+    importance = importance_for("convert", options.importance, about, load)
     if options.save_importance is not None:
         with written_whole(options.save_importance):
             importance.save(options.save_importance)
@@ -165,13 +143,11 @@ def _sizes(plan: LoadPlan) -> str:
     memory = machine_memory()
     fit = "fits" if plan.after < _HELD * memory else "does not fit"
     size, token = in_unit(plan.before), in_unit(plan.token_before)
-    speeds = [f"{1e9 * BANDWIDTHS[chip] / plan.token_after:,.0f} on {chip}" for chip in _CHIPS]
     return (
         f"weights: {size(plan.before)} -> {size(plan.after)} ({plan.quantized} modules quantised, "
         f"{plan.dense} left dense)\n"
         f"a token reads {token(plan.token_before)} of the model in SRC, "
         f"{token(plan.token_after)} of the new one\n"
-        f"predicted tokens/s, at most, by bandwidth alone: {', '.join(speeds)}; `fit` has all chips\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
 
@@ -253,10 +229,10 @@ def _convert(
         how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
         with Parts(source, **recipe, importance=importance, **how) as parts:
             packed: dict[str, str] = {}
-            beside = converted_mtp(source, parts.model, packed, importance) if speculative else ()
+            beside = converted_mtp(source, parts.model, packed) if speculative else ()
             if options.to == "mlx":
                 config = _config(source, parts.model)
-                save_mlx(parts.model, shards, config, parts.into(shards), beside)
+                save_mlx(parts.model, shards, config, parts.into(shards))
             else:
                 runs_in = Source(source, loading_options(options)).skeleton().dtype
                 save_parts(parts.model, shards, parts.into(shards), beside, runs_in=runs_in)
@@ -272,11 +248,6 @@ def _convert(
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
         found = _measured(folder, options) if how["dtype"] != options.dtype else None
-        if options.experts_on_disk:
-            written = Source(str(folder), loading_options(options))
-            experts_file(written, None, layers_of(written, None))
-        if options.adapter is not None:
-            _write_adapter(options, source, folder / _ADAPTER)
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     if found is not None:  # for commands, which would measure it at their first start
@@ -287,8 +258,8 @@ def _convert(
 def _note_mtp(file: Path, packed: dict[str, str]) -> None:
     """Adds the formats of MTP layers to the quantisation of a config, if any."""
     config = json.loads(file.read_text())
-    for name in {"quantization", "quantization_config"} & config.keys():
-        config[name][MTP] = packed
+    if (quantization := config.get("quantization_config")) is not None:
+        quantization[MTP] = packed
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 

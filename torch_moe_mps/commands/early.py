@@ -15,7 +15,7 @@ from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
 from .arguments import MIXED, RECIPES
 from .launch import check_agent
-from .places import adapter_config, look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
+from .places import look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
 from .processes import check_processes
 from .results import check_folder, check_new_folder, check_writable
 
@@ -121,9 +121,6 @@ def _convert(options: argparse.Namespace) -> None:
     _check_format(options)
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
-    if options.adapter is not None:
-        adapter_config(options.adapter)
-        _check_package("peft", "--adapter", "adapters")
     if keeps_blocks(options):
         _check_packed(options)
 

@@ -5,9 +5,9 @@ config.json is enough: a model on the meta device has the shapes of the weights 
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,43 +18,38 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.engine.scheduler import LARGEST_CHUNK
-from ..serving.prefix_cache.memory import LONGEST, prompt_bytes
-from ..serving.speculative import LOOKUP, MTP
-from ..serving.speculative.dflash import is_dflash, require_assistant
-from ..serving.speculative.draft import require_tokens
+from ..serving.prefix_cache.memory import LONGEST
+from ..serving.speculative import LOOKUP
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned, unit_of
-from ..transformers.checkpoints.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.own.config import QuantizationConfig
 from ..transformers.checkpoints.quantize.decision import weights_of
 from ..transformers.checkpoints.quantize.recipe import (
-    AUTO_BITS,
-    KINDS,
     SAME,
-    SHARE,
     Recipe,
-    no_such_weight,
     recipe_of,
     requested_recipe,
 )
-from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.quantize.sizes import (
+    LARGEST_CHUNK,
+    bytes_a_token,
+    prompt_bytes,
+    quantized_sizes,
+    total_bytes,
+)
 from ..transformers.checkpoints.quantize.target import Target
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp, last_layer
+from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp
 from . import residency
-from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
 from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
-from .speculative import cache_beside
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
-_DOWN = "down projections of experts"
 _CHECK = Check("fit")
 
 
@@ -62,8 +57,8 @@ _CHECK = Check("fit")
 class Size:
     """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
 
-    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, by `recipe`, and
-    `drafts` the bytes of MTP layers beside it.
+    `quantized` has the bytes of each weight that is quantised, `targets` what they are of, and `drafts`
+    the bytes of MTP layers beside it.
     """
 
     name: str
@@ -71,23 +66,10 @@ class Size:
     token: int
     quantized: Mapping[torch.Tensor, int]
     targets: Sequence[Target] = ()
-    recipe: Recipe = field(default_factory=lambda: Recipe(None))
     speculative: int = 0
 
     def of(self, module: nn.Module) -> int:
         return total_bytes(module, self.quantized)
-
-
-class Drafts(NamedTuple):
-    """Memory of a drafter beside a model.
-
-    Attributes:
-        what: name of the loaded drafter; "" if it needs no memory.
-        cache: KV cache of the model and the drafter; None if unknown.
-    """
-
-    what: str
-    cache: KVCache | None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -103,11 +85,11 @@ def run(options: argparse.Namespace) -> None:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
     cache = kv_cache(model, options.kv_bits)
-    speculative = _drafts(options, model, folder, sizes, cache)
+    with_mtp = _with_mtp(options, model, folder, sizes, cache)
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, cache)
     else:
-        text, data = report(model, sizes, options.context, mac, options.kv_bits, cache, speculative)
+        text, data = report(model, sizes, options.context, mac, options.kv_bits, cache, with_mtp)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
@@ -119,7 +101,7 @@ def report(
     mac: Mac | None,
     kv_bits: int,
     cache: KVCache | None,
-    speculative: Drafts,
+    with_mtp: KVCache | None,
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
     prompt, total = prompt_bytes(model, LARGEST_CHUNK), sum(p.numel() for p in model.parameters())
@@ -130,28 +112,26 @@ def report(
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
-    lines += _of_formats(sizes)
-    if speculative.what:
+    if any(s.name in NAMED for s in sizes):
+        lines += ["", f"{', '.join(NAMED)}: convert --recipe NAME"]
+    if has_mtp := any(s.speculative for s in sizes):
         own = ", ".join(f"{s.speculative / size:.2f} ({s.name})" for s in sizes)
-        lines += ["", f"chat and serve load {speculative.what} for drafts, of {own} {unit};"]
+        lines += ["", f"chat and serve load layers of the checkpoint for drafts, of {own} {unit};"]
         lines += [f"contexts below have room for that and its cache. --speculative {LOOKUP} takes no memory."]
     longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     contexts = {
-        name: [
-            _context(speculative.cache, limit - prompt - s.weights - s.speculative, longest) for s in sizes
-        ]
+        name: [_context(with_mtp, limit - prompt - s.weights - s.speculative, longest) for s in sizes]
         for name, limit in limits
     }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
-    rooms = [(name, limit - prompt) for name, limit in limits]
     bandwidth = None if mac is None else mac.bandwidth
-    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, rooms, bandwidth)
+    on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, limits, bandwidth)
     lines += on_disk
     data = {
         "weights": total,
@@ -159,7 +139,7 @@ def report(
         "prompt": {"tokens": LARGEST_CHUNK, "bytes": prompt},
         "sizes": [
             {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
-            | ({"speculative": s.speculative} if speculative.what else {})
+            | ({"speculative": s.speculative} if has_mtp else {})
             for s in sizes
         ],
         "macs": [
@@ -169,36 +149,6 @@ def report(
     }
     more, bounds = _of_bounds(mac, cache, context, sizes)
     return "\n".join([*lines, "", *more]), data | bounds | numbers
-
-
-def _of_formats(sizes: Sequence[Size]) -> list[str]:
-    """A table of the sizes whose kinds of weights have several formats, and of the recipes with names."""
-    every = {size.name: _by_kind(size.targets) for size in sizes if size.name != _STORED}
-    rows = {name: own for name, own in every.items() if name in NAMED or len({*own.values()}) > 1}
-    if not rows:
-        return []
-    kinds = [kind for kind in (_DOWN, *KINDS.values()) if any(kind in own for own in rows.values())]
-    cells = [[name, *(own.get(kind, "-") for kind in kinds)] for name, own in rows.items()]
-    lines = ["", *aligned([["formats", *kinds], *cells], 1 + len(kinds))]
-    if rows.keys() - NAMED.keys():
-        few, share = f"fewer bits than {AUTO_BITS}", f"{SHARE:.0%}"
-        lines.append(
-            f"With {few}, linear layers beside experts have {AUTO_BITS} up to {share} of all weights,"
-        )
-        lines.append(f"embeddings and output head from {share} on.")
-    if rows.keys() & NAMED.keys():
-        lines.append(f"{', '.join(NAMED)}: convert --recipe NAME")
-    return lines
-
-
-def _by_kind(targets: Iterable[Target]) -> dict[str, str]:
-    """{kind of weights: its formats}"""
-    found: dict[str, set[str]] = {}
-    for target in targets:
-        for parameter, format in target.formats.items():
-            is_down = target.kind == "experts" and parameter == "down_proj"
-            found.setdefault(_DOWN if is_down else KINDS[target.kind], set()).add(str(format))
-    return {kind: " and ".join(sorted(formats)) for kind, formats in found.items()}
 
 
 def _of_bounds(
@@ -219,65 +169,16 @@ def _of_bounds(
     return lines, {"bounds": {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}}
 
 
-def _drafts(
+def _with_mtp(
     options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], cache: KVCache | None
-) -> Drafts:
-    """Plan of a drafter beside a model; adds its bytes to the sizes.
-
-    Raises: ValueError, OSError for layers that the checkpoint does not have, or that a recipe has exceptions
-        for, for the draft or assistant of another model, and for what several Macs do not load.
-    """
-    wanted, layers = options.speculative, empty_mtp(model, folder)
-    _check_drafts(options, sizes, layers is not None)
-    if options.macs is not None:
-        return Drafts("", None)
-    if wanted in (None, MTP) and layers is not None:
-        for size in sizes:
-            size.speculative = bytes_of_mtp(layers, model, size.targets, size.recipe)
-        return Drafts("layers of the checkpoint", kv_cache(model, options.kv_bits, len(layers.layers)))
-    if wanted in (None, LOOKUP):
-        return Drafts("", cache)
-    if wanted == NO_DRAFTS:
-        return Drafts("", cache and KVCache(cache.states, cache.rates))
-    beside = _count_draft(options, model, sizes)
-    both = None if cache is None or beside is None else cache + beside
-    return Drafts(options.speculative, both)
-
-
-def _check_drafts(options: argparse.Namespace, sizes: Sequence[Size], has_mtp: bool) -> None:
-    """Raises: ValueError for drafts that the checkpoint does not have, or that several Macs do not load."""
-    wanted = options.speculative
-    if not has_mtp and (own := [pattern for size in sizes for pattern in size.recipe.of_mtp()]):
-        raise ValueError(no_such_weight(own[0]))
-    if options.macs is not None and wanted not in (None, NO_DRAFTS, LOOKUP):
-        raise ValueError(f"--speculative must be {LOOKUP} or {NO_DRAFTS} with --macs, got {wanted}")
-    if wanted == MTP and not has_mtp:
-        raise ValueError(f"--speculative {MTP} is for MTP layers, got {options.model} without them")
-
-
-def _count_draft(options: argparse.Namespace, model: Any, sizes: Sequence[Size]) -> KVCache | None:
-    """Gives the sizes the bytes of the model or assistant of --speculative, as loaded. Returns: its cache."""
-    name = options.speculative
-    folder = folder_of(name, weights=False)
-    source, draft = skeleton_of(options, folder)
-    is_assistant = is_dflash(source.config)
-    if is_assistant:
-        require_assistant(model, source.config)
-        draft = draft.to(model.dtype)
-    else:
-        require_tokens(model, draft)
-    stored = as_stored(source, draft, folder)
+) -> KVCache | None:
+    """The cache of the model and of its MTP layers, which draft; adds their bytes to the sizes."""
+    layers = empty_mtp(model, folder)
+    if layers is None or options.macs is not None:
+        return cache
     for size in sizes:
-        format = last_layer(model, size.targets).linears if is_assistant else None
-        if stored is not None:
-            size.speculative = stored.weights
-        elif format is not None:
-            size.speculative = _size(
-                name, draft, _targets(draft, requested_recipe(**format.to_dict()))
-            ).weights
-        else:
-            size.speculative = total_bytes(draft)
-    return cache_beside(source.config, draft, model.dtype, options.kv_bits)
+        size.speculative = bytes_of_mtp(layers, model, size.targets)
+    return kv_cache(model, options.kv_bits, len(layers.layers))
 
 
 def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
@@ -374,11 +275,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     None for one that is loaded in 16 bits, and for another library's without its files, which alone tell.
     """
     stored = source.quantization(None)
-    if source.gguf is not None:
-        return _size(_STORED, model, GgufLayout(model, folder).targets.values())
     if stored is None:
         return None
-    told_by_files = bool({"mlx", "other"} & stored.keys())
+    told_by_files = bool({"mlx", "other", "gguf"} & stored.keys())
     files = _files(folder) if told_by_files else []
     if files or not told_by_files:
         return _size(_STORED, model, layout_of(QuantizationConfig(**stored), model, files).targets.values())
@@ -390,7 +289,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
 
 
 def _files(folder: str) -> list[str]:
-    """Files of the weights; none where not all of them are there."""
+    """Files of the weights, or a GGUF file itself; none where not all of them are there."""
+    if Path(folder).is_file():
+        return [folder]
     try:
         return [str(file) for file in checkpoint_files(folder)]
     except ValueError:
@@ -415,7 +316,7 @@ def of_recipe(model: Any, recipe: str, group_size: int | None) -> Size:
     """The model with a mixed recipe, or one in a file."""
     arguments = arguments_of_recipe(recipe, model, group_size=group_size)
     asked = requested_recipe(**arguments) or Recipe(None)
-    return replace(_size(Path(recipe).stem, model, _targets(model, asked)), recipe=asked)
+    return _size(Path(recipe).stem, model, _targets(model, asked))
 
 
 def _targets(model: Any, recipe: Any) -> Iterable[Target]:

@@ -26,7 +26,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 _NAMES = {
     "model": True,
     "source": True,
-    "draft": False,
     "against": False,
 }  # options: whether --revision is theirs
 _FILES = {"data": "DATA", "text": "--text", "prompts": "--prompts"}  # options, and how they are written

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned
-from ..transformers.checkpoints.quantize.sizes import top_k
+from ..transformers.checkpoints.quantize.sizes import large_tables, room_for_experts, top_k
 
 # Share of the experts that is in memory -> share of a token's experts that is found there: owners' figures
 # for Qwen3-30B-A3B with a least recently used cache a layer. Those of gpt-oss-120b and of Qwen3.8 are near.
@@ -14,7 +14,6 @@ HITS = ((0.0, 0.0), (0.06, 0.37), (0.19, 0.74), (0.38, 0.89), (0.64, 0.96), (1.0
 DISK = 7e9  # bytes a second, of a Mac's SSD
 LAYER = 0.15e-3  # seconds of a layer beside reading
 _REACHED = 0.75  # part of the bandwidth of memory
-_BESIDE = 10**9  # bytes of memory for everything else
 
 
 class Residency(NamedTuple):
@@ -47,7 +46,7 @@ def hits_of(resident: float) -> float:
 
 
 def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Residency | None:
-    """Residency of a model in some bytes of memory; None for one that fits, or whose rest does not.
+    """Residency of a model in what the GPU may have; None for one that fits, or whose rest does not.
 
     Args:
         size: of `fit`: weights, token and of(module), in bytes.
@@ -55,12 +54,15 @@ def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Res
     """
     experts = experts_of(model)
     layers = [size.of(module) for module in experts.values()]
-    if not layers or size.weights <= limit:
+    if not layers:
         return None
-    memory = limit - (size.weights - sum(layers)) - _BESIDE
+    tables = sum(large_tables(model, limit, size.quantized).values())
+    memory = room_for_experts(model, size.weights, sum(layers), tables, limit)
+    if memory is None:
+        return None
     one = next(iter(experts.values()))
     count, chosen = one.down_proj.shape[0], top_k(one)
-    resident = (memory - 2 * max(layers)) / sum(layers)
+    resident = 1.0 if memory == sum(layers) else (memory - 2 * max(layers)) / sum(layers)
     if resident * count < chosen:
         return None
     read = (1 - hits_of(resident)) * sum(layers) * chosen / count

@@ -95,23 +95,6 @@ def written_whole(file: str) -> Iterator[None]:
         raise OSError(f"{file} cannot be written: {error.strerror or error}") from None
 
 
-def write_new(file: Path, text: str) -> None:
-    """Writes a file that does not exist, whole or not at all.
-
-    Raises: FileExistsError; OSError.
-    """
-    with open(file, "x"):  # the name is ours now
-        pass
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(file)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        file.unlink()
-        raise
-
-
 def write_json(file: str | None, found: dict[str, Any]) -> None:
     """Writes a command's results as JSON, with versions, and prints the file's name."""
     if file is None:

@@ -18,6 +18,8 @@ from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
 from ..transformers.checkpoints.gguf.file import check_file
 from ..transformers.checkpoints.layouts.files import check_files
+from ..transformers.checkpoints.on_disk import planned
+from ..transformers.checkpoints.quantize.recipe import ARGUMENTS
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
 from .processes import load_spread
@@ -195,6 +197,11 @@ def load_stored(
         own = {} if dtype is None else {"dtype": dtype}
         return load_spread(options, folder, **asked | own)
 
+    if asked.get("experts_memory") is not None and processes() == 1:
+        recipe = {name: asked[name] for name in ARGUMENTS if name in asked} or None
+        source = Source(folder, loading_options(options) | {"device_map": device})
+        plan = planned(source, recipe, asked["experts_memory"])
+        asked["experts_memory"] = None if plan is None else plan.memory
     on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried
     if options.dtype != "auto" or trains or processes() > 1 or on_disk:
         return loaded(None)

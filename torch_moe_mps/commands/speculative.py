@@ -15,7 +15,7 @@ from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..serving.speculative.drafting import Drafting
 from ..transformers.checkpoints.source import Source
-from ..transformers.modules.experts_on_disk import pools_of
+from ..transformers.modules.experts_on_disk import expert_pools
 from ..transformers.mtp.layers import has_mtp, recipe_of_last_layer
 from .arguments import NO_DRAFTS
 from .caches import KVCache, block_cache, kv_cache
@@ -32,7 +32,7 @@ def drafts_of(
     if options.speculative == NO_DRAFTS:
         return None
     if options.speculative is None:  # each draft token may need experts of its own from the disk
-        return None if pools_of(model) is not None else _by_default(model, prompts)
+        return None if expert_pools(model) is not None else _by_default(model, prompts)
     if options.speculative in (LOOKUP, MTP):
         return drafting_of(model, options.speculative, prompts, "--speculative")
     draft, draft_folder = _draft(options, model, device)
@@ -57,12 +57,9 @@ def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | No
     if options.speculative in (None, NO_DRAFTS, LOOKUP, MTP):
         return None
     source, model = skeleton_of(options, folder_of(options.speculative, weights=False))
-    return cache_beside(source.config, model, dtype, options.kv_bits)
-
-
-def cache_beside(config: Any, draft: Any, dtype: torch.dtype, kv_bits: int) -> KVCache | None:
-    """Bytes of the cache of a draft or an assistant with this config; None where none is known."""
-    return block_cache(config, dtype) if is_dflash(config) else kv_cache(draft.to(dtype), kv_bits)
+    if is_dflash(source.config):
+        return block_cache(source.config, dtype)
+    return kv_cache(model.to(dtype), options.kv_bits)
 
 
 def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, str]:

@@ -237,17 +237,9 @@ class ExpertsFile:
 
         Raises: ValueError where the file ends before; OSError.
         """
-        rest = [view for view in views if len(view)]
         offset = self._places.starts[layer] + expert * self.layers[layer].block + begin
-        while rest:
-            count = os.preadv(self._file, rest, offset)
-            if count == 0:
-                raise ValueError(f"{self._of(layer, expert)} is truncated")
-            offset += count
-            while rest and count >= len(rest[0]):
-                count -= len(rest.pop(0))
-            if rest:
-                rest[0] = rest[0][count:]
+        if not fill(self._file, views, offset):
+            raise ValueError(f"{self._of(layer, expert)} is truncated")
 
     def check(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
         """Compares an expert that was read as a whole with its checksum, the first time.
@@ -262,6 +254,21 @@ class ExpertsFile:
 
     def _of(self, layer: int, expert: int) -> str:
         return f"{self.path}: expert {expert} of {self.layers[layer].name}"
+
+
+def fill(file: int, views: Sequence[memoryview], offset: int) -> bool:
+    """Reads into views of bytes. Returns: False where the file ends before. Raises: OSError."""
+    rest = [view for view in views if len(view)]
+    while rest:
+        count = os.preadv(file, rest, offset)
+        if count == 0:
+            return False
+        offset += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][count:]
+    return True
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

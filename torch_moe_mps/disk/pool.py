@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._faults import Mark
-from ..ops.slots import host_view, register_pool
+from ..ops.slots import READ, host_view, register_pool
 from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
+from .stored import StoredExperts
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
-LIMIT = 20.0  # seconds, after which a disk is late
+TABLE_ROWS, TABLE_MEMORY = 1 << 16, 1 << 28  # rows and bytes of a table in memory, at most
+LIMIT = READ
 Views = Sequence[memoryview]
 
 
@@ -54,23 +56,30 @@ class Late(TimeoutError):
 
 
 class Reading:
-    """Reads of one expert that have begun.
+    """Reads of some experts that have begun.
 
     Attributes:
-        reads: a block is several of them.
+        reads: several of one expert, or one of several small experts.
     """
 
-    def __init__(self, reader: "Reader", layer: int, expert: int, views: Views):
-        self._reader, self._layer, self._expert, self._views = reader, layer, expert, views
-        self.reads: list[Future] = []
-        self._size = 0
-        for piece in _pieces(views):
-            read = reader.threads.submit(reader.file.read, layer, expert, piece, self._size)
-            self.reads.append(read)
-            self._size += sum(map(len, piece))
+    def __init__(self, reader: "Reader", layer: int, experts: Mapping[int, Views]):
+        self._reader, self._layer, self._experts = reader, layer, experts
+        self._size = sum(len(view) for views in experts.values() for view in views)
+        if len(experts) > 1:
+            self.reads = [reader.threads.submit(self._read)]
+            return
+        self.reads, begin = [], 0
+        for expert, views in experts.items():
+            for piece in _pieces(views):
+                self.reads.append(reader.threads.submit(reader.file.read, layer, expert, piece, begin))
+                begin += sum(map(len, piece))
+
+    def _read(self) -> None:
+        for expert, views in self._experts.items():
+            self._reader.file.read(self._layer, expert, views)
 
     def finish(self, until: float) -> None:
-        """Waits for the expert, until a time by the clock.
+        """Waits for the experts, until a time by the clock.
 
         Raises: OSError, ValueError for an expert that cannot be read, Late.
         """
@@ -79,14 +88,15 @@ class Reading:
             raise Late(f"{self._reader.file.path} was not read within {LIMIT:.0f} s")
         for read in done:
             read.result()
-        self._reader.file.check(self._layer, self._expert, self._views)
+        for expert, views in self._experts.items():
+            self._reader.file.check(self._layer, expert, views)
         self._reader.counters.bytes_read += self._size
 
 
 class Reader:
     """A file of experts, the threads that read it, and what they have read."""
 
-    def __init__(self, file: ExpertsFile):
+    def __init__(self, file: ExpertsFile | StoredExperts):
         self.file, self.counters = file, Counters()
         self.threads = ThreadPoolExecutor(DEPTH, "experts")
         self.callers = ThreadPoolExecutor(1, "slots of experts")  # the main thread calls them
@@ -172,31 +182,33 @@ class Pool:
             raise Late(f"{self.reader.file.path} was not read within {LIMIT:.0f} s")
         while len(self._free) < len(missing):
             self._free.append(self._slots.popitem(last=False)[1])
-        into = {expert: self._free.pop() for expert in missing}
-        readings = {
-            expert: Reading(self.reader, self.layer, expert, self._views[slot])
-            for expert, slot in into.items()
-        }
+        into = [(expert, self._free.pop()) for expert in missing]
+        together = max(1, min(PIECE // sum(self.about.sizes), -(-len(into) // DEPTH)))
+        readings = []
+        for first in range(0, len(into), together):
+            own = dict(into[first : first + together])
+            views = {expert: self._views[slot] for expert, slot in own.items()}
+            readings.append((own, Reading(self.reader, self.layer, views)))
         until, errors = time.monotonic() + LIMIT, []
-        for expert, slot in into.items():
+        for own, reading in readings:
             try:
-                readings[expert].finish(until)
+                reading.finish(until)
             except Exception as error:  # reads go on behind it
                 errors.append(error)
-                self._free_behind(readings[expert].reads, slot)
+                self._free_behind(reading.reads, [*own.values()])
             else:
-                self._slots[expert] = slot
+                self._slots.update(own)
         note_written(self.tensors.values())
         if errors:
             raise errors[0]
 
-    def _free_behind(self, reads: Sequence[Future], slot: int) -> None:
-        """Frees a slot once no read writes into it any more."""
+    def _free_behind(self, reads: Sequence[Future], slots: Sequence[int]) -> None:
+        """Frees slots once no read writes into them any more."""
         ended = itertools.count(1)  # counts for several threads
 
         def free(read: Future) -> None:
             if next(ended) == len(reads):
-                self._free.append(slot)
+                self._free.extend(slots)
 
         for read in reads:
             read.add_done_callback(free)
@@ -272,7 +284,7 @@ class Staging:
         views = views_of(self.tensors[layer].values(), pool.about.experts)
         with pool.lock:
             readings = [
-                Reading(pool.reader, layer, expert, views[expert])
+                Reading(pool.reader, pool.layer, {expert: views[expert]})
                 for expert in sorted(needed or range(pool.about.experts))
                 if not pool.copy(expert, views[expert])
             ]
@@ -302,7 +314,7 @@ def _laid_out(layer: Layer, memory: Tensor) -> dict[str, Tensor]:
 
 def least_memory(layers: Sequence[Layer], slots: int) -> int:
     """Bytes of so many slots in each layer, and of the staging that they need."""
-    staging = 2 * max(map(bytes_of_layer, layers)) if slots < most_experts(layers) else 0
+    staging = 2 * max((bytes_of_layer(layer) for layer in layers if layer.experts > slots), default=0)
     return staging + slots * sum(sum(layer.sizes) for layer in layers)
 
 
@@ -320,31 +332,46 @@ def slots_in(layers: Sequence[Layer], memory: int) -> int:
     )
 
 
+class Tables:
+    """Pools of the rows of tables, such as embeddings.
+
+    Args:
+        file: whose layers they are.
+    """
+
+    def __init__(self, file: ExpertsFile | StoredExperts, device: torch.device):
+        reader = Reader(file)
+        self.layers = [
+            Pool(reader, number, min(table.experts, TABLE_ROWS, TABLE_MEMORY // sum(table.sizes)), device)
+            for number, table in enumerate(file.layers)
+        ]
+        weakref.finalize(self, reader.close)
+
+
 class Pools:
     """The pools of a model.
 
     Args:
         file: of its experts.
-        slots: of each layer.
+        slots: of each layer that has more experts; the others need no pool.
 
     Attributes:
         counters: of all pools together.
         layers: the pools, in the order of the file.
-        staging: None where all experts have slots.
     """
 
-    def __init__(self, file: ExpertsFile, slots: int, device: torch.device):
+    def __init__(self, file: ExpertsFile | StoredExperts, slots: int, device: torch.device):
         reader = Reader(file)
         self.counters = reader.counters
         self.layers = [
-            Pool(reader, number, min(slots, layer.experts), device)
+            Pool(reader, number, slots, device)
             for number, layer in enumerate(file.layers)
+            if layer.experts > slots
         ]
-        self.staging = None if slots >= most_experts(file.layers) else Staging(self.layers, device)
+        self.staging = Staging(self.layers, device)
         weakref.finalize(self, _close, reader, self.staging)
 
 
-def _close(reader: Reader, staging: Staging | None) -> None:
-    if staging is not None:
-        staging.close()
+def _close(reader: Reader, staging: Staging) -> None:
+    staging.close()
     reader.close()

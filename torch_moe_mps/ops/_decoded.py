@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..macs import said
 from ._formats import QuantizedWeight
-from ._registry import PLAIN, nothing_between
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SAMPLES = 64  # elements, each perhaps a cache miss: 256 took a sixth of a product of 576 x 576 with a row
@@ -135,54 +134,6 @@ def kept(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Te
     if found is None or not found.is_current(changes((packed, scales, biases))):
         return None
     return found.values
-
-
-class _Read(NamedTuple):
-    """A weight that a model call has read: its tensors, its format, and weakly its values."""
-
-    weight: tuple[Tensor, Tensor, Tensor | None, str]
-    values: Callable[[], Tensor | None]
-
-
-# {model: {id of a weight's packed codes: record of its last call}}
-_READ: weakref.WeakKeyDictionary[Any, dict[int, _Read]] = weakref.WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def checked_at_once(model: Any) -> Iterator[None]:
-    """Context of a model call: weights read by its last call are checked before it, none inside.
-
-    Between products, whose weights take the processor's caches, a check costs several times as much.
-    """
-    if getattr(_here, "read", None) is not None or not nothing_between():
-        yield
-        return
-    before = _READ.get(model, {})
-    _here.read = {key: one for key, one in before.items() if kept(*one.weight) is not None}
-    try:
-        yield
-    finally:
-        if _here.read:
-            _READ[model] = _here.read
-        _here.read = None
-
-
-def kept_in_call(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Tensor | None:
-    """Cached values of a weight; None for tensor subclasses, and inside a torch mode.
-
-    They are checked once in a block of `checked_at_once`.
-    """
-    read = getattr(_here, "read", None)
-    if read is not None and (one := read.get(id(packed))) is not None:
-        of_packed, of_scales, of_biases, of_name = one.weight
-        if of_packed is packed and of_scales is scales and of_biases is biases and of_name == name:
-            return one.values()
-    if not all(tensor is None or type(tensor) in PLAIN for tensor in (packed, scales, biases)):
-        return None
-    values = kept(packed, scales, biases, name) if nothing_between() else None
-    if values is not None and read is not None:
-        read[id(packed)] = _Read((packed, scales, biases, name), weakref.ref(values))
-    return values
 
 
 def _decode(weight: QuantizedWeight) -> Tensor:

@@ -65,21 +65,6 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
     return Groups([*counts], [*counts.values()], torch.tensor(pairs, dtype=torch.int64, device=ids.device))
 
 
-# Rows for which MKL's float32 product with a weight that is stored as [N, C] is faster transposed, on two
-# threads of x86: `scripts/bench/bench_cpu.py --products` prints by how much. With fewer rows it is slower; it
-# gains nothing with one thread or in 16 bit, and loses where the weight is stored as [C, N].
-TRANSPOSED_ROWS = range(4, 9)
-
-
-def _product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """out = rows @ matrix."""
-    rows_first = matrix.stride(0) == 1 and rows.dtype == torch.float32 and torch.get_num_threads() > 1
-    if rows_first and len(rows) in TRANSPOSED_ROWS:
-        out.copy_(torch.mm(matrix.t(), rows.t()).t())
-    else:
-        torch.mm(rows, matrix, out=out)
-
-
 def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> Tensor:
     """rows + the bias of their experts, in float32; `rows` itself without a bias."""
     return rows if bias is None else rows + bias[ids.reshape(-1)[groups.pairs]].float()
@@ -105,7 +90,7 @@ class Product(NamedTuple):
         out = rows.new_empty(rows.shape[0], self.columns)
         parts = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
         for expert, part, result in parts:
-            _product(part, self.matrix(expert), result)
+            torch.mm(part, self.matrix(expert), out=result)
         return out
 
     def of(self, row: Tensor, expert: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ._activations import POINTWISE, Activation
 from ._checks import NAMED_DTYPES, Check, dtype_name, options_in
-from ._decoded import in_blocks, kept, kept_in_call
+from ._decoded import in_blocks, kept
 from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import PLAIN, Backward, operator
+from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import InputNorm
 
@@ -88,18 +88,6 @@ def _meta_linear_quantized(
     weight.check(check, "", (rows, columns), "N, C")
     _check_activated(check, activation, activated, factor, rows, columns)
     return x.new_empty(*x.shape[:-1], rows, dtype=x.dtype if dtype is None else NAMED_DTYPES[dtype])
-
-
-def product_by_kept_rows(
-    x: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
-) -> Tensor | None:
-    """Result of linear_quantized without a bias, in float32, where a call before has checked the weight and
-    its rows are kept decoded: one product, which goes through no dispatcher. None for any other call.
-    """
-    if type(x) not in PLAIN or x.dtype is not torch.float32:
-        return None
-    values = kept_in_call(packed, scales, biases, format)
-    return None if values is None or x.shape[-1:] != values.shape[1:] else F.linear(x, values)
 
 
 @operator(

@@ -28,8 +28,6 @@ GROUP_SCORES = ("top2_sum", "max")
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
 ROWS_PER_TILE = 64
-# Up to this many logits one stable sort on the CPU is faster than topk and the search for ties.
-SORTED_AT_MOST = 2048
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -39,19 +37,7 @@ def _finite(x: Tensor) -> Tensor:
 
 def _select(choice: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest values of each row, descending, ties to the lower id, as int64."""
-    if choice.numel() <= SORTED_AT_MOST:
-        return _sorted(choice)[..., :count]
-    # topk orders ties as it likes. They are rare: only rows with one at or above the last are done again.
-    values, ids = choice.topk(count, dim=-1)
-    tied = (choice >= values[..., -1:]).sum(-1) > count
-    tied |= (values[..., 1:] == values[..., :-1]).any(-1)
-    if tied.any():
-        ids[tied] = _sorted(choice[tied])[..., :count]
-    return ids
-
-
-def _sorted(choice: Tensor) -> Tensor:
-    return choice.sort(dim=-1, descending=True, stable=True).indices
+    return choice.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _divide_by_sum(weights: Tensor, eps: float = 0.0, minimum: float = 0.0) -> Tensor:

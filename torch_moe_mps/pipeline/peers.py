@@ -47,11 +47,7 @@ class Timeouts(NamedTuple):
 
 
 class Peers:
-    """All processes of the default process group, in the order of their ranks.
-
-    Attributes:
-        sent: {rank: [messages, bytes]} since the start.
-    """
+    """All processes of the default process group, in the order of their ranks."""
 
     def __init__(self, timeouts: Timeouts):
         self.timeouts = timeouts
@@ -68,7 +64,6 @@ class Peers:
         self.group = met[0]
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.hosts = [""] * self.size
-        self.sent = {rank: [0, 0] for rank in range(self.size)}
         self._number = next(_COUNT)  # the same in all processes
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._broken: str | None = None
@@ -127,8 +122,6 @@ class Peers:
             if part.numel():
                 with self._blames(to, limit or self.timeouts.decoding):
                     self._on_the_way[to].append((dist.isend(part, to, group=self.group), part))
-                self.sent[to][0] += 1
-                self.sent[to][1] += part.numel()
         self._first[0][to] = following
 
     def flush(self, to: int, limit: float | None = None) -> None:

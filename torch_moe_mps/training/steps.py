@@ -1,9 +1,6 @@
 """Adapter training over transformers' Trainer: batches, steps and checkpoints."""
 
-import hashlib
-import json
 import math
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +22,6 @@ from .examples import Example
 from .memory import Ranks
 
 _SHOWN = 100  # lines of progress, at most
-_MANIFEST = "manifest.json"  # names the checksum of each file of a checkpoint
 
 
 @dataclass
@@ -117,7 +113,7 @@ def held_out_loss(model: Any, examples: Sequence[Example], batch: int, pad: int)
 
 
 class _Shown(TrainerCallback):
-    """Prints the progress, writes manifests, and ends the training after a step when told to."""
+    """Prints the progress, and ends the training after a step when told to."""
 
     def __init__(self, show: Callable[[str], None]):
         self.show, self.is_told_to_end = show, False
@@ -130,9 +126,6 @@ class _Shown(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_told_to_end:
             control.should_save = control.should_training_stop = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        write_manifest(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in (logs or {}):
@@ -184,6 +177,7 @@ class Training:
                 "logging_steps": max(1, steps // _SHOWN),
                 "logging_nan_inf_filter": False,
                 "save_steps": plan.save_every,
+                "save_total_limit": 1,
                 "report_to": [],
                 "disable_tqdm": True,
                 "use_cpu": model.device.type == "cpu",
@@ -209,13 +203,12 @@ class Training:
     def run(self, resume: bool) -> bool:
         """Returns: whether all steps were taken.
 
-        Raises: ValueError for a loss that is not finite, and for a damaged checkpoint.
+        Raises: ValueError for a loss that is not finite.
         """
         checkpoint = last_checkpoint(self._folder) if resume else None
         if resume and checkpoint is None:
             self._shown.show(f"{self._folder} has no whole checkpoint: the training begins anew")
         if checkpoint is not None:
-            check_checkpoint(checkpoint)
             self.trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             if self.trainer.state.global_step >= self.trainer.args.max_steps:  # ended behind its last step
                 set_peft_model_state_dict(self.trainer.model, load_peft_weights(str(checkpoint)))
@@ -251,37 +244,7 @@ def _refuse_losses(came: str) -> NoReturn:
     raise ValueError(f"the loss must be finite, got {came}: a smaller --learning-rate may help")
 
 
-def write_manifest(checkpoint: Path) -> None:
-    """Writes the checksums of the files of a checkpoint, which is whole then, and removes older ones."""
-    sums = {file.name: _checksum(file) for file in sorted(checkpoint.iterdir()) if file.is_file()}
-    unfinished = checkpoint / f"{_MANIFEST}.unfinished"
-    unfinished.write_text(json.dumps(sums, indent=1))
-    unfinished.rename(checkpoint / _MANIFEST)
-    for older in checkpoint.parent.glob("checkpoint-*"):
-        if older != checkpoint:
-            shutil.rmtree(older)
-
-
 def last_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint that is whole, as its manifest is written last."""
-    whole = [file.parent for file in folder.glob(f"checkpoint-*/{_MANIFEST}")]
+    """The last checkpoint that is whole: Trainer writes its state behind all else."""
+    whole = [file.parent for file in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     return max(whole, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]), default=None)
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raises: ValueError that names a file that is missing or differs from what was written."""
-    manifest = folder / _MANIFEST
-    try:
-        sums = dict(json.loads(manifest.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{manifest} is damaged: {error}") from None
-    for name, written in sums.items():
-        if not (file := folder / name).is_file():
-            raise ValueError(f"{file} is missing: --resume needs each file of the checkpoint")
-        if _checksum(file) != written:
-            raise ValueError(f"{file} is damaged: it has another checksum than when it was written")
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()

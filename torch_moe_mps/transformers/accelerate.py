@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ from .basics.state import kv_bits_of, state_in, state_of
 from .basics.unmodified import refusal, said_of, why_unmodified
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
-from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, no_such_weight, requested_recipe
+from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
@@ -38,8 +38,6 @@ from .trials.memory import summary_since, trials_run
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
-# Steps that a model goes through before its modules are recognised; families fill it.
-PREPARED_BY: list[Callable[[nn.Module], None]] = []
 # {config: the implementation that it named when a model with it was accelerated}
 _BEFORE = WeakIdKeyDictionary()
 
@@ -66,8 +64,8 @@ def accelerate(
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
             needs bits.
         importance: with bits, an importance matrix that weighs quantisation errors: the result of
-            `collect_importance`, a file of it, or one of llama.cpp's llama-imatrix. It costs no
-            bytes and no time of the model. None quantises by MLX's rule.
+            `collect_importance`, or a file of it. It costs no bytes and no time of the model. None quantises
+            by MLX's rule.
         recipe: linear_bits, embedding_bits, keep and overrides, for weights that are quantised differently
             or not at all: see `requested_recipe`.
         kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
@@ -101,8 +99,7 @@ def accelerate(
     _require_known(recipe)
     report, before = Report(), trials_run()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
-    _require_layers_of(model, wanted)
-    weighed = given_importance("accelerate", importance, model, wanted is not None)
+    weighed = given_importance("accelerate", importance, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
     is_unmodified = False
     if _is_of_transformers(model):
@@ -164,8 +161,6 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
 
 
 def _replace_parts(model: nn.Module, report: Report) -> None:
-    for prepare in PREPARED_BY:
-        prepare(model)
     experts = _replace_experts(model, report)
     _replace_others(model, report, experts)
 
@@ -287,18 +282,6 @@ def _require_known(recipe: Collection[str]) -> None:
         if name not in ARGUMENTS:
             known = ", ".join(dict.fromkeys([*own, *ARGUMENTS]))
             raise TypeError(f"moe_mps::accelerate: arguments must be some of {known}, got {name!r}")
-
-
-def _require_layers_of(model: nn.Module, wanted: Recipe | None) -> None:
-    """Raises: ValueError for exceptions for MTP layers of a model whose checkpoint has none."""
-    if wanted is None or not (own := wanted.of_mtp()):
-        return
-    found: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
-    if found is None:
-        raise ValueError(no_such_weight(own[0]))
-    from .mtp.layers import check_exceptions, checkpoint_of
-
-    check_exceptions(checkpoint_of(found), found, wanted)
 
 
 def _other_experts(path: str, module: nn.Module) -> str | None:

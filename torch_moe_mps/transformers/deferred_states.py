@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .basics.state import original_class
-from .caches.cache import grow_cache
-from .caches.deferred_states import KINDS, AnyKind, can_defer, committed, deferred, states_of
+from .caches.deferred_states import KINDS, AnyKind, DeferredLayer, can_defer, committed, deferred, states_of
 from .caches.prompt_cache import new_cache
 from .caches.state import LayerState, copy_of_layer
 from .install import is_rewritten, run_as, runs_with_cache
@@ -181,7 +180,8 @@ def _result(replica: nn.Module, x: Tensor, cache: Any) -> Tensor:
     """All that a module returns for each token."""
     own = original_class(replica).forward
     arguments = needed_arguments(own, cache) | cache_argument(own, cache)
-    grow_cache(replica, (), arguments)
+    if isinstance(cache.layer, DeferredLayer):
+        cache.layer.show_uncommitted()
     result: Any = replica(x, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
     held = cache.states()  # returned by some, too

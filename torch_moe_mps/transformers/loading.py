@@ -17,17 +17,17 @@ from .attention.implementations import require_kv_bits
 from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
-from .checkpoints.gguf.quantizer import packing
-from .checkpoints.on_disk import OnDiskLoading
+from .checkpoints.gguf.file import checked_headers
+from .checkpoints.on_disk import OnDiskLoading, planned
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
-from .checkpoints.quantize.recipe import ARGUMENTS, Recipe, requested_recipe
+from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .checkpoints.quantize.streaming import one_by_one, threads_crash
 from .checkpoints.quantizer import Quantizer
 from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp.layers import check_exceptions, note_folder
+from .mtp.layers import note_folder
 from .self_check import allowed, working_kv_bits
 
 
@@ -72,6 +72,7 @@ def from_pretrained(
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         experts_memory: bytes, or a text such as "20GB": so much memory holds the experts that were needed
             last; the others are read from a file of them, which is written beside the checkpoint first.
+            "auto" does so where the model is larger than memory and that file is there or can be written.
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
@@ -94,7 +95,6 @@ def from_pretrained(
     if experts_memory is not None:
         _refuse_beside_experts_memory(importance=importance, distributed_config=part)
     source = Source(name, kwargs, model_class)
-    _check_drafting(recipe, source)
     kwargs |= _of_gguf(source, kwargs.get("dtype"))
     if part is not None:
         _require_no_text(importance)
@@ -104,15 +104,16 @@ def from_pretrained(
         )
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
-    if experts_memory is not None:
-        loading = OnDiskLoading(source, wanted, experts_memory)
+    plan = None if experts_memory is None else planned(source, wanted, experts_memory)
+    if plan is not None:
+        loading = OnDiskLoading(source, wanted, plan)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()
-        with one_by_one(alone), packing(), reading:
+        with one_by_one(alone), checked_headers(), reading:
             model, info = _read(source, kwargs)
         _check_complete(sorted(info["missing_keys"]))
         note_folder(model, source.folder)
@@ -145,12 +146,6 @@ def _refuse_beside_experts_memory(**others: Any) -> None:
         if value is not None:
             expected = "None where experts are on the disk (experts_memory)"
             raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}")
-
-
-def _check_drafting(recipe: Recipe | None, source: Source) -> None:
-    if recipe is not None and recipe.of_mtp():
-        source.check_files()  # downloads them
-        check_exceptions(source.folder, source.skeleton(), recipe)
 
 
 def _require_no_text(importance: Importance | str | os.PathLike | None) -> None:
@@ -216,7 +211,9 @@ def _with_quantization(
 ) -> dict[str, Any]:
     """Arguments of from_pretrained, with a quantization config if Quantizer reads the checkpoint."""
     quantization = source.quantization(asked, importance=importance)
-    if quantization is None or kwargs.get("quantization_config") is not None:
+    given = kwargs.get("quantization_config")
+    leaves = source.gguf is None or getattr(given, "dequantize", True)
+    if quantization is None or (given is not None and leaves):
         return kwargs
     if not source.stored:
         return kwargs | {"quantization_config": QuantizationConfig(**quantization)}

@@ -6,7 +6,6 @@ module first.
 """
 
 import importlib
-import pkgutil
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -14,12 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from torch_moe_mps_autoload import NAME, extend_when_imported
 
 from . import families
-from .accelerate import PREPARED_BY, accelerate
+from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
 from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.declared import GROWING_CLASSES
-from .caches.in_layers import OWN_CACHES
 from .caches.layers import FORGETS
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
@@ -36,21 +34,10 @@ FAMILIES = (
     "gemma4",
     "glm5_next",
     "gpt_oss",
-    "inkling",
-    "jetmoe",
-    "longcat_flash",
-    "minimax",
+    "inkling2",
     "minimax_m3",
     "qwen4_exp",
-    "zaya",
 )
-
-
-def _declared() -> list[Family]:
-    """Families whose folders exist; a removed folder drops out."""
-    folders = {folder.name for folder in pkgutil.iter_modules(families.__path__)}
-    names = (f"{families.__name__}.{name}" for name in FAMILIES if name in folders)
-    return [importlib.import_module(name).FAMILY for name in names]
 
 
 def _register_adapters() -> None:
@@ -86,11 +73,10 @@ MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
 FORGETS.append(_forgets)
-for family in _declared():
+for name in FAMILIES:
+    family: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY
     MODULE_RULES.extend(family.rules)
-    PREPARED_BY.extend(filter(None, [family.prepare]))
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
-    OWN_CACHES.extend(filter(None, [family.own_cache]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
     MASKS_CHOICES.extend(filter(None, [family.masks_choices]))

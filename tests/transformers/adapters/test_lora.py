@@ -12,7 +12,7 @@ import torch
 import transformers
 from peft.tuners.lora.model import LoraModel
 from safetensors.torch import load_file
-from support import mlx_models, tiny_models
+from support import tiny_models
 from support.gguf_files import write_file
 from support.models import eager, generate, output, prompt, tiny
 from torch import nn
@@ -127,25 +127,6 @@ def test_gradients_in_bfloat16(architecture):
     assert 1e-3 < own < 0.2 and errors(packed, right) <= 1.2 * own
 
 
-def test_after_from_pretrained(tmp_path):
-    """A dense checkpoint that is quantised while it is read."""
-    tiny("qwen3_moe").save_pretrained(tmp_path)
-    options = {"bits": 4, "group_size": 32, "linear_bits": 4, "device_map": "cpu"}
-    packed = torch_moe_mps.from_pretrained(tmp_path, **options)
-    dense = eager(tiny_models.dense_twin(tiny("qwen3_moe"), packed))
-    assert_same_gradients(adapted(packed), adapted(dense), prompt())
-
-
-def test_over_mlx(tmp_path):
-    model = mlx_models.tiny("qwen3_moe")
-
-    mlx_models.write(model, tmp_path, 4)
-    packed = mlx_models.load(tmp_path, type(model))
-    dense = eager(tiny_models.dense_twin(model, packed))
-    dense.load_state_dict(packed.state_dict(), strict=False)  # what MLX rounded, and stays dense here
-    assert_same_gradients(adapted(packed), adapted(dense), prompt())
-
-
 def test_over_gguf(tmp_path, monkeypatch):
     """With attention in float64 no gradient is further off than 8e-6; with torch's in float32 that of a
     query is, in the dense model, too."""
@@ -227,7 +208,7 @@ def test_several_are_switched_and_disabled():
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")  # xdist would import PEFT to show it
 @pytest.mark.parametrize("options", [{"r": 257}, {"lora_bias": True}])
-def test_what_the_operator_does_not_compute(options):
+def test_ranks_and_biases_beyond_the_operator_match_peft(options):
     """A rank above its bound, and a bias behind the second factor, are PEFT's own sums."""
     packed, dense = (
         adapted(model, target_modules=["q_proj", "o_proj"], **options) for model in both("llama")
@@ -272,7 +253,7 @@ class Losses(transformers.TrainerCallback):
         self.losses += [logs["loss"]] if "loss" in logs else []
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False], ids=["whole", "reentrant", "checkpointed"])
+@pytest.mark.parametrize("reentrant", [None, False], ids=["whole", "checkpointed"])
 def test_trainer(tmp_path, reentrant):
     """Steps of transformers' Trainer follow those of the dense model."""
     rows = torch.randint(1, 90, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()
@@ -313,10 +294,8 @@ def test_refused_options(option, message):
 
 WHOLE = [
     ({"modules_to_save": ["lm_head"]}, "lm_head"),
-    ({"modules_to_save": ["embed_tokens"]}, "model.embed_tokens"),
     ({"modules_to_save": ["mlp"]}, "model.layers.0.mlp"),
     ({"trainable_token_indices": [1, 2]}, "model.embed_tokens"),
-    ({"trainable_token_indices": {"lm_head": [1]}}, "lm_head"),
 ]
 
 

@@ -59,12 +59,11 @@ def test_models(simulated, name):
         assert latents_together(held.keys, held.values).shape[3] == held.keys.shape[3] + held.values.shape[3]
 
 
-@pytest.mark.parametrize("options", in_sweep([{"bits": 4}, {"mode": "mxfp4"}], [{"bits": 4}]), ids=str)
-def test_quantised_weights(simulated, options):
+def test_quantised_weights(simulated):
     """The rows of the quantised projection, where they lie: as if it expanded the latents."""
     with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
         model = tiny_model("deepseek_v3").to("mps")
-    report = torch_moe_mps.accelerate(model, group_size=32, **options)
+    report = torch_moe_mps.accelerate(model, 4, 32)
     assert "latents (heads_quantized)" in str(report)
     results = []
     launched = kernels(simulated, lambda: results.append(logits_of(model)))
@@ -153,12 +152,11 @@ def test_the_models_own_code_where_it_is_needed(simulated, model, monkeypatch):
     assert_as_before(simulated, ours, model, logits_of, absorbs=False)
 
 
-@pytest.mark.parametrize("bits", in_sweep([None, 4], [4]))
-def test_a_long_prompt_expands_some_heads_at_a_time(simulated, bits, monkeypatch):
+def test_a_long_prompt_expands_some_heads_at_a_time(simulated, monkeypatch):
     """The same results, in the memory of these heads' keys and values; in 8 bits, too."""
     with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32):
         model = tiny_model("deepseek_v3", head_dim=32).to("mps")
-    torch_moe_mps.accelerate(model, bits, 32 if bits else None, kv_bits=8)
+    torch_moe_mps.accelerate(model, 4, 32, kv_bits=8)
     ids = torch.randint(1, 90, (2, 140), generator=torch.Generator().manual_seed(0))
     results = []
     for most, calls in ((latents.MOST_BYTES, 1), (2 * 2 * 140 * (8 + 32 + 8) * 4, 2), (1, 4)):

@@ -22,8 +22,8 @@ from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
-# They give no logits of text.
-OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
+# They give no logits of text, or insist on a cache of their own.
+OTHERS = {"diffusion_gemma", "minimax", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
 # Caches without rows that could come and go.
 REFUSED = {"unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer cannot be batched"}
 ARCHITECTURES = sorted(
@@ -334,10 +334,10 @@ def test_a_row_that_loses_more_moves_as_many_tokens():
 
 # Models whose states lag, by how these take tokens in: the delta rule, a decay for each channel, Mamba-2, a
 # convolution alone, Mamba-2 beside keys, and a convolution and values beside keys.
-LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "zamba2", "zaya")
+LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "zamba2")
 
 
-@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("lfm2_moe", "zaya")))
+@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("lfm2_moe",)))
 @torch.no_grad()
 def test_a_rollback_moves_no_state(architecture):
     """Nor does what comes before and behind it: of a row that loses more, keys move alone.
@@ -367,7 +367,7 @@ def test_a_rollback_moves_no_state(architecture):
     batch.step()
 
 
-@pytest.mark.parametrize("architecture", in_sweep((*LAGGING, "inkling"), ("qwen3_next",)))
+@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("qwen3_next",)))
 @torch.no_grad()
 def test_a_row_alone_has_taken_its_tokens_in(architecture):
     """Some are pending in rows that lag: the copy of one is a plain cache, and the rows go on."""

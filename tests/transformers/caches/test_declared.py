@@ -5,7 +5,6 @@ import torch
 from support import tiny_models
 from support.models import eager
 from support.sweep import in_sweep
-from transformers import StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import torch_moe_mps
@@ -18,11 +17,10 @@ OFTEN = ("deepseek_v4", "gpt_oss", "qwen4_exp", "minimax_m3_vl", "jamba", "unlim
 # They give no logits of text.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
 ARCHITECTURES = sorted({*tiny_models.architectures(), "mamba2"} - OTHERS)
-STATIC = ("qwen3_moe", "gpt_oss", "deepseek_v32", "jamba")
 BATCH = 5  # no other size of these models: positions of text, height and width are 3
 
 
-def caches_of(architecture: str, is_accelerated: bool, is_static: bool):
+def caches_of(architecture: str, is_accelerated: bool):
     """A cache of some tokens, and one of a token more."""
     model = eager(tiny_models.tiny_model(architecture))
     if is_accelerated:
@@ -30,8 +28,7 @@ def caches_of(architecture: str, is_accelerated: bool, is_static: bool):
     if not takes_layers(model):
         pytest.skip("its states are in no cache")
     for tokens in (21, 22):
-        config = model.config.get_text_config(decoder=True)
-        cache = StaticCache(config=config, max_cache_len=64) if is_static else new_cache(model)
+        cache = new_cache(model)
         ids = torch.randint(2, 90, (BATCH, tokens), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             for part in ids.split((20, *[1] * (tokens - 20)), 1):
@@ -44,7 +41,7 @@ def caches_of(architecture: str, is_accelerated: bool, is_static: bool):
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, OFTEN))
 def test_all_that_layers_hold_is_declared(architecture, is_accelerated):
     """Names by name; of a token more, the axis of tokens of a tensor alone may be longer."""
-    first, second = caches_of(architecture, is_accelerated, False)
+    first, second = caches_of(architecture, is_accelerated)
     for layer, longer in zip(first.layers, second.layers, strict=True):
         held = declaration_of(type(layer))
         assert {*vars(layer)} <= {*held.names}, type(layer).__name__
@@ -58,13 +55,6 @@ def test_all_that_layers_hold_is_declared(architecture, is_accelerated):
             if time is not None:
                 shapes[1][time] = shapes[0][time]
             assert shapes[0] == shapes[1], name
-
-
-@pytest.mark.parametrize("architecture", in_sweep(STATIC, ("jamba",)))
-def test_all_that_static_layers_hold_is_declared(architecture):
-    for cache in caches_of(architecture, False, True):
-        for layer in cache.layers:
-            assert {*vars(layer)} <= {*declaration_of(type(layer)).names}, type(layer).__name__
 
 
 def test_a_class_of_somebody_else_is_not_declared():

@@ -5,13 +5,13 @@ import time
 
 import pytest
 import torch
-from support.models import Conversation, generate, prompt, tiny
+from support.models import Conversation, generate, in_parts, prompt, tiny
 from torch import nn
 
 from torch_moe_mps import _environment, from_pretrained
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.checkpoints import on_disk
-from torch_moe_mps.transformers.modules.experts_on_disk import pools_of
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 SLOTS = 3  # of 8 experts, 2 of which a token needs
 FORMATS = pytest.mark.parametrize("format", [{}, {"bits": 4, "group_size": 32}], ids=["dense", "4 bit"])
@@ -45,7 +45,47 @@ def test_the_tokens_of_the_resident_model(simulated, load, format):
         expected, logits = a.tokens(6), b.tokens(6)
     assert all(map(torch.equal, expected, logits))
     assert is_captured(resident) and is_captured(model)
-    assert pools_of(model).counters.misses > 0
+    assert expert_pools(model).counters.misses > 0
+
+
+@pytest.mark.slow("loads two models")
+def test_dense_matrices_whose_inputs_come_first(simulated, load, tmp_path):
+    """They lie as the kernels read them, in slots and in staging: no call copies them."""
+    tiny("gpt_oss", dtype=torch.float16).save_pretrained(tmp_path)
+    resident, model = load(), load(experts_memory="1GB")
+    with torch.no_grad():
+        a, b = Conversation(resident), Conversation(model)
+        assert torch.equal(a.token, b.token) and all(map(torch.equal, a.tokens(2), b.tokens(2)))
+    experts = model.model.layers[1].mlp.experts
+    for matrix in (experts.gate_up_proj, experts.down_proj):
+        assert len(matrix) == SLOTS and matrix.mT.is_contiguous() and not matrix.is_contiguous()
+    staged = expert_pools(model).staging.tensors[1]["gate_up_proj"]
+    assert staged.is_contiguous() and staged.shape[1:] == experts.gate_up_proj.mT.shape[1:]
+    with pytest.raises(ValueError, match=r"experts\.moe_mps has its experts for another device: remove it"):
+        from_pretrained(str(tmp_path), experts_memory="1GB")
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+def test_events_of_a_token(simulated, load, tmp_path, monkeypatch):
+    """One signal and one wait in each layer; none where the memory holds all experts."""
+
+    def events(model: nn.Module) -> list[int]:
+        with torch.no_grad():
+            talk = Conversation(model)
+            talk.tokens(2)
+            torch.mps.synchronize()
+            with simulated.trace() as commands:
+                talk.tokens(1)
+        assert is_captured(model)
+        return [commands.count(name) for name in ("signal event", "wait for event")]
+
+    some = load(experts_memory="1GB")
+    monkeypatch.undo()
+    monkeypatch.setenv(_environment.CAPTURE, "1")
+    (tmp_path / on_disk.NAME).unlink()
+    whole = load(experts_memory="1GB")
+    assert expert_pools(whole) is None and not (tmp_path / on_disk.NAME).exists()
+    assert events(whole) == [0, 0] and events(some) == [2, 2]
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")
@@ -64,7 +104,23 @@ def test_a_step_ahead(simulated, load, monkeypatch):
     for schedule in range(3):
         simulated.set_schedule(schedule)
         assert torch.equal(generate(model, ids), expected)
-    assert is_captured(model) and pools_of(model).counters.misses > 0
+    assert is_captured(model) and expert_pools(model).counters.misses > 0
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+def test_calls_that_need_more_experts_than_slots(simulated, tmp_path, monkeypatch):
+    """They run module by module, as their layers are read beside the pools; one token is captured still."""
+    tiny("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path)  # two have the same memory
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: SLOTS)
+    resident, model = (
+        from_pretrained(str(tmp_path), device_map="cpu", **options)
+        for options in ({}, {"experts_memory": "1GB"})
+    )
+    for rows, tokens in ((1, 4), (3, 1), (1, 1)):
+        ids = prompt(rows, 5 + 6 * tokens)
+        expected, logits = (in_parts(each, ids, *[tokens] * 6)[0] for each in (resident, model))
+        assert all(map(torch.equal, expected, logits)), (rows, tokens)
+    assert is_captured(model)
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from support.launches import AttentionIsOne, Launches, model_on_mps, prompted
 from support.models import eager
-from support.tiny_models import tiny_model
 
 import torch_moe_mps
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -66,7 +65,6 @@ def per_layer(model, count: Callable) -> Counter[str]:
 
 def test_of_a_layer(simulated):
     """Qwen3-MoE, one token, everything in 4 bit. More calls in Python need a reason."""
-    torch_moe_mps.accelerate(tiny_model("inkling"))  # whose function is around all models' attention
     own, model = (eager(model_on_mps("qwen3_moe")) for _ in range(2))
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     with torch.no_grad(), simulated.dropped():

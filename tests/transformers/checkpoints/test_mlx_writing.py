@@ -1,19 +1,14 @@
 """Models written for MLX: mlx-lm reads them, and has the same logits."""
 
-import importlib
 import json
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from support import mlx_models, tiny_models
-from support.checkpoints import changed
 from support.models import assert_close, output, prompt
-from support.mtp import with_mtp
-from support.sweep import covering, in_sweep, rows_in_sweep
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -21,9 +16,6 @@ from torch_moe_mps.transformers.basics.interface import is_experts, is_quantized
 from torch_moe_mps.transformers.checkpoints.mlx.older_keys import with_older_keys
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer, formats_in
-from torch_moe_mps.transformers.mtp import layers as mtp
-from torch_moe_mps.transformers.mtp.layers import has_mtp
-from torch_moe_mps.transformers.mtp.steps import mtp_steps
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -263,70 +255,3 @@ def test_other_architectures_are_one_line(tmp_path, refused):
     error = refused("convert", tmp_path / "dense", tmp_path / "mlx", "--to", "mlx", progress=True)
     assert "model_type must be one of afmoe, " in error and "got flex_olmo" in error
     assert not (tmp_path / "mlx").exists()
-
-
-# Whether mlx-lm ignores the tensors of MTP layers, or refuses them.
-DRAFTING = [("glm4_moe", True), ("mellum", False), ("qwen3_5_moe", True)]
-DRAFTING += [("qwen3_5", True), ("qwen3_next", False), ("deepseek_v3", False)]
-
-
-@pytest.mark.slow("converts twice, and mlx-lm loads it")
-@pytest.mark.parametrize(("architecture", "is_kept"), rows_in_sweep(DRAFTING, DRAFTING[:3]))
-def test_mtp_layers_are_written_where_mlx_lm_ignores_them(architecture, is_kept, tmp_path, capsys):
-    """mlx-lm's strict load takes the file, with the model's logits; drafts are those of our own layout."""
-    dense = tmp_path / "dense"
-    with tiny_models.sizes(**mlx_models.SIZES), with_mtp(architecture, dense):
-        with changed(dense / "config.json") as config:
-            own = {"model_type": config["model_type"]}
-            own |= {"num_experts": 0} if architecture == "qwen3_5" else {}
-            config |= mlx_models.with_older_keys(config) | own
-        capsys.readouterr()
-        convert(tmp_path, "dense", "mlx", "--group-size", 32, "--json", tmp_path / "plan.json")
-        said = capsys.readouterr().err
-        loaded = mlx_models.load(tmp_path)
-        assert_mlx_computes_the_same(loaded, mlx_models.read(tmp_path / "mlx"))
-        assert ("MTP layers are left out: " in said) != is_kept == has_mtp(loaded)
-        if not is_kept:
-            return
-        size = sum(tensor.nbytes for tensor in load_file(tmp_path / "mlx" / "model.safetensors").values())
-        assert json.loads((tmp_path / "plan.json").read_text())["after"] == pytest.approx(size, rel=2e-3)
-        assert main([*map(str, ("convert", dense, tmp_path / "own", "--group-size", 32))]) == 0
-        own = torch_moe_mps.from_pretrained(tmp_path / "own", dtype=torch.float32)
-        (ours,), (expected,) = mtp_steps(loaded), mtp_steps(own)
-        found, other = (step.layers.layers.state_dict() for step in (ours, expected))
-        assert found.keys() == other.keys() and all(torch.equal(found[n], t) for n, t in other.items())
-        assert words_of_mlx(dense, "eh_proj", "fc") == found["0.eh_proj.packed"].flatten().tolist()
-        assert main([*map(str, ("convert", tmp_path / "mlx", tmp_path / "again", "--group-size", 32))]) == 0
-        again = torch_moe_mps.from_pretrained(tmp_path / "again", dtype=torch.float32)
-        third = mtp_steps(again)[0].layers.layers.state_dict()
-        assert all(torch.equal(third[n], t) for n, t in other.items())
-
-
-def words_of_mlx(folder, *names: str) -> list[int]:
-    """Words of the matrix of one of these names, as MLX quantises it in 4 bits."""
-    import mlx.core as mx
-
-    tensors = load_file(folder / "model.safetensors")
-    (weight,) = (t for n, t in tensors.items() if n.split(".")[-2] in names)
-    words = mx.quantize(mx.array(weight.numpy()), 32, 4)[0]
-    return torch.tensor(np.array(words).view("int32")).flatten().tolist()
-
-
-@pytest.mark.parametrize(
-    ("architecture", "module", "layers", "is_kept"),
-    [
-        ("deepseek_v3", "deepseek_v3", 61, True),
-        ("deepseek_v3", "deepseek_v3", 30, False),
-        ("bailing_hybrid", "bailing_moe_v3", 2, True),
-    ],
-)
-def test_what_mlx_lm_ignores_is_kept(architecture, module, layers, is_kept):
-    """Of DeepSeek-V3 it is the layer behind 61 ones."""
-    name = f"model.layers.{layers}.eh_proj.weight"
-    sizes = {"num_hidden_layers": layers, "n_routed_experts": 0, "first_k_dense_replace": layers}
-    theirs = SimpleNamespace(args=SimpleNamespace(tie_word_embeddings=False, **sizes))
-    left = importlib.import_module(f"mlx_lm.models.{module}").Model.sanitize(theirs, {name: 0})
-    with torch.device("meta"):
-        model = tiny_models.tiny_model(architecture, num_hidden_layers=layers, num_mtp_layers=1)
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}.*"]
-    assert (mtp._refused_by_mlx(model) is None) == (name not in left) == is_kept

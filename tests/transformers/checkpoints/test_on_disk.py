@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import peft
@@ -18,9 +19,14 @@ from torch_moe_mps import from_pretrained
 from torch_moe_mps._text import bytes_in
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
+from torch_moe_mps.disk.stored import StoredExperts
 from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
 from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 from torch_moe_mps.transformers.checkpoints import on_disk
+from torch_moe_mps.transformers.checkpoints.quantize import sizes
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import LARGEST_CHUNK, prompt_bytes, total_bytes
+from torch_moe_mps.transformers.checkpoints.source import Source
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 BITS = {"bits": 4, "group_size": 32}
 
@@ -65,6 +71,8 @@ CHECKPOINTS = {
     "while read": (in_safetensors("deepseek_v3", num_hidden_layers=3), BITS),
     "with biases": (in_safetensors("gpt_oss"), {"bits": 8, "group_size": 32}),
     "ours": (of_ours, {}),
+    "stacked": (in_safetensors("gpt_oss"), {}),
+    "ours in another dtype": (of_ours, {"dtype": torch.float16}),
     "requantised": (of_ours, {"bits": 2, "group_size": 32}),
     "mlx": (of_mlx, {}),
     "gguf": (of_gguf, {"device_map": "cpu"}),
@@ -79,10 +87,6 @@ def few_slots(monkeypatch):
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
 
 
-def pools(model):
-    return next(vars(experts)[ON_DISK].pools for experts in experts_of(model).values())
-
-
 def same_answers(resident, model, tokens: int = 3) -> None:
     """The logits of a prompt and of tokens one by one."""
     a, b = Conversation(resident), Conversation(model)
@@ -93,16 +97,21 @@ def same_answers(resident, model, tokens: int = 3) -> None:
 
 
 @pytest.mark.slow("loads two models")
-@pytest.mark.parametrize("name", in_sweep([*CHECKPOINTS], ["fp8", "ours", "with biases", "mlx"]))
+@pytest.mark.parametrize(
+    "name", in_sweep([*CHECKPOINTS], ["fp8", "mxfp4", "with biases", "ours in another dtype"])
+)
 def test_the_resident_model(name, tmp_path, few_slots):
     write, options = CHECKPOINTS[name]
     if name == "mlx":
         pytest.importorskip("mlx_lm")
     path = write(tmp_path / "model")
     model = from_pretrained(path, experts_memory="1GB", **options)
+    own_files = name in ("ours", "mxfp4", "stacked", "ours in another dtype")
+    assert isinstance(expert_pools(model).layers[0].reader.file, StoredExperts) == own_files
+    assert own_files == (not [*tmp_path.rglob(f"*{on_disk.NAME}")])
     with torch.no_grad():
         same_answers(from_pretrained(path, **options), model)
-    counters, layers = pools(model).counters, len(experts_of(model))
+    counters, layers = expert_pools(model).counters, len(experts_of(model))
     assert all(
         len(experts.down_proj) == 3 for experts in experts_of(model).values() if hasattr(experts, "down_proj")
     )
@@ -119,7 +128,8 @@ def folder(tmp_path_factory):
     """A checkpoint of 6 layers, whose experts are written."""
     folder = tmp_path_factory.mktemp("six") / "model"
     in_safetensors("qwen3_moe", num_hidden_layers=6)(folder)
-    load(folder, experts_memory="10MB")
+    source = Source(str(folder), {})
+    on_disk.experts_file(source, None, on_disk.layers_of(on_disk.placed(source, None)))
     return folder
 
 
@@ -129,18 +139,79 @@ def memory(folder):
     return least_memory(ExpertsFile(folder / on_disk.NAME).layers, 3)
 
 
-@pytest.mark.slow("loads two models")
-def test_a_memory_that_holds_all_reads_each_expert_once(folder):
-    model, resident = load(folder, experts_memory="10MB"), load(folder)
+def whole(folder: Path) -> int:
+    """Bytes of all experts."""
+    return least_memory(ExpertsFile(folder / on_disk.NAME).layers, 8)
+
+
+def test_a_memory_that_holds_all_is_the_resident_model(folder, tmp_path, monkeypatch):
+    """No pool, no file, nothing that the host is asked for, and nothing that is refused."""
+    monkeypatch.setattr(on_disk, "written", None)
+    in_safetensors("qwen3_moe", num_hidden_layers=6)(tmp_path)
+    model = load(tmp_path, experts_memory=whole(folder))
+    assert (
+        expert_pools(model) is None
+        and expert_pools(load(folder, experts_memory=whole(folder) - 1)) is not None
+    )
+    copy.deepcopy(model)
+
+
+@pytest.fixture
+def limited(folder, monkeypatch):
+    """Sets the memory for models to what the model needs and some more bytes."""
+    model = on_disk.placed(Source(str(folder), {}), None)
+    needed = prompt_bytes(model, LARGEST_CHUNK) + total_bytes(model)
+    monkeypatch.setattr(sizes, "_BESIDE", 0)
+    return lambda more: monkeypatch.setattr(on_disk, "memory_for_models", lambda on_gpu: needed + more)
+
+
+@pytest.mark.slow("loads three models")
+def test_auto(folder, limited, capsys):
+    """Experts are on the disk where the model is larger than memory by a byte."""
+    limited(0)
+    resident = load(folder, experts_memory="auto")
+    assert expert_pools(resident) is None
+    assert "experts_memory auto: all experts are in memory: 0.00 GB of weights" in capsys.readouterr().err
+    limited(-1)
+    model = load(folder, experts_memory="auto")
+    assert {pool.size for pool in expert_pools(model).layers} == {5}
+    said = capsys.readouterr().err
+    assert (
+        said.count("torch_moe_mps") == 1 and "GB of experts are in memory, the others on the disk: " in said
+    )
     with torch.no_grad():
-        same_answers(resident, model, 4)
-    assert pools(model).staging is None
-    assert pools(model).counters.misses <= 6 * 8
+        same_answers(resident, model, 1)
+
+
+def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, monkeypatch, capsys):
+    def is_resident(why: str, path: Path = folder) -> None:
+        capsys.readouterr()
+        assert on_disk.planned(Source(str(path), {}), None, "auto") is None
+        assert why in (said := capsys.readouterr().err) and said.count("\n") == 1
+
+    in_safetensors("llama")(tmp_path / "llama")
+    limited(-1)
+    is_resident("LlamaForCausalLM has no experts", tmp_path / "llama")
+    limited(-whole(folder))
+    is_resident("those of a token do not fit beside the rest")
+    limited(-1)
+    in_safetensors("qwen3_moe", num_hidden_layers=6)(tmp_path / "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        is_resident(f"but {tmp_path / 'new'} cannot be written", tmp_path / "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
+        is_resident("new has no 0.00 GB of free space", tmp_path / "new")
+    shutil.copyfile(folder / on_disk.NAME, tmp_path / "new" / on_disk.NAME)
+    (tmp_path / "new" / on_disk.NAME).write_bytes(b"0")
+    is_resident("experts.moe_mps is truncated or not a file of experts", tmp_path / "new")
 
 
 def test_what_is_refused(folder, tmp_path, monkeypatch):
     for memory in ("20 geese", "", 0, -1, True, "0GB"):
-        with pytest.raises(ValueError, match='experts_memory must be bytes, or a text such as "20GB", got'):
+        with pytest.raises(
+            ValueError, match='experts_memory must be bytes, a text such as "20GB", or "auto", got'
+        ):
             load(folder, experts_memory=memory)
     with pytest.raises(
         ValueError, match=r"experts_memory must be at least .* GB, for a token's 2 experts, got 1e-05 GB"
@@ -151,7 +222,7 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"experts\.moe_mps has the experts of another checkpoint or format: remove it"
     ):
-        load(folder, experts_memory="1GB", **BITS)
+        load(folder, experts_memory=3 * whole(folder) // 10, **BITS)
     with pytest.raises(ValueError, match="distributed_config must be None where experts are on the disk"):
         load(folder, experts_memory="1GB", part=lambda source, alike: None)
     in_safetensors("llama")(tmp_path / "llama")
@@ -208,7 +279,7 @@ def test_a_cached_prefix_is_of_the_file(folder, memory):
     before = fingerprint(model)
     with torch.no_grad():
         model(prompt())
-    assert fingerprint(model) == before == fingerprint(load(folder, experts_memory="10MB"))
+    assert fingerprint(model) == before == fingerprint(load(folder, experts_memory=memory + 10**5))
     for experts in experts_of(model).values():
         vars(experts)[ON_DISK].key = "other"
     assert fingerprint(model) != before
@@ -234,19 +305,19 @@ def test_an_error_of_the_disk_ends_one_call(folder, memory, monkeypatch):
 def test_a_batch_whose_tokens_need_more_than_the_slots(folder, memory):
     """The experts that its tokens need are read beside the pools, and no others."""
     model, resident = load(folder, experts_memory=memory), load(folder)
-    assert pools(model).layers[0].size == 3
+    assert expert_pools(model).layers[0].size == 3
     ids = prompt(3, 1)
     with torch.no_grad():
         assert same(resident(ids).logits, model(ids).logits)
-    counters = pools(model).counters
-    assert counters.bytes_read < 6 * 6 * sum(pools(model).layers[0].about.sizes) + 1
+    counters = expert_pools(model).counters
+    assert counters.bytes_read < 6 * 6 * sum(expert_pools(model).layers[0].about.sizes) + 1
 
 
 def test_the_file_is_written_once(folder, memory, monkeypatch):
     """And has each format of a model's experts."""
     monkeypatch.setattr(on_disk, "written", None)
     load(folder, experts_memory=memory)
-    file = pools(load(folder, experts_memory=memory)).layers[0].reader.file
+    file = expert_pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
     assert file.path == folder / on_disk.NAME and file.layers[0].about == {"formats": []}
 
@@ -279,7 +350,7 @@ KILLED = """
             for name in ("pwrite", "ftruncate", "fsync", "rename", "unlink"):
                 setattr(os, name, at_last(getattr(os, name)))
             try:
-                from_pretrained(str(folder), experts_memory="1GB", device_map="cpu")
+                from_pretrained(str(folder), experts_memory=550_000, device_map="cpu")
             finally:
                 os._exit(sys.exc_info()[0] is not None)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -302,7 +373,7 @@ KILLED = """
 @pytest.mark.parametrize("step", in_sweep((1, 17), (17,)))
 def test_a_process_that_is_killed_while_it_writes(step, tmp_path):
     """By SIGKILL: half of a file is never taken for one, and the next process writes the same bytes."""
-    in_safetensors("qwen3_moe")(tmp_path / "model")
+    in_safetensors("qwen3_moe", num_hidden_layers=3)(tmp_path / "model")  # 590 kB of experts
     assert int(processes.forked(KILLED, tmp_path / "model", step)) > 40
 
 

@@ -415,10 +415,10 @@ def test_a_file_outside_of_the_folder_is_an_error(name, by, tmp_path):
     assert str(error.value) == f"{listing} names {name}, which is outside of the folder"
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3", "gemma4", "ernie4_5_moe"])
-def test_more_experts_a_token_than_a_layer_has_are_an_error(architecture, tmp_path):
+@pytest.mark.parametrize("architecture", ["gemma4", "ernie4_5_moe"])
+def test_rejects_more_experts_a_token_than_a_layer_has(architecture, tmp_path):
     tiny(architecture).save_pretrained(tmp_path)
-    name = {"gemma4": "top_k_experts", "ernie4_5_moe": "moe_k"}.get(architecture, "num_experts_per_tok")
+    name = {"gemma4": "top_k_experts", "ernie4_5_moe": "moe_k"}[architecture]
     with changed(tmp_path / "config.json") as content:
         content.get("text_config", content)[name] = 9
     expected = f"^moe_mps::from_pretrained: {name} must be at most 8, the experts of a layer, got 9$"

@@ -136,8 +136,6 @@ def logits_of(model):
     [
         ("write_cache_quantized", "write_cache_quantized_", False),
         pytest.param("attention8_64_affine8", "attention", True, marks=pytest.mark.sweep),
-        pytest.param("write_cache_quantized", "write_cache_quantized_", True, marks=pytest.mark.sweep),
-        pytest.param("attention8_64_affine8", "attention", False, marks=pytest.mark.sweep),
     ],
 )
 def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(

@@ -24,14 +24,12 @@ LAGGING = {
     "bamba": {0: MAMBA},
     "glm5_next": {0: CHANNELS},
     "granitemoehybrid": {0: MAMBA},
-    "inkling": {0: None, 1: None},
     "falcon_mamba": {0: SELECTIVE, 1: SELECTIVE},
     "jamba": {0: SELECTIVE},
     "kimi_linear": {0: CHANNELS},
     "lfm2": {0: None},
     "lfm2_moe": {0: None},
     "lfm3": {0: None},
-    "minimax": {1: Kind(delta=False)},
     "mamba": {0: SELECTIVE, 1: SELECTIVE},
     "mamba2": {0: MAMBA, 1: MAMBA},
     "nemotron_h": {0: MAMBA},
@@ -40,7 +38,6 @@ LAGGING = {
     "qwen3_next": {0: RULE},
     "qwen4_exp": {0: RULE},
     "zamba2": {0: MAMBA, 1: MAMBA},  # of which the second beside keys
-    "zaya": {0: None, 1: None},  # beside keys
 }
 
 # Those whose classes have the sizes of a published model by default.
@@ -61,7 +58,7 @@ def model_of(architecture: str):
     "architecture",
     in_sweep(
         LAGGING,
-        ("inkling", "jamba", "lfm2_moe", "qwen3_next", "kimi_linear", "zamba2", "zaya"),
+        ("jamba", "lfm2_moe", "qwen3_next", "kimi_linear", "zamba2"),
     ),
 )
 def test_layers_whose_states_take_tokens_in_may(architecture):

@@ -1,82 +1,24 @@
-"""Attention with a bias of relative positions, as in Inkling: no element for each pair of tokens."""
+"""Attention with a bias of relative positions, as in Inkling 2: no element for each pair of tokens."""
 
 import pytest
 import torch
 from support import tiny_models
 from support.models import edit_forward, in_parts
-from support.processes import forked
 from support.sweep import in_sweep
 from torch import nn
-from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.inkling2 import Inkling2TextConfig, modeling_inkling2
 
 import torch_moe_mps
-from torch_moe_mps.transformers.families.inkling import relative_bias
-from torch_moe_mps.transformers.families.inkling.relative_bias import BiasOfStates, makes_relative_bias
+from torch_moe_mps.transformers.families.inkling2 import relative_bias
+from torch_moe_mps.transformers.families.inkling2.relative_bias import BiasOfStates, makes_relative_bias
 from torch_moe_mps.transformers.install import rewrite
 
-
-def module(cls=InklingRelativeLogits) -> nn.Module:
-    made = cls(3, 6)
-    nn.init.normal_(made.proj)
-    return made.eval()
-
-
-class KeepsTheLast(InklingRelativeLogits):
-    """Beyond the extent, the bias of its last distance."""
-
-    def forward(self, relative_states, query_positions, key_positions):
-        logits = (relative_states @ self.proj).transpose(1, 2)
-        distance = (query_positions[:, None] - key_positions[None, :])[None, None]
-        place = distance.clamp(0, self.rel_extent - 1).expand(*logits.shape[:2], -1, -1)
-        return logits.gather(-1, place).masked_fill(distance < 0, 0.0)
-
-
-@torch.no_grad()
-def test_elements():
-    """Those of the module's code, whatever is done to them; those by distance are the same numbers."""
-    own, ours = module(), module()
-    ours.load_state_dict(own.state_dict())
-    rewrite(ours)
-    states, queries, keys = torch.randn(2, 5, 4, 3), torch.arange(7, 12), torch.arange(2, 12)
-    tau = torch.rand(5).view(1, 1, -1, 1)
-
-    def scaled(bias):
-        return (bias.to(torch.float64) * tau * 0.5).to(torch.float32)
-
-    made = ours(states, queries, keys)
-    assert type(made) is BiasOfStates and type(scaled(made)) is BiasOfStates
-    for bias, expected in (
-        (made, own(states, queries, keys)),
-        (scaled(made), scaled(own(states, queries, keys))),
-    ):
-        assert (bias.shape, bias.dtype) == (expected.shape, expected.dtype)
-        for start, stop in ((0, 5), (1, 3)):
-            by_distance = bias.by_distance(start, stop)
-            assert by_distance.shape == (2, stop - start, 4, 6)
-            for token, distance in ((start, 0), (stop - 1, 5)):
-                column = token + 5 - distance
-                assert torch.equal(by_distance[:, token - start, :, distance], expected[:, :, token, column])
-        assert bias._elements is None
-        assert torch.equal(torch.where(torch.tensor(True), bias, 0.0), expected)
-    by_key = made * torch.rand(10)
-    assert type(by_key) is torch.Tensor
-
-
-def test_another_module_stays():
-    assert makes_relative_bias(module()) and not makes_relative_bias(module(KeepsTheLast))
-    wider = module()
-    wider.rel_extent = 7
-    assert not makes_relative_bias(wider)
-
-
-SINCE_5_24 = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not hasattr(modeling_inkling2, "Inkling2RelativePositionBias"), reason="transformers 5.24 has the class"
 )
 
 
 def projected(scales: bool = True) -> nn.Module:
-    """A module that makes its states itself."""
     config = Inkling2TextConfig(hidden_size=8, d_rel=3, log_scaling_n_floor=4)
     made = modeling_inkling2.Inkling2RelativePositionBias(config, 4, 6, scales)
     for parameter in made.parameters():
@@ -84,12 +26,10 @@ def projected(scales: bool = True) -> nn.Module:
     return made.eval()
 
 
-@SINCE_5_24
-@pytest.mark.parametrize("scales", [True, False])
 @torch.no_grad()
-def test_states_of_its_own(scales):
+def test_elements():
     """By distance they are the numbers that the module's own code has for its pairs of tokens and keys."""
-    own, ours = projected(scales), projected(scales)
+    own, ours = projected(), projected()
     ours.load_state_dict(own.state_dict())
     rewrite(ours)
     hidden, positions = torch.randn(2, 5, 8), torch.arange(7, 12)[None]
@@ -99,12 +39,17 @@ def test_states_of_its_own(scales):
     for token, away in ((0, 0), (2, 3), (4, 5)):
         by_distance = made.by_distance(token, token + 1)[:, 0, :, away]
         torch.testing.assert_close(by_distance, expected[:, :, token, token + 5 - away])
-    assert made._elements is None
     assert torch.equal(torch.where(torch.tensor(True), made, 0.0), expected)
     assert type(ours(hidden, distance[:4], positions)) is torch.Tensor  # own code
 
 
-@SINCE_5_24
+def test_a_wider_module_stays():
+    wider = projected(scales=False)
+    assert makes_relative_bias(wider)
+    wider.rel_extent = 7
+    assert not makes_relative_bias(wider)
+
+
 @pytest.mark.parametrize(
     ("change", "by"),
     [
@@ -123,11 +68,10 @@ def test_another_formula_stays(change, by):
 
 
 @pytest.mark.parametrize("at_once", in_sweep((1, 2**30), (1,)))
-@pytest.mark.parametrize("architecture", ["inkling", pytest.param("inkling2", marks=SINCE_5_24)])
-def test_inkling(simulated, architecture, at_once, monkeypatch):
+def test_prompts_and_tokens(simulated, at_once, monkeypatch):
     """Queries and biases grow with the logarithm of the position; prompts in one piece and token by token."""
     monkeypatch.setattr(relative_bias, "MOST_BYTES", at_once)
-    model = tiny_models.tiny_model(architecture, log_scaling_n_floor=4).to("mps").eval()
+    model = tiny_models.tiny_model("inkling2", log_scaling_n_floor=4).to("mps").eval()
     ids = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(1)).to("mps")
     expected = in_parts(model, ids, 3, 1)[0]
     torch_moe_mps.accelerate(model)
@@ -146,18 +90,3 @@ def test_inkling(simulated, architecture, at_once, monkeypatch):
         torch_moe_mps.restore(model)
         torch.testing.assert_close(ours, model(ids, attention_mask=shown).logits, rtol=1e-4, atol=1e-4)
     assert made
-
-
-def test_sdpa_of_a_model_behind_one_with_eager():
-    """Around `sdpa`, which makes elements of masks, stands the function that needs none."""
-    program = """
-        import torch_moe_mps
-        from support.tiny_models import tiny_model
-        from transformers import AttentionInterface
-        for name in ("eager", "sdpa"):
-            model = tiny_model("inkling")
-            model.set_attn_implementation(name)
-            torch_moe_mps.accelerate(model)
-        print(AttentionInterface._global_mapping["sdpa"].func.__module__)
-    """
-    assert forked(program) == relative_bias.__name__

@@ -28,7 +28,6 @@ NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(514, H) / 8, (random(24, H) / 8, random(24), random(3))
 GATE = random(1, H)
-ROUTER_16 = ROUTER.bfloat16()
 POSITIONS = torch.arange(27).view(3, 1, 9)  # of seven tokens before, and of two new ones
 FREQUENCIES, AXES = random(4), torch.eye(3)[1:, [0, 1, 2, 0]]
 FUNCTIONS = dict.fromkeys(each for each in PASSES if not isinstance(each, Fusion))  # not made of formulas
@@ -343,21 +342,6 @@ def conjugates(x, r):
     return torch.view_as_real((pairs * pairs.conj() + pairs).resolve_conj())
 
 
-def logits_of_copies(x, r):
-    return torch.nn.functional.linear(x[0].bfloat16().float(), ROUTER_16.float(), SCALES), x + r
-
-
-def logits_of_computed_weights(x, r):
-    return torch.nn.functional.linear(x[0].bfloat16().float(), (ROUTER_16 * 2).float())
-
-
-def logits_of_copies_that_change(x, r):
-    x = x[0].bfloat16()
-    copy = x.float()
-    x.add_(r[0])
-    return torch.nn.functional.linear(copy, ROUTER_16.float()), x
-
-
 def equal_calls_of_a_changed_input(x, r):
     before = torch.sin(x) * r
     x.view(-1)[:3].add_(1)
@@ -429,9 +413,6 @@ CASES: dict[Callable | str, dict[str, int]] = {
     streams_between_layers: {"hyper_connection": 2},
     streams_read_before_the_next_layer: {"hyper_connection": 2, "hyper_update": 1, "mul": 1},
     conjugates: {"mul": 1, "add": 1, "clone": 1},
-    logits_of_copies: {"_to_copy": 1, "router_logits": 1, "add": 1},
-    logits_of_computed_weights: {"_to_copy": 3, "mul": 1, "mm": 1},
-    logits_of_copies_that_change: {"_to_copy": 3, "add_": 1, "mm": 1},
     "torch.arange(3) + 5": {"arange": 1},
     "r + norm(x).view(torch.int32).float()": {"rms_norm": 1, "_to_copy": 1, "add": 1},
     "linear(norm(x, None))": LINEAR | {"rms_norm": 1},
@@ -794,7 +775,6 @@ def begins_of_normed_heads(q, k, v, keys, values):
 
 # With one thing changed.
 def not_turned(q, k, v, keys, values):
-    """As Inkling does it."""
     return seen(swapped(norm(q, Q_NORM)), swapped(norm(k, K_NORM)), swapped(v), keys, values)
 
 

@@ -13,35 +13,11 @@ from torch_moe_mps.transformers.graphs.tracing import Recorder, key_of
 ops = torch.ops.aten
 X, Y, ROWS = torch.randn(2, 5, 6), torch.randn(6), torch.randn(4, 6)
 LAST, SLICED = torch.randn(2, 5, 1), torch.randn(2, 7, 12)[:, 1:6, 3:9]
-# Arguments of each operator whose result is asked of its meta kernel.
 CALLS = {
-    ops.add.Tensor: [(X, Y), (SLICED, 2.5), (X.bfloat16(), LAST), (X.bfloat16(), 1)],
-    ops.sub.Tensor: [(X, LAST), (ROWS.half(), 1.5)],
     ops.mul.Tensor: [(X, Y), (Y, X), (X.mT, 2), (X.half(), Y.bfloat16()), (torch.arange(6), 0.5)],
-    ops.div.Tensor: [(X, LAST), (torch.arange(6), torch.arange(1, 7)), (SLICED, SLICED)],
-    ops.pow.Tensor_Scalar: [(X, 2), (SLICED.half(), 0.5), (torch.arange(6), 2)],
     ops.slice.Tensor: [(X, 2, 1, 5), (X, 1, 0, 9223372036854775807, 2), (SLICED, -1, -3)],
-    ops._softmax.default: [(X, -1, False), (ROWS.mT, 0, False)],
-    ops._unsafe_view.default: [(X, [10, 6])],
-    ops.bmm.default: [(X, X.mT)],
-    ops.cat.default: [([X, SLICED], 1), ([ROWS, ROWS.double()],)],
-    ops.clamp.default: [(X, -1.0, 1.0), (SLICED, None, 2.0)],
-    ops.detach.default: [(SLICED,)],
-    ops.expand.default: [(LAST, [3, 2, 5, 4]), (LAST, [-1, -1, 4])],
-    ops.mm.default: [(ROWS, X[0].mT), (ROWS.bfloat16(), X[1].mT.bfloat16())],
-    ops.permute.default: [(SLICED, [2, 0, 1])],
     ops.topk.default: [(X, 3), (ROWS, 2, 0)],
-    ops.unsqueeze.default: [(SLICED, 1), (Y, -1)],
-    ops.t.default: [(ROWS,)],
-    ops.mean.dim: [(X, [-1], True), (SLICED, [0, 2]), (X, None)],
-    ops.squeeze.dim: [(LAST, -1), (X, 0)],
     ops.sum.dim_IntList: [(X, [1]), (torch.arange(6), [0], True), (X > 0, [-1])],
-    ops.select.int: [(SLICED, 1, -2)],
-    ops.transpose.int: [(SLICED, -1, 0)],
-    **{
-        getattr(ops, name).default: [(X,), (SLICED.bfloat16(),), (X.mT,)]
-        for name in ("neg", "relu", "rsqrt", "sigmoid", "silu", "sqrt", "tanh")
-    },
     ops._to_copy.default: [(X,), (X.mT,)],
 }
 OPTIONS = {ops._to_copy.default: {"dtype": torch.float16}, ops.sum.dim_IntList: {"dtype": torch.float64}}
@@ -71,10 +47,6 @@ def described(tensor: Tensor) -> tuple:
     """Strides of dimensions of one element lead nowhere."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     return tuple(tensor.shape), strides, tensor.dtype, tensor.device
-
-
-def test_every_operator_has_calls():
-    assert {*CALLS} == fakes._BY_SHAPE
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -163,16 +135,13 @@ def test_a_symbol_in_an_argument_stays_in_its_recording():
         assert result.shape[2].node.shape_env is recorder.env
 
 
-def test_layers_share_results_over_recordings_with_symbols(monkeypatch):
+def test_layers_share_results_over_recordings_with_symbols():
     """A token's hidden states have no symbols, though the length of its cache is one."""
-    asked = []
-    own = fakes.FakeResults._by_shape
-    monkeypatch.setattr(fakes.FakeResults, "_by_shape", lambda *args: asked.append(args[1]) or own(*args))
     for _ in range(2):
         recorder = Recorder()
         recorder.symbol(7, 2)
         results_of(ops.mul.Tensor, (X, Y), {}, recorder)
-    assert asked == [ops.mul.Tensor]
+    assert sum(ops.mul.Tensor in key for key in fakes._known) == 1
 
 
 def test_a_sum_of_products_of_some_tokens():

@@ -1,109 +1,20 @@
-"""How many bytes of weights and of the context a token reads: counted in the simulator."""
+"""How many bytes of the context a token reads: counted in the simulator."""
 
 import pytest
 import torch
 from support import tiny_models
 from support.launches import FREE, prompted
-from support.memory import Memory
 from support.sweep import in_sweep, rows_in_sweep
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
+from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.state import parts
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
-
-# Qwen3-30B-A3B: of its experts those that a token is routed to, one of its layers, fewer rows of the head.
-LAYERS, EXPERTS, TOP_K, VOCABULARY, ROWS = 48, 128, 8, 151936, 512
-SHAPES = Qwen3MoeConfig(
-    num_hidden_layers=1, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-    vocab_size=ROWS, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-    num_experts=TOP_K, num_experts_per_tok=TOP_K,
-)  # fmt: skip
-MOST = 1.75e9
-
-
-def weights_read(simulated, run) -> int:
-    """Bytes that the package's dispatches read, each byte once."""
-    with torch.no_grad(), simulated.counters() as dispatches:
-        run()
-    return sum(
-        traffic.distinct_bytes_read for dispatch in dispatches for traffic in dispatch.buffers.values()
-    )
-
-
-@pytest.mark.sweep
-def test_bytes_a_token_of_qwen3_30b(simulated):
-    """The whole model's weights from one layer of its widths, without what stays outside of the operators."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SHAPES, dtype=torch.bfloat16).eval()
-    report = torch_moe_mps.accelerate(model, bits=4)
-    model.to("mps")
-    token = torch.zeros(1, 1, dtype=torch.int64, device="mps")
-    hidden = torch.zeros(1, 1, SHAPES.hidden_size, dtype=torch.bfloat16, device="mps")
-    router = model.model.layers[0].mlp.gate.weight.nbytes  # by aten's matmul
-    every = weights_read(simulated, lambda: model(token))
-    head = weights_read(simulated, lambda: model.lm_head(hidden))
-    assert every + router == pytest.approx(report.quantization.bytes_after, rel=0.01)
-    layer = every - head + router * EXPERTS // TOP_K
-    assert 1.7e9 < LAYERS * layer + head * VOCABULARY // ROWS <= MOST
-
-
-# Keys and values ---------------------------------------------------------------------------------------
-
-HEADS = Qwen3MoeConfig(
-    num_hidden_layers=1, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, vocab_size=64,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=2, num_experts_per_tok=1,
-)  # fmt: skip
-KEYS_AND_VALUES = (1, 2, 7, 8, 9, 10)  # the buffers of attention that have them, and their scales and biases
-
-
-def counted(simulated, model, keys) -> tuple[int, int]:
-    """Bytes of keys and values that the last of so many tokens writes to the cache, and that attention
-    reads."""
-    cache, memory = DynamicCache(config=HEADS), Memory()
-    states = torch.ones(1, HEADS.num_key_value_heads, keys - 2, HEADS.head_dim, dtype=torch.bfloat16)
-    cache.update(states.to("mps"), states.to("mps"), 0)
-    token, update = torch.zeros(1, 1, dtype=torch.int64, device="mps"), cache.update
-
-    def counting(*args, **kwargs):
-        with memory:
-            return update(*args, **kwargs)
-
-    with torch.no_grad():
-        with simulated.dropped():
-            model(token, **cache_argument(model, cache))
-        cache.update = counting
-        with simulated.counters() as dispatches:
-            model(token, **cache_argument(model, cache))
-    read = 0
-    for dispatch in dispatches:
-        if dispatch.kernel.startswith("attention") and "merge" not in dispatch.kernel:
-            buffers = [dispatch.buffers[i] for i in KEYS_AND_VALUES if i in dispatch.buffers]
-            read += sum(buffer.distinct_bytes_read for buffer in buffers)
-            assert all(buffer.bytes_read == buffer.distinct_bytes_read for buffer in buffers[:2])
-    return memory.written, read
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("keys", [1024, 4096, 32768])
-def test_bytes_of_the_context(simulated, keys):
-    """Qwen3-30B-A3B's heads, in one layer: its own cache copies the context for a token, ours the token."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(HEADS, dtype=torch.bfloat16).eval().to("mps")
-    a_token = 2 * HEADS.num_key_value_heads * HEADS.head_dim * 2
-    assert counted(simulated, model, keys) == (keys * a_token, 0)
-    torch_moe_mps.accelerate(model)
-    assert counted(simulated, model, keys) == (a_token, keys * a_token)
-    torch_moe_mps.accelerate(model, kv_bits=8)
-    codes, scale_and_bias = HEADS.head_dim, 4  # bytes of a head of a token
-    in_8_bits = 2 * HEADS.num_key_value_heads * (codes + scale_and_bias)
-    assert counted(simulated, model, keys)[1] == keys * in_8_bits
-
 
 # Contexts of two lengths -------------------------------------------------------------------------------
 

@@ -11,14 +11,11 @@ from support.llama_cpp import check_log_probabilities
 from support.models import eager
 from support.oracles_experts import dequantise
 from support.serving import client_of
-from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 pytestmark = pytest.mark.slow("30 layers of trained weights")
 TOKENS = 8
@@ -81,39 +78,6 @@ def test_packed_weights_give_the_tokens_of_dequantised_ones(parts, packed, expec
     assert differ(logits(packed, ids), logits(own, ids)) <= 1e-5
     assert torch.equal(generated(packed, ids), expected)
     assert "capital of France is Paris" in tokenizer.decode(expected)
-
-
-@pytest.mark.sweep
-def test_drafts_leave_the_tokens_as_they_are(parts, packed, expected):
-    _, _, ids = parts
-    assert torch.equal(generated(packed, ids, prompt_lookup_num_tokens=3), expected)
-
-
-@pytest.mark.sweep
-def test_a_kept_prompt_gives_the_same_tokens(parts, packed, expected, tmp_path):
-    _, _, ids = parts
-    with torch.no_grad():
-        cache = cache_among(packed(ids[:, :-1], use_cache=True))
-    torch_moe_mps.save_prompt_cache(tmp_path / "prompt.safetensors", packed, ids[:, :-1], cache)
-    _, cache = torch_moe_mps.load_prompt_cache(tmp_path / "prompt.safetensors", packed)
-    assert torch.equal(generated(packed, ids, **cache_argument(packed, cache)), expected)
-
-
-@pytest.mark.sweep
-def test_a_cache_in_8_bits_gives_the_same_tokens(parts, packed, expected):
-    """Here: their divergence from those of a plain cache is that of rounding."""
-    own, _, ids = parts
-    torch_moe_mps.accelerate(packed, kv_bits=8)
-    try:
-        with torch.no_grad():
-            cache = DynamicCache(config=packed.config)
-            packed(ids[:, :-1], **cache_argument(packed, cache))
-            assert all(type(layer.keys) is QuantizedStates for layer in cache.layers)
-            step = packed(ids[:, -1:], **cache_argument(packed, cache)).logits
-        assert divergence(step, logits(own, ids)[:, -1:]) <= 0.005
-        assert torch.equal(generated(packed, ids), expected)
-    finally:
-        torch_moe_mps.accelerate(packed, kv_bits=16)
 
 
 @pytest.mark.sweep

@@ -33,7 +33,6 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 import torch_moe_mps
-from torch_moe_mps.transformers.accelerate import PREPARED_BY
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
 from torch_moe_mps.transformers.modules import rules
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
@@ -71,44 +70,18 @@ CASES = [
         *("indexer", "deepseek_v32", "model.layers.0.self_attn.indexer", ("index_topk", 2), "wk"),
         (("index_topk", 6),),
     ),
-    Case("relative_bias", "inkling", "model.layers.0.self_attn.rel_logits_proj"),
+    Case("relative_bias", "inkling2", "model.layers.0.self_attn.relative_position_bias"),
     Case("compressed_attention", "deepseek_v4", "model.layers.0.self_attn", ("scaling", 2.0), "compressor"),
     Case("hyper_connection", "deepseek_v4", "model.layers.0.attn_hc", ("hc_eps", 0.5), "input_norm"),
     Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
-    Case("gating", "jetmoe", "model.layers.0.mlp.router", ("top_k", 1)),
-    Case("parallel_experts", "jetmoe", "model.layers.0.mlp.input_linear"),
-    Case("block", "jetmoe", "model.layers.0.mlp", None, "activation"),
-    Case("projected", "zaya", "model.layers.0.self_attn.qkv_proj", None, "conv_qk_depthwise"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
-    Case(
-        *("recurrent_layer", "kimi_linear", "model.layers.0.self_attn"),
-        *(("o_norm.variance_epsilon", 0.5), "o_norm"),
-    ),
-    Case("recurrent_layer", "minimax", "model.layers.1.self_attn", ("norm.variance_epsilon", 0.5), "norm"),
-    Case(
-        *("recurrent_layer", "jamba", "model.layers.0.mamba"),
-        *(("dt_layernorm.variance_epsilon", 9.0), "b_layernorm"),
-    ),
-    Case(
-        *("block_indexer", "minimax_m3_vl", "model.layers.1.self_attn.indexer", ("block_size", 2), "k_norm"),
-        (("index_block_size", 4), ("index_topk_blocks", 2)),
-    ),
-    Case(
-        *("kpool_indexer", "glm5_next", "model.language_model.layers.1.self_attn.indexer"),
-        *(("index_topk", 4), "k_norm", (("index_kpool", 4), ("index_topk", 8))),
-    ),
-    Case("qsa_indexer", "qwen4_exp", "model.layers.1.self_attn.indexer", ("block_topk", 2), "k_layernorm"),
-    Case(
-        *("compressed_attention", "deepseek_v4", "model.layers.1.self_attn"),
-        *(("compressor.kv_norm.variance_epsilon", 0.5), "kv_norm"),
-    ),
 ]
-CHOOSE = ("indexer", "block_indexer", "kpool_indexer", "qsa_indexer")
+CHOOSE = ("indexer",)
 QUANTISED = ("mlp",)
-# What runs elsewhere only as its own code, or beside experts that take what it gives.
-IN_ACCELERATED = (*CHOOSE, "compressed_attention", "gating", *QUANTISED)
+# What runs elsewhere only as its own code.
+IN_ACCELERATED = (*CHOOSE, "compressed_attention", *QUANTISED)
 
 
 def other_class(cls: type, near: Callable) -> type:
@@ -162,8 +135,6 @@ def models_of(case: Case) -> tuple[nn.Module, nn.Module]:
     with tiny_models.groups_of_32(), tiny_models.sizes(**{k: v for k, v in case.sizes if type(v) is int}):
         options = {name: [*value] for name, value in case.sizes if type(value) is tuple}
         own = eager(tiny_models.tiny_model(case.architecture, **options))
-    for prepare in PREPARED_BY:
-        prepare(own)
     if case.rule not in IN_ACCELERATED:
         return own, own
     model = copy.deepcopy(own)

@@ -5,8 +5,8 @@ from support import mutants
 from support.sweep import in_sweep
 
 ARCHITECTURES = (
-    *("bamba", "granitemoehybrid", "nemotron_h", "zamba2", "kimi_linear", "qwen3_next", "jamba", "minimax"),
-    *("deepseek_v4", "minimax_m3_vl", "qwen4_exp", "deepseek_v32", "inkling", "zaya"),
+    *("bamba", "granitemoehybrid", "nemotron_h", "zamba2", "kimi_linear", "qwen3_next", "jamba"),
+    *("deepseek_v4", "minimax_m3_vl", "qwen4_exp", "deepseek_v32", "hy_v4"),
     *("qwen3_moe", "gpt_oss", "deepseek_v3"),
 )
 IN_EACH, OFTEN = 10, 1

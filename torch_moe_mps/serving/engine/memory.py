@@ -14,14 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...macs import machine_memory
-from ..prefix_cache.memory import prompt_bytes
-from .scheduler import LARGEST_CHUNK
+from ...macs import memory_for_models
+from ...transformers.checkpoints.quantize.sizes import LARGEST_CHUNK, prompt_bytes
 
 # Answers at once: before the M5, matmuls of 16 rows take nearly twice as long as those of 8, and on all GPUs
 # experts do, of which each has a few of the rows.
 MOST_ROWS = 8
-_OF_THE_MACHINE = 0.75  # the share of its memory that a model with all that it computes may take on a CPU
 _EVERY = 1.0  # seconds between two questions to the system
 RETRY_AFTER = 10  # seconds after which a client may ask a system again that was short of memory
 
@@ -60,9 +58,8 @@ class Memory:
         pressure: Callable[[], Level] | None = _pressure_of_macos if sys.platform == "darwin" else None,
         beside: Sequence[nn.Module] = (),
     ):
-        on_gpu = model.device.type == "mps"
-        share = torch.mps.recommended_max_memory() if on_gpu else _OF_THE_MACHINE * machine_memory()
-        self.total, self.weights = int(share), memory_in_use(model, *beside)
+        self.total = memory_for_models(model.device.type == "mps")
+        self.weights = memory_in_use(model, *beside)
         try:
             self.step = prompt_bytes(model, LARGEST_CHUNK)
         except (AttributeError, ValueError):  # an encoder, or a model without layers

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-LARGEST_CHUNK = 2048  # tokens of a prompt that are computed at once
+from ...transformers.checkpoints.quantize.sizes import LARGEST_CHUNK as LARGEST_CHUNK
+
 _LEAST_CHUNK = 64
 STEPS = 4  # steps of decoding sequences that a chunk takes, about
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..._faults import gpu_busy
-from ...transformers.modules.experts_on_disk import pools_of
+from ...transformers.modules.experts_on_disk import expert_pools
 from ..engine.memory import memory_in_use
 from .answers import Answers
 from .served import Served
@@ -77,7 +77,7 @@ class Metrics:
             yield _gauge("memory_budget_bytes", "memory that all may take together", memory.total)
             yield _gauge("memory_room_bytes", "memory for answers and the prefix cache", memory.free)
             yield _gauge("memory_level", "1 where the system is short of memory, 2 without", memory.level)
-        if (pools := pools_of(self._served.model)) is not None:
+        if (pools := expert_pools(self._served.model)) is not None:
             counted = pools.counters
             yield _counter("experts_hits", "experts that were in memory", counted.hits)
             yield _counter("experts_misses", "experts that were read from the disk", counted.misses)

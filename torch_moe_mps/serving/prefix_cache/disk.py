@@ -26,7 +26,7 @@ from transformers import DynamicCache
 
 from ..._faults import Mark, fault_of
 from ..._text import first_line
-from ...transformers.caches.in_layers import is_in_layers
+from ...transformers.caches.declared import is_in_layers
 from ...transformers.caches.parts import (
     Joined,
     Part,

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from ..._text import first_line
-from ...transformers.basics.interface import experts_of, weights_in
 from ...transformers.caches.prompt_cache import (
     adapters_of,
     can_be_cut,
@@ -23,7 +22,6 @@ from ...transformers.caches.prompt_cache import (
     save_prompt_cache,
 )
 from ...transformers.caches.state import storages_of
-from ...transformers.checkpoints.quantize.sizes import top_k
 from .disk import Disk, Restoring, tensors_of
 
 log = logging.getLogger(__name__)
@@ -277,34 +275,3 @@ def _begins(kept: CachedPrefix, other: CachedPrefix) -> bool:
     """True if a prefix starts with another one, images included."""
     same = other.images in (None, kept.images) and len(other.ids) <= len(kept.ids)
     return same and torch.equal(kept.ids[: len(other.ids)], other.ids)
-
-
-def prompt_bytes(model: Any, tokens: int) -> int:
-    """Upper bound in bytes of one layer's activations for `tokens` tokens.
-
-    It assumes that inputs and outputs of all matrices of a layer are alive at once. Experts have a row for
-    each pair of token and slot; the router's logits and routing weights are float32.
-
-    Raises: ValueError for a model without layers.
-    """
-    text, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
-    if count < 1:
-        raise ValueError(f"the config's num_hidden_layers must be at least 1, got {count}")
-    lists = [part for part in text.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    itemsize = next(model.parameters()).element_size()
-    return tokens * max(map(_row, lists[0] if lists else [text])) * itemsize
-
-
-def _row(layer: nn.Module) -> int:
-    """Number of activation values that a layer computes per token."""
-    experts = experts_of(nn.ModuleList([layer]))
-    inside = {id(part) for module in experts.values() for part in module.modules()}
-    row = sum(
-        module.in_features + module.out_features
-        for module in layer.modules()
-        if isinstance(module, nn.Linear) and id(module) not in inside
-    )
-    for module in experts.values():
-        matrices = [weight for weight in weights_in(module) if weight.dim() == 3]
-        row += top_k(module) * sum(sum(parameter.shape[1:]) for parameter in matrices)
-    return row

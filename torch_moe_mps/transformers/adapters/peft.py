@@ -1,4 +1,4 @@
-"""Four functions of PEFT, wrapped where it lacks an interface. docs/upstream.md proposes the interface.
+"""Three functions of PEFT, wrapped where it lacks an interface. docs/upstream.md proposes the interface.
 
 They are wrapped for the version in `_versions.PEFT` only; other versions of PEFT reject quantised layers.
 """
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..._versions import PEFT
 from ..basics.interface import codes_of, experts_on_disk, formats_of, is_experts, is_quantized, projections
-from ..checkpoints.quantize.counting import counting_packed
 from ..modules.linears import QuantizedLinear
 from .lora import ParamWrapper, check_trained_whole, wrapped_linear
 
@@ -29,7 +28,6 @@ def register() -> None:
     _wrap(lora_model.LoraModel, "_create_new_module", lambda plain: staticmethod(_creating(plain)))
     _wrap(BaseTuner, "_inject_parameters", _naming)
     _wrap(tuners_utils, "_maybe_include_all_linear_layers", _including)
-    _wrap(peft.PeftModel, "get_nb_trainable_parameters", counting_packed)
 
 
 def _wrap(owner: Any, name: str, around: Callable) -> None:

@@ -93,11 +93,6 @@ class CausalMask(Deferred):
         return cls(shape, seen, window, asked["dtype"], device, *shown, lookahead)
 
     @property
-    def order(self) -> dict[str, Any]:
-        """The arguments, beside shape, dtype, device and look-ahead, that masks of calls alike differ in."""
-        return {"seen": self.seen, "window": self.window, "key_range": self.key_range}
-
-    @property
     def hides_nothing(self) -> bool:
         tokens, keys = self.shape[_TOKENS:]
         first_sees_all = self.seen - tokens + self.lookahead >= keys - 1

@@ -144,7 +144,6 @@ class State:
         self.joined: Any = None
         self.captures: Any = None
         self.folder: str | None = None
-        self.overrides: dict[str, Any] = {}
 
 
 NOTHING = State()  # for modules that have none

@@ -13,7 +13,6 @@ The layers stay what they are: a view of a buffer has tokens, which end at the c
 a state of each sequence. Shapes: B sequences, S tokens.
 """
 
-import copy
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,9 +29,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ..upstream.models import chosen_together
 from . import growing
 from .buffer import Buffer, buffer_of, changed, column_of, columns_of, start_of
-from .declared import Batched, declared
+from .declared import Batched, declared, is_in_layers
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
-from .in_layers import is_in_layers
 from .layers import Made
 from .prompt_cache import gives_back
 from .quantized_states import QuantizedStates
@@ -139,19 +137,13 @@ class BatchedCache:
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
         _check(cache, tokens, separate)
         held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
-        before, values = copy.copy(self), [state.values() for state in held]
-        self.lengths, self._moved, self._order = [*self.lengths], [*self._moved], [*self._order]
-        self._places, self._uncommitted = copy.copy(self._places), copy.copy(self._uncommitted)
-        self._separate = {number: [*layers] for number, layers in self._separate.items()}
+        count, values = len(self), [state.values() for state in held]
         try:
             self._admit(cache, tokens, moved, separate)
         except BaseException:
-            self.cache, self.lengths, self._moved = before.cache, before.lengths, before._moved
-            self._order, self._separate, self._places = before._order, before._separate, before._places
-            self._uncommitted, self._left = before._uncommitted, before._left
-            self._has_keys, self.are_states = before._has_keys, before.are_states
             for state, value in zip(held, values, strict=True):
                 state.replace(value)
+            self._cut(count)
             raise
 
     def _admit(self, cache: DynamicCache, length: int, moved: int, separate: list[int]) -> None:
@@ -196,19 +188,26 @@ class BatchedCache:
         assert self.cache is not None
         last = len(self) - 1
         self._uncommitted.rows = [*self._uncommitted.rows]
-        lists: tuple[list[Any], ...] = self.lengths, self._moved, self._order, self._uncommitted.rows
-        for of_rows in lists:
+        for of_rows in self._of_rows():
             of_rows[row] = of_rows[last]
-            del of_rows[last]
-        for layers in self._separate.values():
-            layers[row] = layers[last]
-            del layers[last]
-        if last == 0:
+        end = max(self.lengths[:last], default=0)
+        for number in self._shared(self.cache.layers) if last else ():
+            _finish(self.cache.layers[number], row, last, end)
+        self._cut(last)
+
+    def _of_rows(self) -> list[list[Any]]:
+        """The lists with a value for each sequence."""
+        return [self.lengths, self._moved, self._order, self._uncommitted.rows, *self._separate.values()]
+
+    def _cut(self, count: int) -> None:
+        """Forgets what the lists have of all sequences but the first ones."""
+        self._uncommitted.rows = [*self._uncommitted.rows]
+        for of_rows in self._of_rows():
+            del of_rows[count:]
+        if count:
+            self._changed()
+        else:
             self.cache, self._separate = None, {}
-            return
-        for number in self._shared(self.cache.layers):
-            _finish(self.cache.layers[number], row, last, self.end)
-        self._changed()
 
     def alone(self, row: int) -> DynamicCache:
         """A copy of one sequence: a cache of its own."""

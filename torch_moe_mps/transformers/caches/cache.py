@@ -1,6 +1,5 @@
 """The caches that a model is called with: their layers grow in place from then on, or hold 8 bits."""
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,15 +21,14 @@ from ..basics.residency import follow_moved
 from ..basics.state import state_in, state_of
 from ..upstream.calls import cache_among, cache_name, decoder_cache
 from ..upstream.models import GROWING, CacheLayerMixin
+from .declared import is_in_layers
 from .deferred_states import DeferredLayer
 from .held import HeldEntries
-from .in_layers import is_in_layers
 from .layers import Made, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
 from .state import LayerState
 
-STATES = "state"  # the argument of a forward that is a list of states: RWKV's
 STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
@@ -189,11 +187,6 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 def takes_cache(model: nn.Module) -> bool:
     """True if a model's forward has an argument for its cache."""
     return cache_name(model.forward) is not None
-
-
-def takes_states(model: nn.Module) -> bool:
-    """True if a model's forward has an argument for its cache, or for states in a list."""
-    return takes_cache(model) or STATES in inspect.signature(model.forward).parameters
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from transformers import DynamicCache
+
 
 class Axes(NamedTuple):
     """Batch and time dimension of a tensor; None for a dimension that it lacks."""
@@ -89,11 +91,6 @@ GROWING_CLASSES: list[Callable[[Any], Any]] = []
 
 TOKENS, INDEX, STATE, SHARED = Axes(0, 2), Axes(0, 1), Axes(0), Axes(None)
 _KEYS = Declared({"keys": TOKENS, "values": TOKENS}, numbers=("is_initialized", "device", "dtype"))
-_SIZES = ("max_cache_len", "batch_size", "max_batch_size", "num_heads", "k_head_dim", "v_head_dim")
-_STATIC = _KEYS.with_more(Declared({"cumulative_length": SHARED}, numbers=_SIZES))
-_STATIC_WINDOW = _STATIC.with_more(
-    Declared(numbers=("cumulative_length_int", "_is_croppable"), trim=Trim.WINDOW)
-)
 WINDOW = _KEYS.with_more(
     Declared(
         {"_sliding_window_tensor": SHARED},
@@ -132,26 +129,7 @@ _OF_TRANSFORMERS = {
         ),
         batched=Batched.NEVER,
     ),
-    "StaticLayer": _STATIC,
-    "StaticSlidingWindowLayer": _STATIC_WINDOW,
-    "StaticIndexedLayer": _STATIC.with_more(
-        _INDEX.with_more(Declared({"indexer_cumulative_length": SHARED}))
-    ),
-    "LinearAttentionAndStaticFullAttentionLayer": _STATIC.with_more(_LINEAR),
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer": _STATIC_WINDOW.with_more(_LINEAR),
-    "MiniMaxM3VLSparseStaticCacheLayer": _STATIC.with_more(
-        Declared({"idx_keys": TOKENS, "idx_cumulative_length": SHARED})
-    ),
 }
-
-
-# {name of a class of caches of transformers: lists of states that it has beside its layers}
-_LISTS = {"MiniMaxCache": ("linear_cache",)}
-
-
-def lists_of(cache: Any) -> dict[str, list[Any]]:
-    """The lists of states that a cache has beside its layers, by attribute."""
-    return {name: getattr(cache, name) for name in _LISTS.get(type(cache).__name__, ())}
 
 
 def declaration_of(cls: Any) -> Declared | None:
@@ -178,3 +156,10 @@ def declared(layer: Any) -> Declared:
         kind = type(layer).__name__
         raise ValueError(f"torch_moe_mps: layers of a cache must be of declared classes, got a {kind}")
     return found
+
+
+def is_in_layers(cache: Any) -> bool:
+    """True if all states of a cache lie in layers whose classes are declared."""
+    return type(cache) is DynamicCache and all(
+        declaration_of(type(layer)) is not None for layer in cache.layers
+    )

@@ -109,26 +109,12 @@ class Selective:
         ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(uncommitted, count))
 
 
-class OfChannels(NamedTuple):
-    """The same where channels have one number each: uncommitted are the states themselves."""
-
-    def of(self, module: Any) -> "OfChannels":
-        return self
-
-    def fits(self, state: Tensor) -> bool:
-        return state.dim() == 2
-
-    def uncommitted_shape(self, state: Tensor) -> tuple[int, ...]:
-        return (*state.shape, MAX_PENDING)
-
-    def commit(self, state: Tensor, uncommitted: Tensor, count: int) -> None:
-        state.copy_(uncommitted[..., count - 1])
-
-
-AnyKind = Kind | Selective | OfChannels
+AnyKind = Kind | Selective
 KINDS: tuple[AnyKind, ...] = (
-    *(Kind(), Kind(is_wide=True), Kind(delta=False, is_transposed=True), Kind(delta=False)),
-    *(Selective(), OfChannels()),
+    Kind(),
+    Kind(is_wide=True),
+    Kind(delta=False, is_transposed=True),
+    Selective(),
 )
 
 

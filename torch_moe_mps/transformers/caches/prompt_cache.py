@@ -29,8 +29,7 @@ from ..._text import first_line
 from ..basics.interface import experts_on_disk
 from ..basics.state import kv_bits_of
 from .cache import counts_tokens, keeps_states
-from .declared import Trim, declared
-from .in_layers import InLayers, cache_for, is_in_layers
+from .declared import Trim, declared, is_in_layers
 from .layers import FORGETS, growing_class
 from .state import LayerState, copy_of_cache, copy_of_layer
 from .stored import checksum, reader, stored
@@ -50,12 +49,12 @@ class Unusable(ValueError):
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """The cache that `generate` would make, with all states in its layers."""
-    return cache_for(model.config.get_text_config(decoder=True))
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def takes_layers(model: PreTrainedModel) -> bool:
     """True if a model takes a cache whose states all lie in its layers."""
-    return model._supports_default_dynamic_cache() or isinstance(new_cache(model), InLayers)
+    return bool(model._supports_default_dynamic_cache())
 
 
 def reads_whole(model: PreTrainedModel) -> bool:

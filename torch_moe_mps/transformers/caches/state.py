@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .declared import SHARED, Axes, declared, lists_of
+from .declared import SHARED, Axes, declared
 from .quantized_states import QuantizedStates
 
 OWN = ""  # the dictionary of a layer's own attributes
@@ -104,10 +104,8 @@ def copy_of_layer(layer: Any, **changed: Any) -> Any:
 
 
 def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
-    """A cache like another one, with layers and lists of its own."""
+    """A cache like another one, with layers of its own."""
     copied = copy.copy(cache)
-    for name, states in lists_of(cache).items():
-        setattr(copied, name, [*states])
     copied.layers = layers
     return copied
 

@@ -1,4 +1,4 @@
-"""The arguments of a call: what dictionaries hold has a name of its own."""
+"""The arguments of a call: its padding and its rows."""
 
 from typing import Any
 
@@ -22,27 +22,3 @@ def rows_of(arguments: dict[str, Any]) -> int:
     """How many rows the batch of a model's call has."""
     ids = arguments.get("input_ids")
     return len(arguments["inputs_embeds"] if ids is None else ids)
-
-
-def flat(arguments: dict[str, Any]) -> dict[Any, Any]:
-    """Arguments with what dictionaries hold by (name, key)."""
-    if not any(type(value) is dict for value in arguments.values()):
-        return arguments
-    taken: dict[Any, Any] = {}
-    for name, value in arguments.items():
-        if type(value) is dict and value:
-            taken |= {(name, key): item for key, item in value.items()}
-        else:
-            taken[name] = value
-    return taken
-
-
-def whole(arguments: dict[Any, Any]) -> dict[str, Any]:
-    """The arguments that `flat` has given."""
-    made: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if isinstance(name, tuple):
-            made.setdefault(name[0], {})[name[1]] = value
-        else:
-            made[name] = value
-    return made

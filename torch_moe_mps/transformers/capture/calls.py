@@ -1,7 +1,6 @@
 """Lets a model's calls for a few new tokens run as one call of a program, from the third of their kind on."""
 
 import functools
-import platform
 import sys
 import threading
 import time
@@ -19,26 +18,24 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import Cache
 
 from ..._text import first_line
-from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
 from ..basics.residency import follow_moved
 from ..basics.unmodified import refused
 from ..caches.cache import FOLLOWS
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
-from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
+from ..graphs.tracing import LeftAlone, NotCapturable, Recorder, is_operator, symbols_end
 from ..upstream.calls import cache_among
 from ..upstream.models import ModelOutput
-from .arguments import padding_of, whole
+from .arguments import padding_of
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint
 from .match import Match, Taken
 from .policy import Kind, Policy
 from .program import Integers, assemble
-from .reading import BeginsCache, Reading
+from .reading import Reading
 from .recording import Recording
 from .surroundings import forbidden
-from .trial import unnoticed_change
 from .user_code import UserCode
 
 _MAX_PROGRAMS = 8  # kept for each model
@@ -124,8 +121,7 @@ class Captures:
 
     def _call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self._is_candidate(arguments):
-            with checked_at_once(model):
-                return own(model, **arguments)
+            return own(model, **arguments)
         reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
             result = self._run(model, arguments)
@@ -216,10 +212,10 @@ class Captures:
                 program = self._captured(model, own, reading, kind)
         except ExchangeError:
             raise
-        except BeginsCache as begins:  # costs the calls behind it nothing
-            self.reason = str(begins)
+        except LeftAlone as alone:
+            self.reason = str(alone)
             if kind is not None:
-                kind.begins_cache = self.reason
+                kind.left_alone = self.reason
         except NotCapturable as unsupported:
             self._fail(str(unsupported))
         except _OF_VALUES as error:
@@ -253,9 +249,6 @@ class Captures:
         started = time.perf_counter()
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise NotCapturable("Python runs without its global lock, with which a token compares the model")
-        if (unnoticed := unnoticed_change()) is not None:
-            python = platform.python_version()
-            raise NotCapturable(f"with Python {python} a captured token would not notice that {unnoticed}")
         if not self._user_code and sys.getprofile() is not None:
             raise NotCapturable("a profiler hides whose code a token runs")
         user_code = UserCode()
@@ -268,7 +261,7 @@ class Captures:
         fingerprint = Fingerprint(model, exchange)
         sent, handover = None, None
         try:
-            run = functools.partial(recorder.run, lambda: own(model, **whole(recording.stand_ins)))
+            run = functools.partial(recorder.run, lambda: own(model, **recording.stand_ins))
             if exchange is None:
                 output = run()
             else:
@@ -331,5 +324,5 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
     if value is None or isinstance(value, (bool, int, float, str)):
         return lambda *_: value
     if isinstance(value, Cache):
-        raise BeginsCache("it makes a cache")
+        raise LeftAlone("it makes a cache")
     raise NotCapturable(f"it returns a {type(value).__name__}")

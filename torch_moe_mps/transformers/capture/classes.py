@@ -11,11 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..._extension import host_library
-from ...ops._decoded import checked_at_once
 from ..attention.attention import MOST_TOKENS
 from ..basics.state import made_as, restore_class, state_in, state_of, subclass
 from ..basics.unmodified import is_on_mps
-from ..caches.cache import takes_states
+from ..caches.cache import takes_cache
 from ..modules.sampling import OPERATOR
 from .calls import Captures
 from .candidates import DRAFTING
@@ -95,10 +94,10 @@ def _samples(cls: type[nn.Module]) -> bool:
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost models of transformers that take a cache, or states in its place."""
+    """The outermost models of transformers that take a cache."""
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module not in inside and isinstance(module, PreTrainedModel) and takes_states(module):
+        if module not in inside and isinstance(module, PreTrainedModel) and takes_cache(module):
             inside.update(module.modules())
             yield module
 
@@ -119,8 +118,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return own(self, *args, **kwargs)
         captures = captures_in(self)
         if captures is None or len(args) > len(names):
-            with checked_at_once(self):
-                return own(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         if args:
             arguments = dict(zip(names, args, strict=False))
             if not arguments.keys().isdisjoint(kwargs):

@@ -1,7 +1,6 @@
 """Overrides of `generate`: sampling by the operator, errors of the GPU, drafts of MTP layers."""
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +8,6 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from ..._faults import synchronized
-from ..attention.attention import NAME
 from ..attention.causal_mask import follow_mask
 from ..basics.logits import wide_logits
 from ..basics.scoped import having
@@ -57,7 +55,6 @@ def members_of_generate(original: Any) -> dict[str, Any]:
                 return original._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
-        members["init_continuous_batching"] = _batching(original.init_continuous_batching)
     own_candidates = getattr(original, "_get_candidate_generator", None)
     if own_candidates is GenerationMixin._get_candidate_generator:
 
@@ -68,24 +65,3 @@ def members_of_generate(original: Any) -> dict[str, Any]:
 
         members["_get_candidate_generator"] = candidates
     return members
-
-
-def _batching(own: Callable[..., Any]) -> Callable[..., Any]:
-    """In batches, layers with our attention run "eager": transformers has pages for that and "sdpa" alone."""
-
-    @functools.wraps(own)
-    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = self.config._attn_implementation == NAME
-        if is_ours:
-            self.set_attn_implementation("eager")
-        try:
-            manager = own(self, *args, **kwargs)
-        except BaseException:
-            if is_ours:
-                self.set_attn_implementation(NAME)
-            raise
-        if is_ours:
-            manager._original_attn_impl = NAME  # put back when the batch ends
-        return manager
-
-    return init_continuous_batching

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
-from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
 from ..caches.buffer import Buffer, buffer_of, start_of
-from .arguments import MASK, flat
-from .caches import all_parts, is_cache, kind_of, layers_of, slots_of, static_of
+from .arguments import MASK
+from .caches import all_parts, layers_of, slots_of, static_of
 from .reading import HELD, NUMBER, STATIC, TENSOR, Entry
 from .surroundings import default_device
 
@@ -32,7 +32,7 @@ class Taken(NamedTuple):
 
 
 class Slots:
-    """Entries that the slots of a cache and of masks have in every call, read in one go."""
+    """Entries that the slots of a cache have in every call, read in one go."""
 
     def __init__(self, entries: list[list[Entry]], sizes: list[int], symbol: dict[int, int]) -> None:
         self._sizes = sizes
@@ -99,13 +99,11 @@ class Match(NamedTuple):
     Attributes:
         around: the default device, and whether logits are wide.
         padding: True if `padding_of` gives keys; None if it is not asked.
-        arguments: (name, kind, value) of all but cache and masks; a number without a value changes.
-        numbers: (name, symbol) of arguments that change.
-        masks: (name, kind) of each.
+        arguments: (name, kind, value) of all but the cache.
         cache: its name; None for a call without one.
         attributes: what of the cache stays.
         layers: (class, names of dictionaries) of each layer of the cache.
-        slots: what the cache and the masks hold.
+        slots: what the cache holds.
         readers: for each symbol the kind, the number and the place of its source.
         buffers: that the slots show.
         writes: for each slot what a call writes there.
@@ -114,8 +112,6 @@ class Match(NamedTuple):
     around: tuple[torch.device | None, bool]
     padding: bool | None
     arguments: list[tuple[Any, int, Any]]
-    numbers: list[tuple[Any, int]]
-    masks: list[tuple[Any, tuple[Any, ...]]]
     cache: str | None
     attributes: dict[str, Any]
     layers: list[tuple[type, list[str]]]
@@ -130,13 +126,12 @@ class Match(NamedTuple):
         `padding` gives what `padding_of` gives for the call.
         """
         inputs: list[Tensor] = []
-        arguments = flat(arguments)
         differs = self._around(arguments) or self._passed(arguments, padding, inputs)
         differs = differs or self._kinds(arguments)
         if differs is not None:
             return differs
         cache = None if self.cache is None else arguments[self.cache]
-        slots = slots_of(cache, self.layers, [arguments[name] for name, _ in self.masks])
+        slots = slots_of(cache, self.layers)
         values = self.slots.read(slots)
         if values is None:
             return "the cache has other attributes"
@@ -148,12 +143,12 @@ class Match(NamedTuple):
         views = all_parts(held)
         if any(map(is_not, map(type, inputs), repeat(Tensor))):
             return "a tensor is of another class"
-        symbols = self._symbols(inputs, views, [*slots, arguments])
-        differs = self._counts(arguments, values, symbols, buffers)
+        symbols = self._symbols(inputs, views, slots)
+        differs = self._counts(values, symbols, buffers)
         return Taken(inputs, views, buffers, slots, symbols, cache) if differs is None else differs
 
     def _around(self, arguments: dict[Any, Any]) -> str | None:
-        if len(arguments) != len(self.arguments) + len(self.masks) + (self.cache is not None):
+        if len(arguments) != len(self.arguments) + (self.cache is not None):
             return "it has other arguments"
         if default_device() != self.around[0]:
             return "the default device is another one"
@@ -174,21 +169,14 @@ class Match(NamedTuple):
                     if keys is None or (keys[0] is not None) != self.padding:
                         return "its padding is of another kind"
                     inputs += keys if self.padding else ()
-            elif kind == NUMBER and value is None:
-                if type(passed) is not int:
-                    return f"{name} is of another kind"
             elif passed is not value and (type(passed) is not type(value) or passed != value):
                 return f"{name} is another one"
         return None
 
     def _kinds(self, arguments: dict[Any, Any]) -> str | None:
-        for name, known in self.masks:
-            passed = arguments.get(name)
-            if type(passed) is not CausalMask or kind_of(passed) != known:
-                return f"{name} is of another kind"
         if self.cache is not None:
             cache = arguments.get(self.cache)
-            if not is_cache(self.cache, cache) or static_of(cache) != self.attributes:
+            if not isinstance(cache, Cache) or static_of(cache) != self.attributes:
                 return "the cache is of another kind"
             if list(map(type, layers_of(cache))) != [known for known, _ in self.layers]:
                 return "the cache has other layers"
@@ -207,11 +195,7 @@ class Match(NamedTuple):
                 symbols.append(slots[number][where])
         return symbols
 
-    def _counts(
-        self, arguments: dict[Any, Any], values: list[Any], symbols: list[int], buffers: tuple[Buffer, ...]
-    ) -> str | None:
-        if any(arguments[name] != symbols[number] for name, number in self.numbers):
-            return _NUMBERS
+    def _counts(self, values: list[Any], symbols: list[int], buffers: tuple[Buffer, ...]) -> str | None:
         if self.slots.numbers(values) != self.slots.symbols(symbols):
             return _NUMBERS
         if not self.buffers.are_at_their_ends(buffers, symbols):
@@ -220,7 +204,7 @@ class Match(NamedTuple):
 
     def give(self, taken: Taken, results: list[Tensor], integers: list[int]) -> None:
         """Puts what a call has made into its cache."""
-        for held, writes in zip(taken.slots, self.writes, strict=False):  # nothing into masks
+        for held, writes in zip(taken.slots, self.writes, strict=True):
             for name, kind, value, number, end in writes:
                 if kind == NUMBER:
                     held[name] = integers[value]

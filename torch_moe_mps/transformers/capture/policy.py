@@ -4,8 +4,8 @@ import warnings
 
 from ..._environment import CAPTURE, choice
 from ..basics.scoped import Bounded
-from ..graphs.tracing import NotCapturable
-from .reading import BeginsCache, Reading
+from ..graphs.tracing import LeftAlone, NotCapturable
+from .reading import Reading
 
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MAX_CAPTURES = 16  # for each kind of calls: the guards of some never hold for long
@@ -22,7 +22,7 @@ class Kind:
         self.captures = 0
         self.pinned = 0  # captures that hold for one value of a number
         self.fixes_rows = False  # the model runs other operators for each number of rows
-        self.begins_cache: str | None = None  # why these calls are left alone
+        self.left_alone: str | None = None  # why
         self.numbers: list[int] = []
         self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
 
@@ -93,8 +93,8 @@ class Policy:
         if kind is None:
             kind = self._kinds[reading.key] = Kind()
         kind.note(reading.numbers)
-        if kind.begins_cache is not None:
-            raise BeginsCache(kind.begins_cache)
+        if kind.left_alone is not None:
+            raise LeftAlone(kind.left_alone)
         kind.calls += 1
         if kind.calls <= _CALLS_BEFORE:
             return None

@@ -5,30 +5,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
 from ..caches.buffer import buffer_of, column_of, start_of
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
-from ..graphs.tracing import NotCapturable
-from .arguments import flat, rows_of
-from .caches import is_cache, is_known, items_of, kind_of, layers_of, slots_of, static_of
+from ..graphs.tracing import LeftAlone, NotCapturable
+from .arguments import rows_of
+from .caches import is_known, layers_of, slots_of, static_of
 from .surroundings import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
 _OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
-ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
+ARGUMENTS = -1  # the place of what is no dictionary of the cache
 STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
 
 
-class BeginsCache(NotCapturable):
-    """Raised for a call that makes the states of a cache; the calls behind it only add to them."""
-
-
 class Entry(NamedTuple):
-    """A value of a call: `place` is a dictionary of the cache or of a mask, by its number, or ARGUMENTS."""
+    """A value of a call: `place` is a dictionary of the cache, by its number, or ARGUMENTS."""
 
     place: int
     name: Any
@@ -65,23 +60,18 @@ class Reading:
         self._rows = rows_of(arguments)
         self.padding = padding
         key: list[Any] = [default_device(), are_wide(), None if padding is None else padding[0] is None]
-        masks: list[tuple[Any, CausalMask]] = []
-        for name, value in flat(arguments).items():
-            if is_cache(name, value):
+        for name, value in arguments.items():
+            if isinstance(value, Cache):
                 key += self._cache(name, value)
-            elif type(value) is CausalMask:
-                masks.append((name, value))
-            elif type(value) is int and type(name) is str:
+            elif type(value) is int:
                 key += name, STATIC, value
                 self.entries.append(Entry(ARGUMENTS, name, STATIC, value, 0))
             else:
                 key += self._value(ARGUMENTS, name, value)
-        for name, mask in masks:  # behind the cache
-            key += self._mask(name, mask)
         self.key = tuple(key)
 
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
-        if any(is_cache(entry.name, entry.value) for entry in self.entries):
+        if any(isinstance(entry.value, Cache) for entry in self.entries):
             raise NotCapturable("it has two caches")
         _require_states(cache)
         self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
@@ -90,20 +80,13 @@ class Reading:
             yield type(layer)
         layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers_of(cache)]
         own = {id(held) for layer in layers_of(cache) for held in dictionaries_of(layer)}
-        for held in slots_of(cache, layers, []):
+        for held in slots_of(cache, layers):
             yield len(held)
-            for name, value in items_of(held):
-                if type(value) is int and type(held) is dict and id(held) not in own:
+            for name, value in held.items():
+                if type(value) is int and id(held) not in own:
                     self.growing.add(len(self.numbers))
                 yield from self._value(self._place, name, value)
             self._place += 1
-
-    def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:
-        self.entries.append(Entry(ARGUMENTS, name, STATIC, mask, 0))
-        yield from (name, *kind_of(mask))
-        for attribute, value in mask.order.items():
-            yield from self._value(self._place, attribute, value)
-        self._place += 1
 
     def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
         """The parts of the key for a value. While they are taken, its numbers and its entry are noted, so
@@ -161,8 +144,8 @@ def _require_states(cache: Any) -> None:
     offloads = getattr(cache, "offloading", False)
     if not is_known(cache) or offloads:
         raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
-    if not any(LayerState(layer).tensors() for layer in layers_of(cache)) and type(cache) is not list:
-        raise BeginsCache("it fills an empty cache")
+    if not any(LayerState(layer).tensors() for layer in layers_of(cache)):
+        raise LeftAlone("it fills an empty cache")
 
 
 def _up_to_two(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
-from ..attention.causal_mask import CausalMask
 from ..basics.logits import are_wide
 from ..basics.tensors import notes_on
 from ..caches.buffer import Buffer, buffer_of, column_of, start_of
@@ -17,9 +17,6 @@ from ..graphs.tracing import NotCapturable, Recorder
 from .arguments import MASK
 from .caches import (
     empty_copy,
-    is_cache,
-    items_of,
-    kind_of,
     layers_of,
     slots_of,
     static_of,
@@ -110,8 +107,8 @@ class _Cache:
         self.layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers]
         self.before: list[dict[Any, Any]] = []
 
-    def slots(self, masks: list[Any]) -> list[Any]:
-        return slots_of(self.stand_in, self.layers, masks)
+    def slots(self) -> list[Any]:
+        return slots_of(self.stand_in, self.layers)
 
     def changed(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """The contents of each slot before the call, and behind it.
@@ -125,8 +122,7 @@ class _Cache:
         for layer, (_, names) in zip(layers_of(self.stand_in), self.layers, strict=True):
             if not {*LayerState(layer).dictionaries} >= set(names):
                 raise NotCapturable("the call takes attributes from a layer of its cache")
-        # Slots of masks come last, and nothing is written there.
-        pairs = [*zip(self.before, map(dict, map(items_of, self.slots([]))), strict=False)]
+        pairs = [*zip(self.before, map(dict, self.slots()), strict=True)]
         if any(before.keys() != held.keys() for before, held in pairs):
             raise NotCapturable("the call gives a layer of its cache attributes")
         return pairs
@@ -136,7 +132,7 @@ class Recording:
     """Stand-ins for what a call has, and what was read of it. It is dropped once the program is made.
 
     Attributes:
-        stand_ins: the arguments of the recorded call, as `flat` gives them.
+        stand_ins: the arguments of the recorded call, by name.
         inputs: for each input a tensor like it, and {dimension: symbol} where its size is one.
         views: for each view what `add_view` of a program takes.
     """
@@ -153,9 +149,7 @@ class Recording:
         self._padding = reading.padding
         self._mask: Any = None  # stands for the mask of padding
         self._cache, self._buffers = _Cache(), _Buffers()
-        self._masks: list[tuple[Any, tuple[Any, ...]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
-        self._changing: list[tuple[Any, int]] = []  # (name, symbol) of arguments
         for entry in reading.entries:
             if entry.place == ARGUMENTS:
                 self._add_argument(entry)
@@ -163,21 +157,11 @@ class Recording:
 
     def _add_argument(self, entry: Entry) -> None:
         _, name, kind, value, first = entry
-        if is_cache(name, value):
+        if isinstance(value, Cache):
             self._cache = _Cache(name, value)
             self.stand_ins[name] = self._cache.stand_in
             return
-        if isinstance(value, CausalMask):
-            self._masks.append((name, kind_of(value)))
-            self.stand_ins[name] = value  # until its numbers are known
-            return
         self._arguments.append((name, kind, value))
-        if kind == NUMBER:
-            self.stand_ins[name] = self._numbers.of(first, (NUMBER, ARGUMENTS, name), value)
-            if first in self._numbers.symbol:
-                self._changing.append((name, self._numbers.symbol[first]))
-                self._arguments[-1] = name, NUMBER, None
-            return
         if name != MASK or self._padding is None:
             self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
             return
@@ -190,16 +174,12 @@ class Recording:
         entries: dict[int, list[Entry]] = {}
         for entry in reading.entries:
             entries.setdefault(entry.place, []).append(entry)
-        masks = [self.stand_ins[name] for name, _ in self._masks]
-        slots = self._cache.slots(masks)
+        slots = self._cache.slots()
         own = [entries.get(place, []) for place in range(len(slots))]
         self._slots = Slots(own, list(map(len, slots)), self._numbers.symbol)
         for entry in sorted(chain(*own), key=lambda entry: entry.kind):  # tensors, then views, as `take` does
             slots[entry.place][entry.name] = self._stand_in(entry)
-        for mask, (name, _), order in zip(masks, self._masks, slots[len(slots) - len(masks) :], strict=True):
-            how = {"dtype": mask.dtype, "device": mask.device, "lookahead": mask.lookahead}
-            self.stand_ins[name] = CausalMask(mask.shape, **order, **how)
-        self._cache.before = [dict(items_of(held)) for held in slots]
+        self._cache.before = [dict(held) for held in slots]
 
     def _stand_in(self, entry: Entry) -> Any:
         place, name, kind, value, first = entry
@@ -274,8 +254,6 @@ class Recording:
             around=self._around,
             padding=None if self._padding is None else self._padding[0] is not None,
             arguments=self._arguments,
-            numbers=self._changing,
-            masks=self._masks,
             cache=self._cache.name,
             attributes=self._cache.attributes,
             layers=self._cache.layers,

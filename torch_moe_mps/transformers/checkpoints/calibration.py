@@ -10,7 +10,6 @@ from torch import Tensor
 from ...macs import machine_memory
 from ...ops._checks import Check
 from .quantize.importance import (
-    Drafting,
     Importance,
     collect_importance,
     given_importance,
@@ -35,7 +34,6 @@ def importance_for(
     given: Importance | str | os.PathLike,
     source: Source,
     load: Callable[[bool], Any],
-    drafting: Callable[[Any], Drafting | None] = lambda model: None,
 ) -> Importance:
     """Importance matrix for the `importance` argument: an Importance, a file, a text, or "auto".
 
@@ -43,13 +41,12 @@ def importance_for(
         function: name of the caller, for errors.
         source: folder or name of the model.
         load: loads the model on its device, dense for True, quantised as requested for False.
-        drafting: returns the MTP layers of a loaded model, which are calibrated, too.
 
     Raises: what `read_importance` and `collect_importance` do, and ValueError for a text that is no UTF-8.
     """
     is_text = isinstance(given, str | os.PathLike) and not is_file_of_importance(Path(given))
     if not is_text:
-        result = given_importance(function, given, source.skeleton(), True)
+        result = given_importance(function, given, True)
         assert result is not None
         return result
     name = str(given)
@@ -57,7 +54,7 @@ def importance_for(
     ids = tokens_of_text(source, text, TOKENS)
     model = load(is_read_as_it_is(source))
     device = model.device
-    result = collect_importance(model, ids, text=text, drafting=drafting(model))
+    result = collect_importance(model, ids, text=text)
     del model
     free(device)
     return result

@@ -7,12 +7,12 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from torch_moe_mps_autoload import NAME, PACKAGES, is_for_us, stored_in
+from torch_moe_mps_autoload import GGUF_FAMILIES, NAME, PACKAGES, is_for_us, stored_in
 
 from ...ops._checks import Check
 from ...quantization import Format
@@ -21,29 +21,31 @@ from ..upstream.models import cached_file
 from ..upstream.weights import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
-    GgufConfig,
     HfQuantizer,
     build_glob_alternation,
+    get_gguf_kernel,
+    is_gguf_arch_supported,
 )
 from .absent import leave_out
+from .gguf.file import read_checked
 from .gguf.header import header_of, widths_in
-from .gguf.quantizer import GgufQuantizer
-from .gguf.reading import Dense, dense_state
+from .gguf.reading import GgufLayout
+from .layouts.checking import check_scales
 from .layouts.dense import DenseLayout
 from .layouts.layout import Layout, Section
-from .layouts.lifecycle import Lifecycle
 from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
 from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .own.reading import OwnLayout
-from .quantize.decision import note_exceptions, weights_of
+from .quantize.decision import weights_of
 from .quantize.importance import Importance
-from .quantize.in_place import refuse_second_method
+from .quantize.in_place import finish_loading, refuse_dequantizing, refuse_second_method
 from .quantize.sizes import bytes_a_token
-from .quantize.streaming import QuantizeParameters, Stream
-from .quantize.target import Target, present
+from .quantize.streaming import QuantizeParameters, one_by_one, threads_crash
+from .quantize.target import present
+from .quantize.tied import tie_quantized
 from .quantize.wanted import Wanted
-from .quantize.weights import empty_weight, replace
+from .quantize.weights import empty_weight, replace, store_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,11 +68,9 @@ def get_hf_quantizer(
     kwargs["gguf_file"] = gguf_file
     stored = stored_in(config)
     if gguf_file is not None:
-        if config._name_or_path and is_for_us(None, None, gguf_file):
-            commit = getattr(config, "_commit_hash", None)
-            path = cached_file(config._name_or_path, gguf_file, _commit_hash=commit)
-            config.update(widths_in(header_of(path)))
-        with _reading_gguf():
+        if is_for_us(None, None, gguf_file):
+            asked = _for_gguf(config, asked, gguf_file)
+        with _reading_gguf() if isinstance(asked, QuantizationConfig) else contextlib.nullcontext():
             return own(config, asked, *args, **kwargs)
     if isinstance(stored, dict) and is_for_us(stored, None if is_ours(asked) else asked):
         if (why := _WHY.get(stored.get("quant_method", ""))) is not None:
@@ -82,13 +82,27 @@ def get_hf_quantizer(
     return own(config, asked, *args, **kwargs)
 
 
+def _for_gguf(config: Any, asked: Any, gguf_file: str) -> Any:
+    """The quantization_config for a GGUF file on a Mac: ours, for what transformers does not keep packed."""
+    if config._name_or_path:
+        commit = getattr(config, "_commit_hash", None)
+        path = cached_file(config._name_or_path, gguf_file, _commit_hash=commit)
+        config.update(widths_in(header_of(path)))
+        architecture = read_checked(path)[0]["general.architecture"]
+        knows = architecture not in GGUF_FAMILIES and is_gguf_arch_supported(architecture)
+        if knows and get_gguf_kernel() is not False:
+            return asked
+    leaves = isinstance(asked, QuantizationConfig) or getattr(asked, "dequantize", False)
+    return asked if leaves else QuantizationConfig(gguf=True)
+
+
 @contextlib.contextmanager
 def _reading_gguf() -> Iterator[None]:
     """Inside the block, transformers takes our quantizer for GGUF files."""
     method = FROM_GGUF["quant_method"]
     with _LOCK:
         before = AUTO_QUANTIZER_MAPPING[method]
-        AUTO_QUANTIZER_MAPPING[method] = _of_gguf
+        AUTO_QUANTIZER_MAPPING[method] = Quantizer
         try:
             yield
         finally:
@@ -106,21 +120,26 @@ def _as_ours(stored: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": NAME, "other": dict(stored)}
 
 
-class Quantizer(Lifecycle, HfQuantizer):
+class Quantizer(HfQuantizer):
     """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
     Attributes:
+        layout: the part of the checkpoint still to read.
+        report: the weights quantised or packed while loading; None for none.
         wanted: the weights still to quantise.
         device: where the model is moved once it is quantised; None if it is there.
         section: of the files that the model is; None is all of them.
     """
 
     quantization_config: QuantizationConfig
+    layout: Layout
+    report: QuantizationReport | None = None
     device: torch.device | None = None
     section: Section | None = None
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
+        self.pre_quantized |= quantization_config.gguf
         self.layout, self.wanted = Layout(), Wanted()
 
     @property
@@ -131,6 +150,8 @@ class Quantizer(Lifecycle, HfQuantizer):
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
         _check_no_offloading(device_map)
+        if self.quantization_config.gguf and device_map is None and torch.backends.mps.is_available():
+            return {"": torch.device("mps")}  # the default of transformers for GGUF
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
             self.device = torch.device(whole)
@@ -144,9 +165,9 @@ class Quantizer(Lifecycle, HfQuantizer):
         """The requested dtype, or transformers' default for None, as of a GGUF file."""
         return torch.get_default_dtype() if dtype is None else dtype
 
-    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Any]:
         """State of a GGUF file, whose names become the model's."""
-        return dense_state(checkpoint_file, model, self._stream().wanted)
+        return self.layout.state(checkpoint_file)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Floating-point tensors are never cast to codes; `check_loaded` reports a wrong dtype."""
@@ -166,52 +187,75 @@ class Quantizer(Lifecycle, HfQuantizer):
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
-            weights = weights_of(model, recipe := config.recipe())
+            weights = weights_of(model, config.recipe())
             dense, report.skipped, report.sizes, report.notes = weights
-            note_exceptions(model, recipe)
             self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
                 report.importance = config.importance.assign(model, dense)
         self.wanted.compare(self.layout.targets, self.report, config.requantize)
-        self.make_room(model)
+        for target in self.layout.targets.values():
+            store_empty(target)
+        tie_quantized(model)
+        self._reading = one_by_one(threads_crash())  # ends with this object where loading fails
+        self._reading.__enter__()
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:
         self.report = self.layout.start(self.wanted.dense, self.report)
         if self.report is not None:
-            self.report.bytes_before = bytes_a_token(model)
+            self.report.bytes_before = self.layout.dense_bytes or bytes_a_token(model)
 
     def forget_absent(self, model: nn.Module) -> None:
+        """Drops weights that the model no longer has."""
         self.wanted.dense = present(model, self.wanted.dense)
-        super().forget_absent(model)
+        self.layout.forget_absent(model)
         if self.streams:
             self._start(model)
-
-    def _stream(self) -> Stream:
-        assert self.layout.stream is not None
-        return self.layout.stream
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         stream = self.layout.stream
         return not self.pre_quantized and stream is not None and param_name in stream.wanted
 
     def get_quantize_ops(self) -> QuantizeParameters:
-        return QuantizeParameters(self._stream())
+        assert self.layout.stream is not None
+        return QuantizeParameters(self.layout.stream)
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         vars(model).pop("_get_dtype_plan", None)
         _check_no_offloading(getattr(model, "hf_device_map", None))
         self.place(model)
+        self.layout.warn()
         if self.report is not None and self.device is not None:
             model.to(self.device)
         self.close(model)
 
-    def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> dict[str, Target]:
-        stored = super().place(model, loaded)
+    def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> None:
+        """Installs the quantised weights of the `loaded` modules.
+
+        Raises: ValueError for a weight that cannot be quantised, is missing, of a wrong dtype or not finite.
+        """
+        self.layout.finish(loaded)
+        stored = self.layout.install(model, loaded)
+        self.layout.check(model, loaded)
+        check_scales(model, stored.__contains__)
+        if self.layout.has_other_names:
+            model._weight_conversions = None  # saved under the names of transformers
         self.wanted.quantize(model, stored, loaded, self.report)
-        return stored
+
+    def close(self, model: Any) -> None:
+        """Ends loading, once the model has all its weights."""
+        self._reading.__exit__(None, None, None)
+        del self._reading
+        if self.report is not None:
+            model.hf_quantizer = self
+        self.layout = Layout()
+        finish_loading(model)
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
+        refuse_dequantizing()
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
+        """Gives the `done` modules quantised weights on the meta device, in place of real ones."""
         for name in filter(done, [*self.layout.targets, *self.wanted.dense]):
             target = self.wanted.resolve(name, self.layout.targets)
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
@@ -235,11 +279,6 @@ class Quantizer(Lifecycle, HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
-    """Quantizer that reads a GGUF file: packed, or quantised again as the config asks."""
-    return (Quantizer if isinstance(config, QuantizationConfig) else GgufQuantizer)(config, **kwargs)
 
 
 def register() -> None:
@@ -272,6 +311,8 @@ def layout_of(
 
     Raises: ValueError for tensors, or names in the config, that do not fit the model.
     """
+    if config.gguf:
+        return GgufLayout(model, files[0])
     if config.mlx is not None:
         return MlxLayout(model, files, config.mlx)
     if config.other is not None:
@@ -287,7 +328,7 @@ def quantizer_for(
     requantize: bool,
     importance: Importance | None = None,
     packs: bool = False,
-) -> Lifecycle | None:
+) -> Quantizer | None:
     """Quantizer that a checkpoint, dense or quantised, needs; None for none.
 
     Args:
@@ -299,10 +340,6 @@ def quantizer_for(
     quantization = source.quantization(recipe, requantize, importance)
     if recipe is None and not packs and source.stored.get("quant_method") == "fp8":
         return None
-    if source.gguf is not None and quantization is None:
-        reader = GgufQuantizer(GgufConfig())
-        reader.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
-        return reader
     if quantization is None:
         if source.stored and recipe is not None:
             refuse_second_method("quantize", source.stored["quant_method"])

@@ -149,7 +149,8 @@ class Source:
 
         """
         if self.gguf is not None:
-            return None if asked is None else {**asked, "source": FROM_GGUF, "importance": importance}
+            again = {"source": FROM_GGUF, "importance": importance}
+            return {"gguf": True} if asked is None else {**asked, **again}
         wanted = {"wanted": asked, "requantize": requantize, "importance": importance}
         if not self.stored:
             return None if asked is None else {**asked, "importance": importance}

@@ -1,7 +1,6 @@
 """Families: a folder for each architecture that needs what no other does, and that nothing else knows.
 
-A folder declares its parts in a FAMILY, and `wiring.py` at the door puts them in. Without the folder, models
-of its architecture run unmodified, and the operators that others have, too.
+A folder declares its parts in a FAMILY, and `wiring.py` at the door puts them in.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +18,7 @@ class Family(NamedTuple):
 
     Attributes:
         rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
-        prepare: is called with each model before its modules are recognised.
         growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
-        own_cache: config of a model -> a class for the cache that its code insists on, with all states in its
-            layers, or None if any cache will do.
         layer_hook: is called with each layer of attention that the operator runs.
         needs_our_kernel: whether a layer that came with "eager" needs our implementation.
         masks_choices: whether a layer turns what its indexer chose into a mask, for all implementations.
@@ -34,9 +30,7 @@ class Family(NamedTuple):
     """
 
     rules: tuple[ModuleRule, ...] = ()
-    prepare: Callable[[nn.Module], None] | None = None
     growing_class: Callable[[Any], Any] | None = None
-    own_cache: Callable[[Any], Any] | None = None
     layer_hook: Callable[[nn.Module], None] | None = None
     needs_our_kernel: Callable[[nn.Module], bool] | None = None
     masks_choices: Callable[[nn.Module], bool] | None = None

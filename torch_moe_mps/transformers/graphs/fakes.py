@@ -1,4 +1,4 @@
-"""Fake results of operators: taken from an equal call before, from a meta kernel, or from the mode."""
+"""Fake results of operators: taken from an equal call before, or from the mode."""
 
 from typing import Any
 
@@ -10,20 +10,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..basics.scoped import Bounded
 
 _ATEN = torch.ops.aten
-# Operators whose results follow from shapes, strides and dtypes, and lie where their arguments are.
-_BY_SHAPE = frozenset(
-    getattr(getattr(_ATEN, name), overload)
-    for overload, names in {
-        "Tensor": "add div mul sub slice",
-        "Tensor_Scalar": "pow",
-        "default": "_softmax _to_copy _unsafe_view bmm cat clamp detach expand mm neg permute relu rsqrt "
-        "sigmoid silu sqrt t tanh topk unsqueeze",
-        "dim": "mean squeeze",
-        "dim_IntList": "sum",
-        "int": "select transpose",
-    }.items()
-    for name in names.split()
-)
 
 
 class _Like:
@@ -97,32 +83,11 @@ class FakeResults:
         if key in known:
             like = known[key]
             return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
-        result = self._by_shape(func, args, kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if all(id(item) not in self._alive and not _has_bits(item) for item in listed(result)):
             of_list = isinstance(result, (list, tuple))
             known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
         return result
-
-    def _by_shape(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Result of an operator whose shapes and dtypes its meta kernel says; None for any other call.
-
-        FakeTensorMode comes to the same kernel, after several questions and a reference in Python, which took
-        most of the time of a trace.
-        """
-        if self._has_symbols or func not in _BY_SHAPE or not kwargs.keys() <= {"dtype"}:
-            return None
-        tensors = [item for value in args for item in listed(value) if isinstance(item, Tensor)]
-        devices = {item.fake_device if isinstance(item, FakeTensor) else None for item in tensors}
-        if len(devices) != 1 or None in devices or any(map(_has_bits, tensors)):
-            return None
-        (device,) = devices
-        with in_kernel_invocation_manager(self.mode):
-            made = func(*args, **kwargs)
-        if isinstance(made, (list, tuple)):
-            return [FakeTensor(self.mode, item, device) for item in made]
-        return FakeTensor(self.mode, made, device)
 
     def _key(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):

@@ -34,6 +34,10 @@ class NotCapturable(Exception):
     """A call cannot be captured, and why."""
 
 
+class LeftAlone(NotCapturable):
+    """Raised for a call whose kind is never captured, which costs calls of other kinds nothing."""
+
+
 class Number:
     """A number in the arguments of a node that differs from call to call."""
 

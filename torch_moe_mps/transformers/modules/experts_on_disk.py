@@ -7,27 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ...disk.pool import Pools
+from ...disk.file import Layer
+from ...disk.pool import Pool, Pools, Tables
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
+from ..graphs.tracing import LeftAlone
 
 ops = torch.ops.moe_mps
+TURNED = "turned"  # matrices of a layer whose rows are columns in the module
 
 
 class OnDisk(Beside):
-    """The pool of an experts module, whose weights are the pool's slots.
-
-    Args:
-        pools, number: of the model, and which one of them is the module's.
+    """The pool of a module, whose weights are the pool's slots.
 
     Attributes:
         key: of the file, which tells the weights.
+        pools: of the model's experts; None for a table.
     """
 
-    def __init__(self, pools: Pools, number: int):
-        self.pools, self.number = pools, number
-        self.pool = pools.layers[number]
+    def __init__(self, pool: Pool, keeper: Pools | Tables):
+        self.pool, self._keeper = pool, keeper
+        self.pools = keeper if isinstance(keeper, Pools) else None
         self.key = self.pool.reader.file.key
 
     def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
@@ -35,18 +37,22 @@ class OnDisk(Beside):
 
         The slots of few tokens are read while the GPU waits; for many tokens, all experts are read.
 
-        Raises: OSError, ValueError for a disk that cannot be read.
+        Raises: OSError, ValueError for a disk that cannot be read; LeftAlone if it would have to be, where a
+            call is captured.
         """
-        staging = self.pools.staging
-        if staging is None or ids.numel() <= self.pool.size:
+        if ids.numel() <= self.pool.size:
             return module, ops._expert_slots(ids, self.pool.number)
+        if isinstance(ids, FakeTensor):
+            raise LeftAlone("its tokens may need more experts than have slots")
         needed = None
         if ids.numel() < self.pool.about.experts:
             needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
             if len(needed) <= self.pool.size:
                 return module, ops._expert_slots(ids, self.pool.number)
-        staging.read(self.number, needed)
-        return _with_weights(module, staging.tensors[self.number]), ids
+        assert self.pools is not None
+        staging, number = self.pools.staging, self.pools.layers.index(self.pool)
+        staging.read(number, needed)
+        return _with_weights(module, turned(self.pool.about, staging.tensors[number])), ids
 
     def refuse(self, why: str) -> None:
         """Raises: ValueError that names the module."""
@@ -59,9 +65,13 @@ class OnDisk(Beside):
         self.refuse("it cannot be saved")
 
 
-def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
-    """Makes a module whose weights are those of a pool read them from the disk."""
-    own = OnDisk(pools, number)
+def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer as those of its module, or the other way round."""
+    return {n: t.mT if n in layer.about.get(TURNED, ()) else t for n, t in tensors.items()}
+
+
+def put_on_disk(module: nn.Module, own: OnDisk) -> None:
+    """Makes a module whose weights are those of a pool keep them there."""
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for tensor in own.pool.tensors.values():
@@ -73,9 +83,24 @@ def put_on_disk(module: Experts, pools: Pools, number: int) -> None:
     vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
 
 
-def pools_of(model: nn.Module) -> Pools | None:
+def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
+    """Makes an embedding gather its rows from the disk; as many ids as its pool has slots at a time."""
+    put_on_disk(module, own)
+    forward = module.forward
+
+    def gathered(ids: Tensor) -> Tensor:
+        parts = [
+            forward(ops._expert_slots(part, own.pool.number)) for part in ids.flatten().split(own.pool.size)
+        ]
+        return torch.cat(parts).view(*ids.shape, -1)
+
+    vars(module)["forward"] = gathered
+
+
+def expert_pools(model: nn.Module) -> Pools | None:
     """The pools of a model whose experts are on the disk; None for any other."""
-    return next((own.pools for _, own in experts_on_disk(model)), None)
+    every = (own.pools for _, own in experts_on_disk(model))
+    return next((pools for pools in every if pools is not None), None)
 
 
 def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:

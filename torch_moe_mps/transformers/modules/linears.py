@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops._checks import dtype_name
 from ...ops._decoded import memory
-from ...ops.linear import linear_quantized, product_by_kept_rows
+from ...ops.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.logits import are_wide
@@ -205,10 +205,6 @@ class QuantizedLinear(QuantizedLayer):
 
     def product(self, x: Tensor) -> Tensor:
         packed, scales, biases, bias = self.weights()
-        if bias is None and x.is_cpu:
-            out = product_by_kept_rows(x, packed, scales, biases, self.format.name)
-            if out is not None:
-                return out
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
         dtype = "float32" if wide else None
         return linear_quantized(x, packed, scales, biases, self.format.name, bias, dtype=dtype)

@@ -1,7 +1,6 @@
 """Loading, quantising and converting the MTP layers of a checkpoint.
 
-Each is an instance of the model's layer class and quantised like its last layer. Recipes can make exceptions
-for names that begin with mtp.0 and so on.
+Each is an instance of the model's layer class and quantised like its last layer.
 """
 
 import copy
@@ -10,14 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...ops._checks import Check
@@ -26,19 +24,15 @@ from ..basics.interface import experts_of
 from ..basics.state import state_in, state_of
 from ..checkpoints.layouts.files import checkpoint_files, tensors_in
 from ..checkpoints.layouts.layout import Section
-from ..checkpoints.mlx.architectures import ARCHITECTURES, Architecture
-from ..checkpoints.mlx.names import type_of
 from ..checkpoints.others.schemes import METHODS
-from ..checkpoints.own.config import QuantizationConfig, is_mlx, is_ours
+from ..checkpoints.own.config import is_ours
 from ..checkpoints.quantize.decision import weights_of
-from ..checkpoints.quantize.importance import Importance
-from ..checkpoints.quantize.recipe import OF_MTP, Recipe, fits, no_such_weight, requested_recipe
+from ..checkpoints.quantize.recipe import Recipe, requested_recipe
 from ..checkpoints.quantize.sizes import quantized_sizes, total_bytes
-from ..checkpoints.quantize.target import Target, paths_of, quantizable
+from ..checkpoints.quantize.target import Target
 from ..checkpoints.quantizer import Quantizer, quantizer_of
 from ..checkpoints.source import Source
 from ..checkpoints.write.parts import read_tensors
-from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from ..upstream.weights import WeightRenaming, seen_with
 
@@ -48,7 +42,7 @@ _UNCOUNTED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OF_QWEN, _NUMBERED = re.compile(r"^mtp\."), re.compile(r"^mtp\.layers\.(\d+)\.")
 _CHECK = Check("load")
 _FP8, _BITS_OF_FP8 = "fp8", 8
-MTP = OF_MTP.rstrip(".")  # the entry of a checkpoint's quantisation with the formats of these layers
+MTP = "mtp"  # the entry of a checkpoint's quantisation with the formats of these layers
 
 
 class _Section:
@@ -58,21 +52,18 @@ class _Section:
         model: the main model, possibly without weights; its config has the number of MTP layers.
         source: the checkpoint.
         recipe: for dense weights, and FP8 weights that get fewer bits; other quantised weights are unchanged.
-        importance: importance matrix for quantisation.
 
-    Raises: ValueError for an unsupported quantisation, tensors that do not fit, and an exception for MTP
-        layers that matches none of their dense weights.
+    Raises: ValueError for an unsupported quantisation, and tensors that do not fit.
     """
 
-    def __init__(self, model: Any, source: str, recipe: Recipe, importance: Importance | None = None):
+    def __init__(self, model: Any, source: str, recipe: Recipe):
         self._dtype, self._found = model.dtype, _found(source, model)
         self._layers, about, packed = _without_memory(model), _about(source, model), _packed_in(source)
         if packed:
             about.stored["modules"] = packed
         self._mapping = _of_converted(model) if packed else _of_makers(self._layers, model)
         wanted = _arguments(recipe, about.stored, self._layers)
-        own = None if importance is None else _own(importance)
-        quantization = about.quantization(wanted, requantize=False, importance=own)
+        quantization = about.quantization(wanted, requantize=False)
         self._quantizer: Quantizer | None = None
         if quantization is not None:
             files, section = [*map(str, self._found.files)], Section(self._found.names, self._mapping)
@@ -90,7 +81,7 @@ class _Section:
             for file, names in self._found.files.items():
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 tensors |= {name: opened.get_slice(name) for name in names}
-            how = self._mapping, self._quantizer, self._dtype, "cpu"
+            how = self._mapping, self._quantizer, self._dtype
             missing = read_tensors(self._layers, tensors, *how)
         if self._quantizer is not None:
             self._quantizer.place(self._layers)  # says what is missing, too
@@ -118,8 +109,6 @@ def _about(source: str, model: Any) -> Source:
         stored.get(name) for name in ("quantization_config", "quantization")
     )
     about = Source(source, {"config": config}, type(model))
-    if MTP in (of_mlx := about.stored.get("mlx") or {}):
-        about.stored = QuantizationConfig(modules={}).to_dict() | {"quant_method": NAME, MTP: of_mlx[MTP]}
     if is_ours(about.stored) and not about.stored.get(MTP):
         about.stored = {}  # they are dense
     method = about.stored.get("quant_method")
@@ -143,60 +132,26 @@ def checkpoint_of(model: Any) -> str:
     return name if noted is None or not Path(noted).is_dir() else noted
 
 
-def named(layers: Any) -> nn.Module:
-    """Module with the MTP layers under their names in recipes and importance: mtp.0 and so on."""
-    return nn.ModuleDict({MTP: layers.layers})
-
-
-def _own(importance: Importance) -> Importance | None:
-    """Importance of the MTP layers, keyed by names in transformers' module, or None."""
-    means = {
-        f"layers.{name.removeprefix(OF_MTP)}": mean
-        for name, mean in importance.means.items()
-        if name.startswith(OF_MTP)
-    }
-    return replace(importance, means=means) if means else None
-
-
-def _exceptions(layers: Any, recipe: Recipe) -> dict[str, Format | None]:
-    """A recipe's exceptions for MTP layers, keyed by names in transformers' module.
-
-    Raises: ValueError for an exception that matches none of their weights.
-    """
-    paths = paths_of(quantizable(named(layers)))
-    for pattern in recipe.of_mtp():
-        if not any(fits(pattern, path) for path in paths):
-            raise ValueError(no_such_weight(pattern))
-    found = {path: [format for p, format in recipe.overrides.items() if fits(p, path)] for path in paths}
-    return {f"layers.{path.removeprefix(OF_MTP)}": own[-1] for path, own in found.items() if own}
-
-
 def _arguments(recipe: Recipe, stored: Mapping[str, Any], layers: Any) -> dict[str, Any] | None:
     """Recipe as arguments of `accelerate`; None without one, or if FP8 already has as few bits."""
-    exceptions, method = _exceptions(layers, recipe), stored.get("quant_method")
-    if stored and method != _FP8 and (own := recipe.of_mtp()):
-        expected, got = "for MTP layers that are dense or in FP8", "quantised ones"
-        raise ValueError(f"moe_mps::quantize: the pattern {own[0]!r} must be {expected}, got {got}")
-    usual = recipe.experts or recipe.linears or next(filter(None, exceptions.values()), None)
-    if usual is None or is_ours(stored):
-        return None
-    if method == _FP8 and usual.bits >= _BITS_OF_FP8 and not exceptions:
+    usual, is_fp8 = recipe.experts or recipe.linears, stored.get("quant_method") == _FP8
+    if usual is None or is_ours(stored) or (is_fp8 and usual.bits >= _BITS_OF_FP8):
         return None
     linears = None if recipe.linears is None else recipe.linears.to_dict()
     dense = {} if recipe.experts or not experts_of(layers) else {"*.experts.*": None}
-    return usual.to_dict() | {"linear_bits": linears, "overrides": dense | exceptions}
+    return usual.to_dict() | {"linear_bits": linears, "overrides": dense}
 
 
 def recipe_of_last_layer(model: Any) -> Recipe:
-    """The formats of a model's last layer, with the exceptions of the recipe by which it was quantised."""
+    """The formats of a model's last layer."""
     formats = _formats(model.get_decoder().layers[-1])
-    return Recipe(formats.get("experts"), formats.get("linears"), overrides=state_in(model).overrides)
+    return Recipe(formats.get("experts"), formats.get("linears"))
 
 
 def _packed_in(source: str) -> dict[str, str]:
     """{name: format} of quantised MTP weights in a checkpoint of this package."""
     stored = PreTrainedConfig.get_config_dict(source)[0].get("quantization_config")
-    found: dict[str, str] = stored.get(MTP, {}) if stored and (is_ours(stored) or is_mlx(stored)) else {}
+    found: dict[str, str] = stored.get(MTP, {}) if is_ours(stored) else {}
     return found
 
 
@@ -254,19 +209,14 @@ def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def converted_mtp(
-    source: str, model: Any, packed: dict[str, str], importance: Importance | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def converted_mtp(source: str, model: Any, packed: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of these layers for a checkpoint of a model that is quantised.
-
-    Those in MLX's layout have the same names, too: mlx-lm ignores them.
 
     Args:
         packed: takes what `_packed_in` gives of that checkpoint. Layers that a source has quantised stay so.
-        importance: see `_Section`.
     """
     model, before = _counted(model, source), _packed_in(source)
-    section = _Section(model, source, recipe_of_last_layer(model), importance)
+    section = _Section(model, source, recipe_of_last_layer(model))
     if before or section.is_dense:
         packed.update(before)
         yield from mtp_tensors(source, model)
@@ -291,42 +241,18 @@ def planned_mtp(source: str, model: Any) -> tuple[int, int]:
     return before, before if _packed_in(source) or section.is_dense else section.nbytes()
 
 
-def check_exceptions(source: str, model: Any, recipe: Recipe | None) -> None:
-    """Raises: ValueError for a recipe with an exception for these layers alone where it has no effect."""
-    if recipe is None or not (own := recipe.of_mtp()):
-        return
-    if not _found(source, model).sizes:
-        raise ValueError(no_such_weight(own[0]))
-    _Section(_counted(model, source), source, recipe)
-
-
 def read_mtp(model: Any) -> Any:
     """transformers' module of these layers of a loaded model, on the CPU, quantised as its last layer."""
     source = checkpoint_of(model)
     return _Section(_counted(model, source), source, recipe_of_last_layer(model)).read()
 
 
-def left_out_mtp(source: str, model: Any, for_mlx: bool = False) -> str | None:
-    """Why a conversion has none of these layers of a checkpoint that has some; None where it has.
-
-    Args:
-        for_mlx: in MLX's layout mlx-lm must ignore them.
-    """
+def left_out_mtp(source: str, model: Any) -> str | None:
+    """Why a conversion has none of these layers of a checkpoint that has some; None where it has."""
     try:
         _about(source, model)
     except ValueError as error:
         return str(error)
-    return _refused_by_mlx(_counted(model, source)) if for_mlx else None
-
-
-def _refused_by_mlx(model: Any) -> str | None:
-    """Why mlx-lm would not load a checkpoint with these layers, whose tensors it must ignore."""
-    config = model.config.get_text_config()
-    ignored = ARCHITECTURES.get(type_of(model.config), Architecture()).ignored
-    for name in (_prefix(model, number) for number in range(config.num_mtp_layers)):
-        if not ignored or not name.startswith(ignored.format(config.num_hidden_layers)):
-            got = f"a {config.model_type}, of which it refuses {name}*"
-            return f"moe_mps::speculative: their tensors must be some that mlx-lm ignores, got {got}"
     return None
 
 
@@ -346,8 +272,8 @@ def empty_mtp(model: Any, source: str) -> Any:
             MtpModel.get_mtp_weights_regex(model)
         except (TypeError, ValueError):  # transformers knows no names of them
             return None
-        of_mlx = PreTrainedConfig.get_config_dict(source)[0].get("quantization", {MTP: {}})
-        if MTP not in of_mlx or not getattr(config, "num_mtp_layers", 0):
+        is_of_mlx = "quantization" in PreTrainedConfig.get_config_dict(source)[0]
+        if is_of_mlx or not getattr(config, "num_mtp_layers", 0):
             return None
     return _without_memory(_counted(model, source) if is_here else model)
 
@@ -363,12 +289,9 @@ def last_layer(model: Any, targets: Iterable[Target]) -> Recipe:
     return Recipe(experts, linears)
 
 
-def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target], recipe: Recipe) -> int:
-    """Bytes of these layers beside a model with these targets, which a recipe gave it.
-
-    Raises: ValueError for an exception of these layers alone that fits nothing.
-    """
-    asked = _arguments(replace(last_layer(model, targets), overrides=recipe.overrides), {}, layers)
+def bytes_of_mtp(layers: Any, model: Any, targets: Iterable[Target]) -> int:
+    """Bytes of these layers beside a model with these targets."""
+    asked = _arguments(last_layer(model, targets), {}, layers)
     exact = None if asked is None else requested_recipe(**asked)
     targets = weights_of(layers, exact or Recipe(None)).targets.values()
     return total_bytes(layers.layers, quantized_sizes(targets))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
@@ -12,7 +11,7 @@ from ..capture.candidates import DRAFTING
 from ..capture.classes import capture_calls, captures_of
 from ..capture.policy import wanted_capture
 from ..checkpoints.quantize.in_place import LOADED
-from .layers import config_of_mtp, named, read_mtp, require_mtp
+from .layers import config_of_mtp, read_mtp, require_mtp
 
 
 class MtpStep(PreTrainedModel):
@@ -39,26 +38,6 @@ class MtpStep(PreTrainedModel):
         """
         result = self.layers.forward_layer(self.number, states, position_ids, cache, input_ids=input_ids)
         return self.layers._project_to_logits(result[:, -1:]), result
-
-
-class MtpCounted:
-    """MTP layers of a loaded model, for calibration.
-
-    Attributes:
-        named: module with the layers under their names in recipes.
-    """
-
-    def __init__(self, model: Any):
-        self._model, self._layers = model, mtp_steps(model)[0].layers
-        self.named = named(self._layers)
-
-    def read(self, ids: Tensor, states: Tensor) -> None:
-        """Runs all MTP layers on tokens [1, T] and the model's hidden states [1, T, H]."""
-        cache, places = new_mtp_cache(self._model), torch.arange(ids.shape[1], device=ids.device)[None]
-        for layer in range(len(self._layers.layers)):
-            tokens, at = ids[:, layer + 1 :], places[:, layer + 1 :]
-            states = states[:, : tokens.shape[1]]
-            states = self._layers.forward_layer(layer, states, at, cache, input_ids=tokens)
 
 
 def mtp_layers(model: Any) -> Any:

@@ -17,7 +17,6 @@ _ON_USE = {
     "LogitsProcessorList": "generation",
     "MTPCandidateGenerator": "generation.candidate_generator",
     "MinPLogitsWarper": "generation",
-    "MiniMaxCache": "models.minimax.modeling_minimax",
     "MtpCache": "cache_utils",
     "MtpModel": "modeling_layers",
     "PrinterCallback": "trainer_callback",

@@ -1,1 +1,1 @@
-"""GGUF files, and the files of importance that llama.cpp writes as GGUF."""
+"""GGUF files: their headers, their tensors, and what stays packed."""

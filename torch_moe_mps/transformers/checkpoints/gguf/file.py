@@ -290,6 +290,10 @@ class GgufWeight:
         assert format is not None
         return format
 
+    def get_dtype(self) -> str:
+        """The dtype of the blocks, as of safetensors' lazy tensors."""
+        return "U8"
+
     def __getitem__(self, _: Any) -> "GgufWeight":
         """Itself: transformers' loader indexes tensors by `[...]`, then calls `to`."""
         return self

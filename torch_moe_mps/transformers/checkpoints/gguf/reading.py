@@ -1,5 +1,6 @@
 """Layout of a GGUF file: weights that stay packed, and parameters that are dequantised."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,15 +33,16 @@ class Dense:
     def __getitem__(self, _: Any) -> Tensor:
         return self.file.value(self.name) if self.wanted is None else self.file.value_of(*self.wanted)
 
-
-def dense_state(file: str, model: Any, wanted: Mapping[str, tuple[Target, str]]) -> dict[str, Dense]:
-    """{parameter of a model on the meta device: its GGUF tensor, dequantised when it is read}"""
-    whole = _checked(file, model)
-    return {name: Dense(whole, name, wanted.get(name)) for name in whole.parts}
+    def get_dtype(self) -> str:
+        """The dtype of the values, as of safetensors' lazy tensors."""
+        return "F32"
 
 
-def _checked(path: str, model: Any) -> File:
-    """Raises: ValueError for a file that has not what its metadata declares."""
+def checked_file(path: str, model: Any) -> File:
+    """The file, for a model on the meta device.
+
+    Raises: ValueError for a file that has not what its metadata declares.
+    """
     with torch.device("cpu"):  # the model is made on the meta device
         file = File(path, model)
         check_declared(file, model, path)
@@ -60,8 +62,8 @@ class GgufLayout(Layout):
 
     def __init__(self, model: Any, file: str):
         super().__init__()
-        self.model, self.file = model, _checked(file, model)
-        self.report = QuantizationReport(bytes_before=bytes_a_token(model))
+        self.model, self.file = model, checked_file(file, model)
+        self.report, self.dense_bytes = QuantizationReport(), bytes_a_token(model)
         self._sources: dict[str, GgufWeight] = {}
         reasons, every = Reasons(model), quantizable(model)
         for target in every.values():
@@ -111,8 +113,19 @@ class GgufLayout(Layout):
             del self._sources[f"{name}.{parameter}"]
         target.formats.clear()
 
-    def state(self) -> dict[str, Any]:
-        """{name: lazy tensor} of the model's parameters, and of the packed ones for `conversions`."""
+    def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
+        return self.report
+
+    def warn(self) -> None:
+        if names := [*self.report.skipped]:
+            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            warnings.warn(
+                f"torch_moe_mps: {len(names)} tensors of the GGUF file cannot stay packed and were "
+                f"dequantised: {some}; model.hf_quantizer.report has them all",
+                stacklevel=3,
+            )
+
+    def state(self, file: str) -> dict[str, Any]:
         state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
         for name, weight in self._sources.items():
             if weight.inputs is not None:

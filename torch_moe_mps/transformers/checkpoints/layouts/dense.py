@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...basics.report import QuantizationReport
 from ...upstream.weights import AutoHfQuantizer
+from ..gguf.reading import Dense, checked_file
 from ..own.config import FROM_GGUF
 from ..quantize.streaming import QuantizeParameters, Stream
 from ..quantize.target import Target
@@ -41,6 +42,10 @@ class DenseLayout(Layout):
         # transformers has a place for our operation, but only in checkpoints that are not quantised.
         other = AutoHfQuantizer.from_config({**self.source, "dequantize": True}, pre_quantized=True)
         return QuantizeParameters(self.stream).after(other.update_weight_conversions(others, self.model))
+
+    def state(self, file: str) -> dict[str, Any]:
+        whole = checked_file(file, self.model)
+        return {name: Dense(whole, name, self.stream.wanted.get(name)) for name in whole.parts}
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
         self.stream.place(self.model, loaded)

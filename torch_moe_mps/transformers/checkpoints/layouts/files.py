@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,16 +87,35 @@ def check_whole(file: Path) -> None:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
 
 
+class Place(NamedTuple):
+    """Where a tensor is in a safetensors file, and its dtype as that calls it."""
+
+    dtype: str
+    offset: int
+    size: int
+
+
+def places_in(path: str) -> dict[str, Place]:
+    """{name of a tensor: its place} of a safetensors file."""
+    with open(path, "rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    spans = {name: (own["dtype"], *own["data_offsets"]) for name, own in header.items()}
+    return {
+        name: Place(dtype, 8 + length + begin, end - begin) for name, (dtype, begin, end) in spans.items()
+    }
+
+
 def sample_of(path: str) -> bytes:
     """Header of a safetensors file, and samples from the start, middle and end of each tensor."""
+    places = places_in(path)
     with open(path, "rb", buffering=0) as file:
-        size = int.from_bytes(file.read(8), "little")
-        parts = [file.read(size)]
-        for name, tensor in json.loads(parts[0]).items():
-            begin, end = (0, 0) if name == "__metadata__" else tensor["data_offsets"]
-            for place in (begin, (begin + end - _SAMPLE) // 2, end - _SAMPLE):
-                file.seek(8 + size + max(begin, place))
-                parts.append(file.read(min(_SAMPLE, end - begin)))
+        parts = [file.read(int.from_bytes(file.read(8), "little"))]
+        for _, offset, size in places.values():
+            for place in (offset, offset + (size - _SAMPLE) // 2, offset + size - _SAMPLE):
+                file.seek(max(offset, place))
+                parts.append(file.read(min(_SAMPLE, size)))
     return b"".join(parts)
 
 

@@ -42,11 +42,13 @@ class Layout:
         absent: names of parts of the model that the checkpoint lacks.
         stream: quantises dense tensors while they are read, where that is wanted.
         has_other_names: whether its tensors have names that the model is not saved under.
+        dense_bytes: bytes that a token would read of the dense weights, for a report; 0 counts stored ones.
     """
 
     absent: Sequence[str] = ()
     stream: Stream | None = None
     has_other_names = False
+    dense_bytes = 0
 
     def __init__(self) -> None:
         self.targets: dict[str, Target] = {}
@@ -73,6 +75,13 @@ class Layout:
     def conversions(self, others: list) -> list:
         """The converters of transformers' loader; `others` are those for a dense checkpoint of the model."""
         return others
+
+    def state(self, file: str) -> dict[str, Any]:
+        """{name: lazy tensor} of a GGUF file, by the model's names and those that converters take."""
+        raise NotImplementedError
+
+    def warn(self) -> None:
+        """Warns of tensors that did not stay packed."""
 
     def forget_absent(self, model: nn.Module) -> None:
         """Drops targets that the model no longer has."""

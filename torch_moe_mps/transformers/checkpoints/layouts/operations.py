@@ -22,9 +22,13 @@ class Operation(ConversionOps):
 
     The results get the names of the converter's targets if there are as many, else the tensors' names:
     another operation joins them, or has split them.
+
+    Attributes:
+        keeps_bytes: whether the results are the tensors' bytes, in other shapes.
     """
 
     hf_quantizer = True  # transformers leaves the dtype as it is stored
+    keeps_bytes = False
 
     def __init__(self, function: Function, reverse: Function | None = None):
         self.function, self.reverse = function, reverse
@@ -53,4 +57,6 @@ def packed_blocks() -> Operation:
         # The scales are a parameter of their own; here they only say which shape the blocks must have.
         return repack_mxfp4_blocks(blocks, scales=blocks[..., 0]).packed.view(torch.int32)
 
-    return each(pack, lambda packed: packed.view(torch.uint8).unflatten(-1, (-1, 16)))
+    result = each(pack, lambda packed: packed.view(torch.uint8).unflatten(-1, (-1, 16)))
+    result.keeps_bytes = True
+    return result

@@ -20,8 +20,6 @@ class Architecture(NamedTuple):
         renamed_linear: the same, only in layers of linear attention.
         halves: whether kv_b_proj is split into embed_q and unembed_out.
         one_more: whether transformers adds 1 to the weights of norms; mlx-lm stores the sum.
-        ignored: prefix of tensors that mlx-lm ignores, which MTP layers may have; {} is the number of
-            layers, and "" no prefix.
         drops_bias: whether mlx-lm drops the correction of the router's scores.
         part_of: the multimodal type as whose language part mlx-lm loads this text-only type.
         needed: keys that identify a config of transformers 5.
@@ -33,7 +31,6 @@ class Architecture(NamedTuple):
     renamed_linear: Mapping[str, str] = MappingProxyType({})
     halves: bool = False
     one_more: bool = False
-    ignored: str = ""
     drops_bias: bool = False
     part_of: str | None = None
     needed: tuple[str, ...] = ()
@@ -118,12 +115,11 @@ ARCHITECTURES = {
     "bailing_hybrid": Architecture(
         renamed_linear={".attention.dense.": ".attention.o_proj."},
         halves=True,
-        ignored="model.layers.{}.",
         needed=("num_experts_per_token", "num_expert_group", "full_attention_interval"),
         older_keys=_bailing_hybrid,
     ),
     "deepseek_v2": _PLAIN,
-    "deepseek_v3": _HALVES._replace(ignored="model.layers.61."),
+    "deepseek_v3": _HALVES,
     "deepseek_v32": _HALVES,
     "dots1": _EXPERTS,
     "ernie4_5_moe": Architecture(drops_bias=True),
@@ -135,7 +131,7 @@ ARCHITECTURES = {
     "gemma4_text": Architecture(
         "experts.switch_glu", needed=("head_dim", "per_layer_config"), older_keys=_gemma4
     ),
-    "glm4_moe": _PLAIN._replace(ignored="model.layers.{}."),
+    "glm4_moe": _PLAIN,
     "glm4_moe_lite": _HALVES,
     "glm_moe_dsa": Architecture(halves=True, older_keys=_glm_moe_dsa),
     "gpt_oss": _EXPERTS,
@@ -176,8 +172,8 @@ ARCHITECTURES = {
     "olmoe": _PLAIN,
     "phimoe": _BLOCK_SPARSE,
     "qwen2_moe": _PLAIN,
-    "qwen3_5_moe_text": Architecture(one_more=True, ignored="mtp.", part_of="qwen3_5_moe"),
-    "qwen3_5_text": Architecture(None, one_more=True, ignored="mtp.", part_of="qwen3_5"),
+    "qwen3_5_moe_text": Architecture(one_more=True, part_of="qwen3_5_moe"),
+    "qwen3_5_text": Architecture(None, one_more=True, part_of="qwen3_5"),
     "qwen3_moe": _PLAIN,
     "qwen3_next": Architecture(one_more=True),
     "qwen3_vl_moe_text": _PLAIN,

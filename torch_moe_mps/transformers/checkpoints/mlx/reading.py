@@ -62,10 +62,6 @@ class TensorsOfFiles:
         """Name of a tensor in the files, with or without the prefixes that `canonical` drops."""
         return name if name in self.tensors else self._keys.get(canonical(name))
 
-    def shape(self, name: str) -> torch.Size | None:
-        key = self.key(name)
-        return None if key is None else self.tensors[key].shape
-
     def format(self, module: str, columns: int) -> Format | None:
         """Format of a module, or None if it is dense.
 

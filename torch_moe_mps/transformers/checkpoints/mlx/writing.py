@@ -25,7 +25,6 @@ def save_mlx(
     folder: Path | Shards,
     config: Mapping[str, Any],
     parts: Iterable[Mapping[str, Tensor]] | None = None,
-    ignored: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
     """Write weights, index and config.json.
 
@@ -34,7 +33,6 @@ def save_mlx(
         folder: an empty one, or its files.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
         parts: yields the model's tensors in groups; by default the ones in memory.
-        ignored: tensors that are written unchanged and that mlx-lm ignores.
 
     Raises: ValueError for an architecture whose layout in MLX is not known, and for a folder with files.
     """
@@ -49,8 +47,6 @@ def save_mlx(
         for row in rows.of(own):
             for name, tensor in row.reverse_transform().of(own, model).items():
                 shards.add(name, tensor)
-    for name, tensor in ignored:
-        shards.add(name, tensor)
     shards.finish()
     formats = {
         source.removesuffix(".scales"): _format_of(model, row.target_patterns[0])

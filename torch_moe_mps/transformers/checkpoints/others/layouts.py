@@ -121,7 +121,7 @@ class Stored:
         self.rows, self.columns = self.shape = shape
         if self.columns % 32:
             _CHECK.fail(module, "of a multiple of 32 columns", self.columns)
-        declared = scheme.tensors(*shape)
+        self.declared = declared = scheme.tensors(*shape)
         for part, (dtypes, shapes, needed) in declared.items():
             name = files.label(self.name(part))
             if part not in self:
@@ -138,7 +138,7 @@ class Stored:
     @property
     def names(self) -> set[str]:
         """Names of the matrix's tensors in the files."""
-        return {self.name(part) for part in self.scheme.tensors(*self.shape) if part in self}
+        return {self.name(part) for part in self.declared if part in self}
 
     def __contains__(self, part: str) -> bool:
         return self.name(part) in self.files.shapes
@@ -171,17 +171,14 @@ class Stored:
         return layouts[self.scheme.layout]()
 
     def _made(
-        self,
-        parts: tuple[str, ...],
-        read: Callable[..., QuantizedWeight],
-        format: Format,
-        order: Tensor | None = None,
+        self, read: Callable[..., QuantizedWeight], format: Format, order: Tensor | None = None
     ) -> Matrix:
-        """A Matrix of the named tensors; `read` takes the error sums and the tensors of `parts`."""
+        """A Matrix; `read` takes the error sums and the declared tensors, but for an order of columns."""
 
         def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
             return read(errors, *tensors).map(lambda tensor: as_int32(tensor).contiguous())
 
+        parts = (part for part, tensor in self.declared.items() if tensor.needed and part != "g_idx")
         return Matrix(tuple(map(self.name, parts)), made, format, order)
 
     def _affine(self) -> Format:
@@ -214,10 +211,7 @@ class Stored:
                 zero = unpack(zeros[0].T.contiguous(), format)[:, :along].T
             return self._with_zeros(errors, packed, scales, zero, format)
 
-        return self._made(("weight_packed", "weight_scale", *self._zeros()), read, format)
-
-    def _zeros(self) -> list[str]:
-        return [] if self.scheme.symmetric else ["weight_zero_point"]
+        return self._made(read, format)
 
     def _int8(self) -> Matrix:
         """compressed-tensors, and ModelOpt: int8."""
@@ -228,7 +222,7 @@ class Stored:
             zero = 128.0 + zeros[0].float() if zeros else 128.0
             return self._with_zeros(errors, packed, scales, zero, format)
 
-        return self._made(("weight", "weight_scale", *self._zeros()), read, format)
+        return self._made(read, format)
 
     def _gptq(self) -> Matrix:
         """GPTQ: codes packed along columns; a column order becomes an order of inputs."""
@@ -249,7 +243,7 @@ class Stored:
                 packed = pack(codes[:, order.to(packed.device)], format.bits)
             return self._with_zeros(errors, packed, scales.T, zeros_of(zeros), format)
 
-        return self._made(("qweight", "qzeros", "scales"), read, format, order)
+        return self._made(read, format, order)
 
     def _order(self) -> Tensor | None:
         """Order of columns by group, or None if they are in order."""
@@ -268,7 +262,7 @@ class Stored:
             codes = pack(_awq_codes(packed).T.contiguous(), 4)
             return self._with_zeros(errors, codes, scales.T, _awq_codes(zeros).T, format)
 
-        return self._made(("qweight", "qzeros", "scales"), read, format)
+        return self._made(read, format)
 
     def _metal(self) -> Matrix:
         """transformers' MetalConfig: codes, scales and biases of ours; larger groups are split."""
@@ -281,7 +275,7 @@ class Stored:
             scales, biases = (self._spread(part, format.group_size) for part in (scales, biases))
             return QuantizedWeight(packed, scales, biases, format)
 
-        return self._made(("weight", *_METAL_SCALES), read, format)
+        return self._made(read, format)
 
     def _with_zeros(
         self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format
@@ -306,7 +300,7 @@ class Stored:
             packed = packed.contiguous().view(torch.int32)
             return QuantizedWeight(packed, scales.view(torch.uint8), None, format)
 
-        return self._made((self.scheme.codes, "weight_scale"), read, format)
+        return self._made(read, format)
 
     def _nvfp4(self, may_keep: bool = True) -> Matrix:
         """NVFP4, kept where e4m3 holds its scales times the matrix's factor, else requantised."""
@@ -337,7 +331,7 @@ class Stored:
             own = wanted(scales, factor).to(torch.float8_e4m3fn).view(torch.uint8)
             return QuantizedWeight(packed.contiguous().view(torch.int32), own, None, nvfp4)
 
-        made = self._made((self.scheme.codes, "weight_scale", factor), read, format)
+        made = self._made(read, format)
         return made._replace(again=functools.partial(self._nvfp4, may_keep=False), values=values)
 
     def _fp8(self, may_keep: bool = True) -> Matrix:
@@ -366,7 +360,7 @@ class Stored:
             exponents = (self._for_groups(scales).log2() + 127).to(torch.uint8)
             return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
 
-        made = self._made(("weight", part), read, format)
+        made = self._made(read, format)
         return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
 
     def _for_groups(self, scales: Tensor) -> Tensor:

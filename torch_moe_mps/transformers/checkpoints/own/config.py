@@ -38,6 +38,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             smaller model are understood.
         source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or
             FROM_GGUF.
+        gguf: True reads a GGUF file whose blocks stay packed.
         wanted: arguments of a recipe for a quantised checkpoint: for its dense weights, and for weights
             with more bits than the recipe says.
         requantize: False leaves quantised weights unchanged.
@@ -59,6 +60,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         mode: str | None = None,
         modules: Mapping[str, Any] | None = None,
         source: Mapping[str, Any] | None = None,
+        gguf: bool = False,
         wanted: Mapping[str, Any] | None = None,
         requantize: bool = True,
         ordered: Collection[str] = (),
@@ -68,7 +70,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         importance: Any = None,
         **others: Any,
     ):
-        self.quant_method = FROM_GGUF["quant_method"] if source == FROM_GGUF else NAME
+        self.quant_method = FROM_GGUF["quant_method"] if gguf or source == FROM_GGUF else NAME
         self.usual = Format(bits, group_size, mode or "affine")
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
@@ -77,7 +79,7 @@ class QuantizationConfig(QuantizationConfigMixin):
                 raise ValueError(f"moe_mps: {key} must be a list of names, got {names!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
-        self.source, self.absent, self.mlx, self.other = source, [*absent], mlx, other
+        self.source, self.gguf, self.absent, self.mlx, self.other = source, gguf, [*absent], mlx, other
         self.ordered = [*ordered]
         self.wanted, self.requantize, self.importance = wanted, requantize, importance
         self.recipe()  # its errors are raised now

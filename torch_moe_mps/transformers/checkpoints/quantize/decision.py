@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ....quantization import Format
 from ...basics.interface import is_quantized
-from ...basics.state import original_class, state_of
+from ...basics.state import original_class
 from .reasons import Reasons
 from .recipe import Recipe
 from .target import Target, other_matrices, paths_of, quantizable, size_of
@@ -78,13 +78,6 @@ def _reason(target: Target, reasons: Reasons) -> str | None:
         weight: Any = target.module.weight
         return _does_not_fit(target.rows_first(weight), target.formats["weight"])
     return reason
-
-
-def note_exceptions(model: nn.Module, recipe: Recipe) -> None:
-    """Stores a recipe's exceptions on the model, for MTP layers that are read later."""
-    for module in model.modules():
-        if hasattr(module, "base_model_prefix"):  # a model of transformers
-            state_of(module).overrides = dict(recipe.overrides)
 
 
 def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:

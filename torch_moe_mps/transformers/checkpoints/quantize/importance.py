@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from ...basics.interface import Experts, projections, weights_in
 from ...basics.report import any_layer
 from ...modules.experts import activated_rows
 from ...modules.linears import GroupedLinear, QuantizedLinear
-from .blending import blended
 from .reasons import groups_of
 from .target import Target, layer_of, quantizable
 from .tied import tied_layers
@@ -37,6 +36,7 @@ from .tied import tied_layers
 # Fewer tokens say little: most experts would see none.
 LEAST_TOKENS = 512
 WINDOW = 512
+PRIOR = 32  # the mean of all experts counts as so many tokens of each
 _KIND = "moe_mps_importance"
 _CHECK = Check("importance")
 
@@ -117,28 +117,35 @@ def _fitting(path: str, mean: Tensor, weight: Tensor, kind: str) -> Tensor:
     return stack
 
 
-def read_importance(file: str | Path, model: nn.Module) -> Importance:
-    """Read a file that `Importance.save` or llama.cpp's llama-imatrix wrote.
+def read_importance(file: str | Path) -> Importance:
+    """Read a file that `Importance.save` wrote.
 
-    Args:
-        model: of transformers, which may be on the meta device: it says what the tensors of imatrix files
-            are called.
-
-    Raises: ValueError for a file that is neither, is damaged, or has numbers that are no mean squares.
+    Raises: ValueError for a file of another kind, or damaged, or with numbers that are no mean squares.
     """
-    from ..gguf.imatrix import is_imatrix, read_imatrix
+    from safetensors import SafetensorError, safe_open
 
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"moe_mps::importance: the file {path} does not exist")
-    importance = Importance(*read_imatrix(path, model)) if is_imatrix(path) else _read(path)
-    for name, mean in importance.means.items():
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            about = tensors.metadata() or {}
+            means = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"moe_mps::importance: {path.name} is no file of importance: {error}") from None
+    if about.get("kind") != _KIND:
+        got = f"a safetensors file of another kind, with {next(iter(means), 'nothing')}"
+        _CHECK.fail(path.name, "written by Importance.save", got)
+    for name, mean in means.items():
+        if mean.dtype != torch.float32 or mean.dim() not in (1, 2):
+            got = f"{mean.dtype} {tuple(mean.shape)}"
+            _CHECK.fail(f"{name} in {path.name}", "float32 [C] or [E, C]", got)
         check_importance(_CHECK, f"{name} in {path.name}", mean)
-    return importance
+    return Importance(means, int(about.get("tokens", 0)), about.get("model", ""), about.get("text", ""))
 
 
 def given_importance(
-    function: str, importance: Importance | str | os.PathLike | None, model: nn.Module, quantises: bool
+    function: str, importance: Importance | str | os.PathLike | None, quantises: bool
 ) -> Importance | None:
     """Importance given as an argument: the object, or a file.
 
@@ -147,7 +154,7 @@ def given_importance(
     if importance is None or isinstance(importance, Importance):
         result = importance
     elif isinstance(importance, str | os.PathLike):
-        result = read_importance(Path(importance), model)
+        result = read_importance(Path(importance))
     else:
         expected, got = "an Importance or a file of it", type(importance).__name__
         raise TypeError(f"moe_mps::{function}: importance must be {expected}, got {got}")
@@ -158,55 +165,20 @@ def given_importance(
 
 def is_file_of_importance(path: Path) -> bool:
     """True if a file name has the extension of an importance file."""
-    return path.suffix in (".safetensors", ".gguf", ".dat", ".imatrix")
-
-
-def _read(path: Path) -> Importance:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            means = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"moe_mps::importance: {path.name} is no file of importance: {error}") from None
-    if about.get("kind") != _KIND:
-        got = f"a safetensors file of another kind, with {next(iter(means), 'nothing')}"
-        _CHECK.fail(path.name, "written by Importance.save", got)
-    for name, mean in means.items():
-        if mean.dtype != torch.float32 or mean.dim() not in (1, 2):
-            got = f"{mean.dtype} {tuple(mean.shape)}"
-            _CHECK.fail(f"{name} in {path.name}", "float32 [C] or [E, C]", got)
-    return Importance(means, int(about.get("tokens", 0)), about.get("model", ""), about.get("text", ""))
+    return path.suffix == ".safetensors"
 
 
 # Collecting
 
 
-class Drafting(Protocol):
-    """Interface of layers that draft tokens from a model's hidden states.
-
-    Attributes:
-        named: a module that has them under the names that recipes and importance give them.
-    """
-
-    named: nn.Module
-
-    def read(self, ids: Tensor, states: Tensor) -> None:
-        """Runs the layers on tokens [1, T] and the model's hidden states [1, T, H]."""
-
-
 @torch.no_grad()
-def collect_importance(
-    model: nn.Module, ids: Tensor, *, text: str = "", drafting: Drafting | None = None, progress: bool = True
-) -> Importance:
+def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progress: bool = True) -> Importance:
     """Computes the importance matrix of a language model from tokens.
 
     Args:
         model: of transformers, dense or quantised, accelerated or not, in evaluation mode.
         ids: [T] tokens of a text, at least 512; they run in windows of 512.
         text: their text, whose hash the file stores; by default the hash of the ids.
-        drafting: layers behind the model that draft, which are counted, too.
         progress: shows the progress on stderr.
 
     Returns: the means, for `accelerate`, `from_pretrained` and `Importance.save`. Experts that few tokens
@@ -224,16 +196,11 @@ def collect_importance(
     device = next(model.parameters()).device
     counts: dict[str, _Sums] = {}
     with ExitStack() as hooks:
-        for target in (*_multiplied(model), *(() if drafting is None else _multiplied(drafting.named))):
+        for target in _multiplied(model):
             hook = _hook(target, counts)
             hooks.callback(target.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for window in with_progress(ids.split(WINDOW), "Calibrating", "window", wanted=progress):
-            read = window[None].to(device)
-            if drafting is None:
-                called(input_ids=read, use_cache=False)
-            else:
-                out = called(input_ids=read, use_cache=False, output_hidden_states=True)
-                drafting.read(read, out.hidden_states[-1])
+            called(input_ids=window[None].to(device), use_cache=False)
     means = _blended(counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
@@ -323,10 +290,23 @@ def _blended(found: Mapping[str, _Sums]) -> dict[str, Tensor]:
     for names in alike.values():
         sums = torch.cat([found[name].sums for name in names])  # type: ignore[misc]
         counts = torch.cat([found[name].counts for name in names])  # type: ignore[misc]
-        means_of_all = blended(sums, counts)
+        means_of_all = _means(sums, counts)
         if means_of_all is None:
             continue
         sizes = [len(found[name].sums) for name in names]  # type: ignore[arg-type]
         for name, mean in zip(names, means_of_all.split(sizes), strict=True):
             means[name] = mean.squeeze(0) if len(mean) == 1 else mean.contiguous()
     return means
+
+
+def _means(sums: Tensor, counts: Tensor) -> Tensor | None:
+    """Sums of squares [n, C] of n matrices of a layer, and their tokens [n], as means; None without tokens.
+
+    Those with few tokens take much of the mean of all; those without take it whole.
+    """
+    total = counts.sum()
+    if not bool(total > 0):
+        return None
+    if len(sums) == 1:
+        return sums / counts[:, None]
+    return (sums + PRIOR * sums.sum(0) / total) / (counts[:, None] + PRIOR)

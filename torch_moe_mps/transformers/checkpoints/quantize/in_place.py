@@ -12,7 +12,7 @@ from ...basics.interface import experts_of, formats_of, is_quantized, projection
 from ...basics.report import QuantizationReport
 from ...modules.experts import unsupported
 from ...modules.linears import QuantizedLayer, has_quantized_weights
-from .decision import note_exceptions, weights_of
+from .decision import weights_of
 from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
@@ -72,7 +72,6 @@ def quantize_model(
     if importance is not None:
         report.importance = importance.assign(model, weights.targets)
     quantize_targets("quantize", model, weights.targets, report, progress)
-    note_exceptions(model, recipe)
     return report
 
 

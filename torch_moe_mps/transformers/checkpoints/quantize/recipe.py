@@ -18,7 +18,6 @@ AUTO = "auto"
 # (docs/quality_moe.md).
 AUTO_BITS, SHARE = 6, 0.1
 KINDS = {"experts": "experts", "linears": "linear layers", "embeddings": "embeddings and output head"}
-OF_MTP = "mtp."  # begins names of weights of MTP layers, which are no part of a model
 
 
 @dataclass(frozen=True)
@@ -66,19 +65,12 @@ class Recipe:
         )
         return replace(self, **changed, notes=(*notes,))
 
-    def of_mtp(self) -> list[str]:
-        """The patterns of the exceptions that are for MTP layers alone."""
-        return [pattern for pattern in self.overrides if pattern.startswith(OF_MTP)]
-
     def check_patterns(self, names: Collection[str]) -> None:
         """Raises: ValueError for a pattern that fits none of the names, which are the model's."""
         for pattern in self.overrides:
-            if not pattern.startswith(OF_MTP) and not any(fits(pattern, name) for name in names):
-                raise ValueError(no_such_weight(pattern))
-
-
-def no_such_weight(pattern: str) -> str:
-    return f"moe_mps::quantize: the pattern {pattern!r} fits no weight that can be quantised"
+            if not any(fits(pattern, name) for name in names):
+                wrong = f"the pattern {pattern!r} fits no weight that can be quantised"
+                raise ValueError(f"moe_mps::quantize: {wrong}")
 
 
 def fits(pattern: str, name: str) -> bool:
@@ -106,8 +98,7 @@ def requested_recipe(
             bits where they are a tenth of the weights, as in small models, and "same" elsewhere.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
         overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
-            decides. "layers.0.*experts.down_proj" means one of the matrices of experts; names that begin with
-            "mtp.0." and so on are of MTP layers tokens.
+            decides. "layers.0.*experts.down_proj" means one of the matrices of experts.
 
     Routers always stay dense.
 

@@ -1,4 +1,4 @@
-"""Bytes of weights that a token reads, and of quantised weights."""
+"""Bytes of weights, of those that a token reads, and of what a model needs beside them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,8 +12,12 @@ from ....quantization import Format, QuantizedWeight
 from ...basics.interface import experts_of, weights_in
 from ...basics.report import QuantizationReport, QuantizedProjection
 from .target import Target
+from .tied import tied_layers
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
+LARGEST_CHUNK = 2048  # tokens of a prompt that are computed at once
+_TABLE = 1 / 16  # the share of memory from which on an embedding is better on the disk
+_BESIDE = 10**9  # bytes of memory for all else than weights and activations, where they fill it
 
 
 def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
@@ -93,3 +97,61 @@ def top_k(experts: nn.Module) -> int:
     count = next(p.shape[0] for p in weights_in(experts) if p.dim() == 3)
     configured = (getattr(experts.config, name, None) for name in _TOP_K)
     return min(next((k for k in configured if isinstance(k, int)), count), count)
+
+
+def prompt_bytes(model: Any, tokens: int) -> int:
+    """Upper bound in bytes of one layer's activations for `tokens` tokens.
+
+    It assumes that inputs and outputs of all matrices of a layer are alive at once. Experts have a row for
+    each pair of token and slot; the router's logits and routing weights are float32.
+
+    Raises: ValueError for a model without layers.
+    """
+    text, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    if count < 1:
+        raise ValueError(f"the config's num_hidden_layers must be at least 1, got {count}")
+    lists = [part for part in text.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    itemsize = next(model.parameters()).element_size()
+    return tokens * max(map(_row, lists[0] if lists else [text])) * itemsize
+
+
+def _row(layer: nn.Module) -> int:
+    """Number of activation values that a layer computes per token."""
+    experts = experts_of(nn.ModuleList([layer]))
+    inside = {id(part) for module in experts.values() for part in module.modules()}
+    row = sum(
+        module.in_features + module.out_features
+        for module in layer.modules()
+        if isinstance(module, nn.Linear) and id(module) not in inside
+    )
+    for module in experts.values():
+        matrices = [weight for weight in weights_in(module) if weight.dim() == 3]
+        row += top_k(module) * sum(sum(parameter.shape[1:]) for parameter in matrices)
+    return row
+
+
+def large_tables(
+    model: Any, limit: int, sizes: Mapping[Tensor, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """{name: bytes} of embeddings that fill too much of some memory, and whose weights no other layer has."""
+    shared = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    tied = tied_layers(model)
+    tables = {
+        name: total_bytes(module, sizes)
+        for name, module in model.named_modules()
+        if hasattr(module, "num_embeddings") and name not in {*tied, *tied.values()}
+        if all(shared[id(p)] == 1 for p in module._parameters.values())
+    }
+    return {name: size for name, size in tables.items() if size > _TABLE * limit}
+
+
+def room_for_experts(model: Any, weights: int, experts: int, tables: int, limit: int) -> int | None:
+    """Bytes of a model's experts that some memory has room for; None if all weights fit.
+
+    Args:
+        weights, experts: bytes of all weights, and of the experts among them.
+        tables: bytes of embeddings that are on the disk unless all fit, by `large_tables`.
+        limit: bytes of memory for the model with all that it computes.
+    """
+    room = limit - prompt_bytes(model, LARGEST_CHUNK)
+    return None if weights <= room else min(experts, room - (weights - tables - experts) - _BESIDE)

@@ -24,21 +24,18 @@ from ...upstream.models import logging
 from ...upstream.weights import (
     AutoHfQuantizer,
     LoadStateDictConfig,
-    WeightConverter,
-    WeightRenaming,
     convert_and_load_state_dict_in_model,
     get_model_conversion_mapping,
-    rename_source_key,
 )
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
-from ..layouts.lifecycle import Lifecycle
 from ..quantize.importance import Importance
 from ..quantize.sizes import bytes_a_token
 from ..quantize.streaming import one_by_one
 from ..quantize.target import layer_of, quantizable
 from ..quantize.tied import tied_layers, tied_pairs
-from ..quantizer import quantizer_for
+from ..quantizer import Quantizer, quantizer_for
+from ..rows import names_in
 from ..source import Source
 
 _CHECK = Check("load")
@@ -50,7 +47,6 @@ class Parts:
 
     Args:
         source: a folder, a name on the Hub, or a GGUF file.
-        device: where the loaded part is.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
@@ -71,7 +67,6 @@ class Parts:
     def __init__(
         self,
         source: str,
-        device: str | torch.device = "cpu",
         model_class: type[PreTrainedModel] | None = None,
         *,
         recipe: Mapping[str, Any] | None = None,
@@ -86,7 +81,7 @@ class Parts:
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         files = _files_of(checkpoint, source)
         self.model = checkpoint.skeleton().eval()
-        self.device, self.dtype = device, self.model.dtype
+        self.dtype = self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
         self._tied_biases = {
@@ -115,10 +110,10 @@ class Parts:
         """Indexes the tensors of safetensors files by part of the model."""
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
-            for key, name in self._names(tensors.keys()):
+            for key, name, _ in names_in(self.model, self._conversions, tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
 
-    def _prepare(self, source: Source, quantizer: Lifecycle | None) -> None:
+    def _prepare(self, source: Source, quantizer: Quantizer | None) -> None:
         """Sets the converters for the stored and the requested quantisation."""
         self._quantizer = quantizer
         self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
@@ -206,20 +201,8 @@ class Parts:
             and not (name.rpartition(".")[0] in self._tied and id(tensor) in shared)
         }
 
-    def _names(self, keys: list[str]) -> Iterator[tuple[str, str]]:
-        """(key in a file, name in the model)."""
-        renamings = [c for c in self._conversions if isinstance(c, WeightRenaming)]
-        converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
-        state, prefix = self.model.state_dict(), self.model.base_model_prefix
-        for key in keys:
-            name = rename_source_key(key, renamings, converters, prefix, state)[0]
-            if name not in state and key in state:
-                name = key
-            yield key, name
-
     def _load(self, part: str) -> None:
-        how = self.dtype, self.device
-        missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, *how)
+        missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, self.dtype)
         optional = may_lack(self.model)
         for name in sorted(self._tie(missing)):
             if self.part_of(name) == part and not optional(name):
@@ -247,7 +230,7 @@ class Parts:
         """Allocates and computes the model's buffers, which are small."""
         for name, buffer in list(self.model.named_buffers()):
             owner, _, last = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
+            self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device="cpu")
         self.model.initialize_weights()  # the buffers: parameters have no memory
 
 
@@ -263,9 +246,8 @@ def read_tensors(
     mapping: list[Any],
     reader: Any,
     dtype: torch.dtype,
-    device: str | torch.device,
 ) -> set[str]:
-    """Reads tensors of files, by their names there, into a model. Returns: names that they lack.
+    """Reads tensors of files, by their names there, into a model on the CPU. Returns: names that they lack.
 
     Args:
         mapping: transformers' conversions of them.
@@ -274,13 +256,13 @@ def read_tensors(
     Raises: ValueError for one of another shape, or that cannot be converted.
     """
     config = LoadStateDictConfig(
-        device_map={"": device},
+        device_map={"": "cpu"},
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
         hf_quantizer=reader,
         weight_mapping=mapping,
     )
-    with one_by_one(isinstance(reader, Lifecycle)), _silent():
+    with one_by_one(isinstance(reader, Quantizer)), _silent():
         info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     for name, result, expected in info.mismatched_keys:
         _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(result))

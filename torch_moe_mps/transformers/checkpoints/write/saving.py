@@ -18,7 +18,6 @@ from ...upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..own.config import QuantizationConfig, is_ours, together
-from ..quantize.counting import count_packed
 from ..quantize.target import quantizable
 
 
@@ -35,7 +34,6 @@ def mark_quantized(model: nn.Module) -> None:
         part.config.quantization_config = config
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = getattr(before, "report", None)
-        part.num_parameters = functools.partial(count_packed, part)
         _describe_when_saving()
 
 

@@ -18,6 +18,7 @@ from .fused import (
     factor_in_norm,
     gate_in_attention,
     gates_in_linear_attention,
+    input_in_convolution,
     norm_in_linear_attention,
     norm_sums,
     streams_in_update,
@@ -74,6 +75,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
+    input_in_convolution,
     order_outputs,  # several rows, whose heads no norm folds into them any more
     heads_that_do_not_turn,
     norms_in_rotation,  # norms of the whole heads

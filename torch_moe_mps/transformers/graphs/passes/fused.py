@@ -85,6 +85,12 @@ gates_in_linear_attention = Fusion(
         " A_log=A_LOG, dt_bias=DT_BIAS)",
     ),
 )
+# Rounds as models do, which compute in float32 and round to the dtype that X had.
+input_in_convolution = Fusion(
+    "input_in_convolution",
+    ("causal_conv1d_update_(X, *A) + X", "causal_conv1d_update_(X, *A, add_input=True)"),
+    ("_to_copy(causal_conv1d_update_(X, *A), dtype=D)", "causal_conv1d_update_(X, *A)"),
+)
 norm_in_linear_attention = Fusion(
     "norm_in_linear_attention",
     (

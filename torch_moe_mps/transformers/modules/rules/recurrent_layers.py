@@ -5,7 +5,6 @@ a token behind it and a few more, and have to give the same results and states o
 """
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,28 +51,15 @@ def is_seen(layer: nn.Module) -> bool:
 
 def convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
     """activation(conv1d(x)) of [B, T, C], and the state of the cache."""
-    return convolved(layer.conv1d, ACTIVATIONS[layer.activation], x, cache, layer.layer_idx)
-
-
-def convolved(
-    conv: Any, activation: str, x: Tensor, cache: Any, number: int, before: int | None = None
-) -> Tensor:
-    """activation(conv(x)) of [B, T, C], and the state of the cache's layer of this number.
-
-    Args:
-        before: for how many positions in front of x there are results, too; the state has no more than they
-            need. None: none, and the state has a position more.
-    """
-    weight, bias = conv.weight.squeeze(1), conv.bias
+    number, weight, bias = layer.layer_idx, layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     state = None if cache is None else cache.get_conv_state(number)
     if state is None:
-        length = weight.shape[1] if before is None else weight.shape[1] - 1 + before
-        state = x.new_zeros(x.shape[0], x.shape[2], length)
+        state = x.new_zeros(x.shape[0], x.shape[2], weight.shape[1])
         if cache is not None:
-            cache.update_conv_state(state, number, conv_kernel_size=length)
+            cache.update_conv_state(state, number, conv_kernel_size=weight.shape[1])
             state = cache.get_conv_state(number)
-    options = {"before": before or 0} | uncommitted_of(state, x.shape[1])
-    return ops.causal_conv1d_update_(x, state, weight, bias, activation, **options)
+    pending = uncommitted_of(state, x.shape[1])
+    return ops.causal_conv1d_update_(x, state, weight, bias, ACTIVATIONS[layer.activation], **pending)
 
 
 def scan(
@@ -237,30 +223,19 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
 # Recognising them
 
 
-def recurrent_layer(
-    children: Sequence[str],
-    forward: Callable,
-    *operators: str,
-    fits: Callable[[Any], bool] = lambda module: True,
-    make_replica: Callable[[nn.Module], Any] = replica_of,
-) -> Tried:
-    """A rule for whole layers of linear attention, which all have children of these names.
-
-    Args:
-        fits: module -> False if what `make_replica` derives does not hold for it.
-    """
+def recurrent_layer(children: Sequence[str], forward: Callable, *operators: str) -> Tried:
+    """A rule for whole layers of linear attention, which all have children of these names."""
 
     def may_be(module: nn.Module) -> bool:
         has_children = all(name in module._modules for name in children)
-        return has_children and not any(buffer.is_meta for buffer in module.buffers()) and fits(module)
+        return has_children and not any(buffer.is_meta for buffer in module.buffers())
 
-    trial = functools.partial(matches_module, make_replica)
-    return Tried(may_be, forward, trial, tuple(map(Done, operators)))
+    return Tried(may_be, forward, matches_module, tuple(map(Done, operators)))
 
 
-def matches_module(make_replica: Callable[[nn.Module], Any], module: nn.Module, forward: Callable) -> bool:
+def matches_module(module: nn.Module, forward: Callable) -> bool:
     """True if a forward gives the results and the states of the module's eager code."""
-    replica = make_replica(module)
+    replica = replica_of(module)
     own = original_class(module).forward
     x = normal(1, 9, width_of(replica, lambda x: own(replica, x, **needed_arguments(own, None))))
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])

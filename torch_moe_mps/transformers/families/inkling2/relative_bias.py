@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...attention.attention import NAME, Scores, attend, takes, wrap_sdpa
+from ...attention.attention import NAME, Scores, attend, takes
 from ...attention.visible import Visible
 from ...basics.report import Done
 from ...basics.state import depends_on, original_class
@@ -21,9 +21,6 @@ from ...trials.comparing import agrees, on_the_cpu, tried
 from ...trials.draws import eager, normal, shows
 from ...trials.replicas import bare_replica
 
-_ATEN = torch.ops.aten
-# Operators that a model applies to its bias: they give an element for each element.
-_OF_ELEMENTS = (_ATEN._to_copy.default, _ATEN.mul.Tensor)
 MOST_BYTES = 128 * 2**20  # for biases that a prompt has at a time
 
 
@@ -34,37 +31,20 @@ class BiasOfStates(Deferred):
         states: [B, T, Hq, R].
         bank: [R, E], the biases at each distance.
         make: gives the elements by the model's eager code.
-        steps: applied to them since, each (function, arguments, options) behind the bias.
     """
 
     states: Tensor
     bank: Tensor
     make: Callable[[], Tensor]
-    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
-    _elements: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls,
-        states: Tensor,
-        bank: Tensor,
-        keys: int,
-        dtype: torch.dtype,
-        make: Callable[[], Tensor],
-        steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (),
-    ) -> "BiasOfStates":
+    def __new__(cls, states: Tensor, bank: Tensor, keys: int, make: Callable[[], Tensor]) -> "BiasOfStates":
         batch, tokens, heads, _ = states.shape
-        shape = batch, heads, tokens, keys
-        own = {"states": states, "bank": bank, "make": make, "steps": steps, "_elements": None}
-        return cls.made(shape, dtype, states.device, **own)
+        shape, own = (batch, heads, tokens, keys), {"states": states, "bank": bank, "make": make}
+        return cls.made(shape, states.dtype, states.device, **own)
 
     def elements(self) -> Tensor:
-        if self._elements is None:
-            elements = self.make()
-            for function, arguments, options in self.steps:
-                elements = function(elements, *arguments, **options)
-            self._elements = elements
-        return self._elements
+        return self.make()
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Visible, scores: Scores
@@ -91,40 +71,11 @@ class BiasOfStates(Deferred):
 
     def by_distance(self, start: int, stop: int) -> Tensor:
         """[B, T', Hq, E] of the tokens from `start` to `stop`, as the operator `attention` takes it."""
-        biases = (self.states[:, start:stop] @ self.bank).transpose(1, 2)
-        for function, arguments, options in self.steps:
-            passed = (_of_tokens(argument, start, stop) for argument in arguments)
-            biases = function(biases, *passed, **options)
-        return biases.transpose(1, 2)
+        return self.states[:, start:stop] @ self.bank
 
     def _tokens_at_once(self) -> int:
         batch, _, heads, _ = self.states.shape
         return max(1, MOST_BYTES // max(1, batch * heads * self.bank.shape[1] * self.element_size()))
-
-    @classmethod
-    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _OF_ELEMENTS and type(args[0]) is cls and all(map(_is_of_rows, args[1:])):
-            bias, *arguments = args
-            like = [arg.new_empty((), device="meta") if isinstance(arg, Tensor) else arg for arg in arguments]
-            passed = {name: value for name, value in kwargs.items() if name != "device"}
-            dtype = func(torch.empty(1, dtype=bias.dtype, device="meta"), *like, **passed).dtype
-            steps = (*bias.steps, (func, tuple(arguments), kwargs))
-            keys = bias.shape[3]
-            return cls(bias.states, bias.bank, keys, dtype, bias.make, steps)
-        return NotImplemented
-
-
-def _is_of_rows(argument: object) -> bool:
-    """True if it is the same for all keys, so that it can be applied to biases of distances, too."""
-    if type(argument) is Tensor or isinstance(argument, torch._subclasses.FakeTensor):
-        return argument.dim() <= 4 and argument.shape[-1:] in ((), (1,))
-    return not isinstance(argument, Tensor)
-
-
-def _of_tokens(argument: Any, start: int, stop: int) -> Any:
-    if isinstance(argument, Tensor) and argument.dim() > 1 and argument.shape[-2] != 1:
-        return argument[..., start:stop, :]
-    return argument
 
 
 def needs_ours(layer: nn.Module) -> bool:
@@ -133,100 +84,68 @@ def needs_ours(layer: nn.Module) -> bool:
 
 
 def take_biases(layer: nn.Module) -> None:
-    """Lets the implementations of such a layer take the bias by distance."""
+    """Lets our implementation of such a layer's attention take the bias by distance."""
     if needs_ours(layer):
-        _wrap_implementations()
+        _wrap_implementation()
 
 
 @functools.cache
-def _wrap_implementations() -> None:
+def _wrap_implementation() -> None:
     from transformers import AttentionInterface
 
-    wrap_sdpa()  # inside: it makes elements of masks
-    for name in ("sdpa", NAME):
-        own = AttentionInterface._global_mapping[name]
-        AttentionInterface.register(name, functools.wraps(own)(functools.partial(_attention, name, own)))
+    own = AttentionInterface._global_mapping[NAME]
 
-
-def _attention(
-    name: str,
-    own: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> Any:
-    """`own`, an implementation of attention, or the operator where it is given such a bias."""
-    position_bias = options.get("position_bias")
-    if position_bias is not None:  # other models come here, too, and are asked nothing else
-        sinks = options.get("sinks")
+    @functools.wraps(own)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> Any:
+        bias, sinks = options.get("position_bias"), options.get("sinks")
         plain = options.get("dropout", 0.0) == 0.0 and not options.get("output_attentions")
-        plain = plain and options.get("is_causal") is not False and options.get("cache") is None
-        plain = plain and (name == NAME or query.is_mps) and type(position_bias) is BiasOfStates
-        if plain and takes(query, key, value, attention_mask, sinks):
+        if type(bias) is BiasOfStates and plain and takes(query, key, value, attention_mask, sinks):
             visible = Visible.by(attention_mask, query.shape[2], options.get("sliding_window"))
-            scores = Scores(options.get("scaling"), options.get("softcap"), sinks)
-            out = position_bias.attend(query, key, value, visible, scores)
+            out = bias.attend(query, key, value, visible, Scores(options.get("scaling"), None, sinks))
             if out is not None:
                 return out, None
-    return own(module, query, key, value, attention_mask, **options)
+        return own(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(NAME, attention)
 
 
 # Recognising a module that makes such a bias
 
 
-def relative_forward(
-    module: nn.Module, states: Tensor, query_positions: Tensor, key_positions: Tensor
-) -> Tensor:
-    """The forward of a rewritten module. States are [B, T, Hq, R], positions [T] and [S]."""
-    if states.shape[1:2] != query_positions.shape:
-        return NotImplemented
-    own = original_class(module).forward
-    make = functools.partial(own, module, states, query_positions, key_positions)
-    return _bias(module, states, key_positions.shape[0], make)
-
-
 def projected_forward(
     module: nn.Module, hidden: Tensor, relative_distance: Tensor, position_ids: Tensor
 ) -> Tensor:
-    """The forward of a rewritten module that makes its states of `hidden` [B, T, D]; distances are [T, S]."""
+    """The forward of a rewritten module, which makes its states of `hidden` [B, T, D]. Distances: [T, S]."""
     if hidden.dim() != 3 or relative_distance.shape[:-1] != hidden.shape[1:2]:
         return NotImplemented
-    linear, norm = _linear_and_norm(module)
-    heads = linear(hidden).view(*hidden.shape[:-1], -1, module.get_parameter("proj").shape[0])
-    make = functools.partial(original_class(module).forward, module, hidden, relative_distance, position_ids)
-    return _bias(module, norm(heads, position_ids), relative_distance.shape[-1], make)
-
-
-def _bias(module: nn.Module, states: Tensor, keys: int, make: Callable[[], Tensor]) -> Tensor:
-    bank = module.get_parameter("proj")
+    bank, (linear, norm) = module.get_parameter("proj"), _linear_and_norm(module)
+    states = norm(linear(hidden).view(*hidden.shape[:-1], -1, bank.shape[0]), position_ids)
     if states.dim() != 4 or states.dtype != bank.dtype or states.dtype not in ACTIVATION_DTYPES:
         return NotImplemented
-    return BiasOfStates(states, bank, keys, states.dtype, make)
+    make = functools.partial(original_class(module).forward, module, hidden, relative_distance, position_ids)
+    return BiasOfStates(states, bank, relative_distance.shape[-1], make)
 
 
 def rewrite_relative_bias(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what runs) for a module that makes such a bias, else None."""
     if not makes_relative_bias(module):
         return None
-    forward = projected_forward if module._modules else relative_forward
-    return forward, [Done("attention", "relative positions")]
+    return projected_forward, [Done("attention", "relative positions")]
 
 
 @on_the_cpu()
 def makes_relative_bias(module: nn.Module) -> bool:
     """True if its forward gives (states @ proj)[t, h, distance], 0 from `rel_extent` on and below 0.
 
-    Without children it is given the states and positions of tokens and keys. With two it is given hidden
-    states, distances and positions of tokens, and the states are norm(heads of linear(hidden), positions).
+    It is given hidden states, distances and positions of tokens, and the states are
+    norm(heads of linear(hidden), positions).
     """
     bank, extent = module._parameters.get("proj"), getattr(module, "rel_extent", None)
     if len(module._parameters) != 1 or bank is None or bank.dim() != 2 or bank.shape[1] != extent:
         return False
-    parts = _linear_and_norm(module)
-    if parts is None and module._modules:
+    if (parts := _linear_and_norm(module)) is None:
         return False
     for name in ("rel_extent", *module._modules):
         depends_on(module, name)
@@ -236,7 +155,7 @@ def makes_relative_bias(module: nn.Module) -> bool:
 def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
     """True if a module gives this bias for a draw's numbers."""
     replica, extent = bare_replica(module), 4
-    heads = 2 if parts is None else parts[0].out_features // bank.shape[0]
+    heads = parts[0].out_features // bank.shape[0]
     proj, states = normal(3, extent), normal(2, 5, heads, 3)
     replica.register_parameter("proj", nn.Parameter(proj, requires_grad=False))
     replica.rel_extent = extent
@@ -245,13 +164,11 @@ def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
     place = torch.where((distance >= 0) & (distance < extent), distance, extent)
     padded = nn.functional.pad(states @ proj, (0, 1)).transpose(1, 2)
     expected = padded.gather(3, place.expand(2, heads, -1, -1))
-    forward = eager(original_class(module).forward)
-    if parts is None:
-        return agrees(expected, tried(forward, replica, states, queries, keys))
     hidden, projected = normal(2, 5, 6), states.flatten(2) + 1
     linear, norm = _Gives(projected), _Gives(states)
     for name, part in module._modules.items():
         replica.add_module(name, linear if part is parts[0] else norm)
+    forward = eager(original_class(module).forward)
     if not agrees(expected, tried(forward, replica, hidden, distance, queries[None])):
         return False
     of_norm = projected.view(states.shape), queries[None]
