@@ -1,10 +1,12 @@
 """Random steps of a whole model with the fewest slots: bit for bit those of the resident model."""
 
+import sys
 import time
 from random import Random
 
 import pytest
 import torch
+from support import processes
 from support.jobs import Asked, ids_of
 from support.models import tiny
 
@@ -14,6 +16,7 @@ from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.checkpoints import on_disk
+from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.passes.routing import choose_in_experts
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
@@ -92,3 +95,35 @@ def test_the_resident_model(models, seed, steps):
         assert not any(isinstance(reason, Exception) for _, reasons in expected for reason in reasons)
         if part % 2:
             assert len(logits[0]) == len(logits[1]) > 9 and all(map(torch.equal, *logits))
+
+
+GROWN = """
+    import sys
+    import torch
+    from support.models import generate, prompt
+    from torch_moe_mps import from_pretrained
+
+    def kilobytes(name):
+        lines = open("/proc/self/status").read().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    torch.set_num_threads(1)
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = kilobytes("VmRSS")
+    model = from_pretrained(sys.argv[1], device_map="cpu", experts_memory=int(sys.argv[2]))
+    generate(model, prompt(1, 9), max_new_tokens=3, min_new_tokens=3)
+    print((kilobytes("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_memory(tmp_path):
+    """Of a process that answers: the memory for experts, a quarter of these, and 80 MB for all else."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16}
+    tiny("qwen3_moe", num_hidden_layers=12, **sizes).save_pretrained(tmp_path)
+    experts = 12 * 16 * 3 * 256 * 256 * 4
+    source = Source(str(tmp_path), {})
+    on_disk.experts_file(source, None, on_disk.layers_of(on_disk.placed(source, None)))
+    grown = int(processes.forked(GROWN, tmp_path, experts // 4))
+    assert experts // 4 < grown < experts // 4 + 80 * 10**6 < experts

@@ -203,7 +203,7 @@ def test_mistral_is_llama_by_another_name(tmp_path):
     assert torch.equal(logits(model), logits(load(other)))
 
 
-def test_what_transformers_has_no_class_for_is_refused(tmp_path):
+def test_rejects_an_architecture_without_a_class(tmp_path):
     _, keys, matrices, _ = of_architecture("llama", "q8_0")
     with pytest.raises(ValueError, match=r"transformers has a class for, got deci$"):
         load(write(tmp_path / "model.gguf", "deci", keys, matrices))
@@ -312,7 +312,7 @@ def test_a_layer_launches_what_it_does_with_affine_weights(tmp_path, monkeypatch
     assert operators_of_a_token(load(two)) == counts | {"linear_quantized": counts["linear_quantized"] + 2}
 
 
-def test_what_cannot_stay_packed_is_named(tmp_path):
+def test_reports_weights_that_cannot_stay_packed(tmp_path):
     """Here weights that stay in float32 in a model in float16."""
     stored, keys, matrices, _ = of_architecture("t5", "q8_0")
     path, cls = write(tmp_path / "model.gguf", stored, keys, matrices), class_of("t5")
@@ -328,7 +328,7 @@ def test_what_cannot_stay_packed_is_named(tmp_path):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def test_an_order_that_is_none_is_refused(tmp_path):
+def test_rejects_an_order_that_is_no_permutation(tmp_path):
     load(write_file(tmp_path / "model.gguf", "qwen35", ("q4_0", "q8_0", "q4_k"))).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(name for name in tensors if name.endswith(".order"))
@@ -352,7 +352,7 @@ print(type(model.hf_quantizer).__name__, "torch_moe_mps" in sys.modules)
     assert done.stdout.split() == [b"GgufHfQuantizer", b"False"], done.stderr
 
 
-def test_a_factor_of_a_whole_tensor_is_refused(tmp_path):
+def test_rejects_a_factor_of_a_whole_tensor(tmp_path):
     """As NVFP4 files may have: transformers would leave it out."""
     stored, keys, matrices, _ = of_architecture("llama", "nvfp4")
     path = write(tmp_path / "model.gguf", stored, keys, matrices | {"blk.0.attn_q.scale": ((1,), "f32")})
@@ -362,7 +362,7 @@ def test_a_factor_of_a_whole_tensor_is_refused(tmp_path):
         load(path)
 
 
-def test_types_without_values_are_one_line(tmp_path):
+def test_rejects_types_without_values(tmp_path):
     keys, matrices = {}, {"token_embd.weight": ((96, 256), "q8_k")}
     with pytest.raises(ValueError, match=r"token_embd.weight must be of a type whose values are known"):
         gguf_file.read_file(write(tmp_path / "model.gguf", "llama", keys, matrices))[1][0].values()
@@ -392,7 +392,7 @@ def test_every_type_of_ggml_is_read_or_refused():
 
 
 @pytest.mark.parametrize(("number", "kind"), [*REFUSED, (43, "43")])
-def test_a_type_that_is_not_read_is_one_line_with_its_name(tmp_path, number, kind):
+def test_rejects_a_type_that_is_not_read_by_its_name(tmp_path, number, kind):
     is_written = kind in ("q8_1", "q8_k", "i8", "i16", "i32", "i64")
     path = write_file(tmp_path / "model.gguf", kinds=("q8_0", "q8_0", kind if is_written else "q8_0"))
     if not is_written:

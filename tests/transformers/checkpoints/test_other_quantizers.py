@@ -123,7 +123,7 @@ def test_what_fits_is_what_loading_gives(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", in_sweep(("int4", "gptq asymmetric"), ("gptq asymmetric",)))
-def test_it_is_read_for_the_gpu(name, simulated, tmp_path):
+def test_mps_gets_the_codes_of_the_cpu(name, simulated, tmp_path):
     """With the same words as on the CPU."""
     write(tmp_path, CASES[name][0])
     model, other = (
@@ -253,7 +253,7 @@ def test_what_has_no_room_for_codes_has_all_values(tmp_path):
         ("fp8 of all", r" must be of shape \(128, 64\), got \(64, 128\)"),
     ],
 )
-def test_other_stacks_of_turned_experts_are_one_line(name, message, tmp_path):
+def test_rejects_other_stacks_of_turned_experts(name, message, tmp_path):
     """What no library writes: their codes would pass for values."""
     write(tmp_path, CASES[name][0], "gpt_oss")
     stack(tmp_path, "qwen3_moe")
@@ -492,7 +492,7 @@ def places(stored, path=()):
 
 
 @pytest.mark.parametrize("name", in_sweep(CONFIGS, ("rotated", "gptq of layers", "mlx", "ours")))
-def test_values_of_other_kinds_in_the_quantization_are_one_line(name, tmp_path):
+def test_rejects_values_of_other_kinds_in_the_quantization(name, tmp_path):
     """Every value of a config in turn, where JSON may have any."""
     for place in places(CONFIGS[name]):
         for value in ([], {}, [1], {"a": 1}, 4, "x", None):
@@ -561,7 +561,7 @@ SCHEMES = {
         ),
     ],
 )
-def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, tmp_path):
+def test_rejects_layouts_that_would_pass_for_others(name, config, message, tmp_path):
     """Codes in another order, and factors of the inputs, as of ModelOpt's smoothing."""
     write(tmp_path, CASES[name][0])
     if config is None:

@@ -109,7 +109,7 @@ def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=len)
-def test_an_adapter_on_the_experts_is_an_error(parameters):
+def test_rejects_experts_under_an_adapter(parameters):
     peft = pytest.importorskip("peft")
     targets = [f"mlp.experts.{name}" for name in parameters]
     config = peft.LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
@@ -126,7 +126,7 @@ def test_an_adapter_on_the_experts_is_an_error(parameters):
         assert len(quantize_experts(merged, 4, 32, progress=False).modules) == 2
 
 
-def test_distributed_weights_are_an_error(tmp_path):
+def test_rejects_distributed_weights(tmp_path):
     from torch import distributed
     from torch.distributed.tensor import distribute_tensor
 

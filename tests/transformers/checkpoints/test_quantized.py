@@ -183,7 +183,7 @@ def test_checkpoints_of_one_class_load_in_another(quantise, tmp_path):
     assert_close(output(whole.model, prompt()), expected, 1e-6)
 
 
-def test_a_module_that_is_not_in_the_model_is_an_error(tmp_path):
+def test_rejects_a_module_that_the_model_lacks(tmp_path):
     model = tiny("qwen3_moe")
     quantise_one(model)
     model.save_pretrained(tmp_path)
@@ -196,7 +196,7 @@ def test_a_module_that_is_not_in_the_model_is_an_error(tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
-def test_what_a_checkpoint_lacks_is_an_error(tmp_path):
+def test_rejects_a_checkpoint_without_a_tensor(tmp_path):
     """Transformers would fill it with random values, and log its name."""
     model = tiny("qwen3_omni_moe")
     quantise_all(model)
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_lacks_is_an_error(tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
-def test_a_dense_checkpoint_that_lacks_a_tensor_is_an_error(tmp_path):
+def test_rejects_a_dense_checkpoint_without_a_tensor(tmp_path):
     """Transformers only warns of it."""
     tiny("qwen3_moe").save_pretrained(tmp_path)
     with changed(tmp_path / "model.safetensors") as tensors:
@@ -355,7 +355,7 @@ def test_other_implementations_leave_quantised_experts_running(way, tmp_path):
         assert_close(output(copy.deepcopy(model), prompt()), expected, 1e-5)
 
 
-def test_a_config_that_is_no_object_is_an_error(tmp_path):
+def test_rejects_a_config_that_is_no_object(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(
         ValueError, match=r"^moe_mps::from_pretrained: the config of .* must be an object, got a list$"
@@ -398,7 +398,7 @@ def test_a_file_that_is_cut_off_is_named(arguments, tmp_path):
     "name", ["../stray.safetensors", "{parent}/stray.safetensors", "in/../../stray.safetensors"]
 )
 @pytest.mark.parametrize("by", ["index", "config"])
-def test_a_file_outside_of_the_folder_is_an_error(name, by, tmp_path):
+def test_rejects_a_file_outside_of_the_folder(name, by, tmp_path):
     """A whole one, which transformers reads, named by the index or by the config's own entry for it."""
     folder, name = tmp_path / "model", name.format(parent=tmp_path)
     tiny("qwen3_moe").save_pretrained(folder)

@@ -255,7 +255,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("method", "change", "message"), BAD)
-def test_layers_that_cannot_be_read_are_one_line(method, change, message, checkpoint, tmp_path):
+def test_rejects_layers_that_cannot_be_read(method, change, message, checkpoint, tmp_path):
     _, folder = checkpoint
     model = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
