@@ -13,7 +13,6 @@ import argparse
 import base64
 import contextlib
 import http.client
-import http.server
 import io
 import itertools
 import json
@@ -24,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,7 +98,6 @@ def seen(*urls: str) -> dict[str, Any]:
 KINDS = {
     "numbers": Kind(TEXTS, lambda context: {"prompt": [1] * (120_000 + 4 * context), "max_tokens": 3}),
     "tokens": Kind(TEXTS, lambda context: {"prompt": [33] * (context - 9), "max_tokens": 3}),
-    "detokenize": Kind("/detokenize", lambda context: {"tokens": [33] * context}),
     "objects": Kind(CHAT, lambda context: chat(metadata=[{"a": n} for n in range(32_000 + context)])),
     "deep": Kind(CHAT, lambda context: chat(metadata=[nested(90)] * ((32_000 + context) // 91))),
     "string": Kind(CHAT, lambda context: chat(metadata="x" * (8_000_000 + 32 * context))),
@@ -122,39 +119,12 @@ KINDS = {
     "enum": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(4000)]})),
     "grammar": Kind(CHAT, lambda context: chat(grammar="root ::= ([a-z] [a-z]?){1,200}")),
     "masks": Kind(CHAT, lambda context: chat(grammar="root ::= (([a-z]*)*)*")),
-    "tokenize": Kind("/tokenize", lambda context: {"content": "a b " * 4000, "with_pieces": True}),
     "answers": Kind(CHAT, lambda context: chat(n=32, temperature=1)),
     "logprobs": Kind(CHAT, lambda context: chat(logprobs=True, top_logprobs=20, max_tokens=200)),
     "slow": Kind(CHAT, lambda context: chat("a" * 4000), pause=0.02),
     "picture": Kind(CHAT, lambda context: seen(picture(2800)), sees=True),
     "pictures": Kind(CHAT, lambda context: seen(*[picture(300)] * 60), sees=True),
-    "fetched": Kind(CHAT, lambda context: seen(f"http://127.0.0.1:{_port()}/fast"), sees=True),
-    "fetched slowly": Kind(CHAT, lambda context: seen(f"http://127.0.0.1:{_port()}/slow"), sees=True),
 }  # fmt: skip
-
-
-class _Pictures(http.server.BaseHTTPRequestHandler):
-    """Answers at once with 30 MB that are no picture, or with a byte now and then."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            if self.path == "/fast":
-                self.wfile.write(bytes(30_000_000))
-            while self.path == "/slow":
-                self.wfile.write(b"a")
-                time.sleep(0.1)
-
-    def log_message(self, *about: Any) -> None:
-        pass
-
-
-def _port() -> int:
-    """The port of a server of pictures in this process."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pictures)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return int(server.server_address[1])
 
 
 # Clients
@@ -228,8 +198,7 @@ def server(folder: Path) -> Iterator[int]:
         port = int(listener.getsockname()[1])
     command = [
         sys.executable, "-m", "torch_moe_mps", "serve", str(folder), "--device", "cpu", "--port", str(port),
-        "--host", "127.0.0.1", "--prompt-disk", "0", "--log-level", "error", "--media-urls",
-        "--media-host", "127.0.0.1",
+        "--host", "127.0.0.1", "--prompt-disk", "0", "--log-level", "error",
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

@@ -85,7 +85,6 @@ EARLY = {
     "generate {here} -p a --image {here}/cat.png": "--image must be a file",
     "generate {here} -p a --prompt-cache {here}/no/file": "--prompt-cache must be a file that can be written",
     "chat {here} --prompt-cache {here}": "--prompt-cache must be a file that can be written",
-    "serve {here} --media-folder {here}/no": "--media-folder must be a folder",
     "convert {here} {here}/new/..": "DST must name a new folder, got '{here}/new/..'",
     "convert {here} {here}/data/new": "DST must be a folder that can be written, got {here}/data/new: Not a",
     "convert {here} {here}": "exists; convert writes a new folder",
@@ -128,7 +127,6 @@ def test_a_cheap_error_waits_for_no_torch(tmp_path):
     lines = [
         "perplexity {here} --against {here}/nothing", "generate {here} -p a --adapter {here}/nothing",
         "chat {here} --set nothing=1", "finetune {here} {here}/data --output {here}", "convert {here} {here}",
-        "serve {here} --media-folder {here}/no",
     ]  # fmt: skip
     source = """
         import contextlib, io, sys

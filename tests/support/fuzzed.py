@@ -36,7 +36,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
             {"role": "user", "name": "u", "content": "b"},
         ],
         "tools": [{"type": "function", "function": _FUNCTION}, {"type": "custom", "custom": {"name": "c"}}],
-        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_CALL]}},
+        "tool_choice": "auto",
         "chat_template_kwargs": {"enable_thinking": True}, "stream_options": {"include_usage": True},
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
     },
@@ -95,7 +95,7 @@ VALUES: list[Any] = [
     {"type": "text"}, {"type": "text", "text": 5}, {"type": "function"}, {"type": "tool"},
     {"type": "json_object"}, {"type": "namespace", "name": 5},
     {"type": "image_url", "image_url": {"url": "/"}},
-    {"type": "allowed_tools", "allowed_tools": "a"}, {"name": []}, {"role": []}, {"$ref": "#"},
+    {"name": []}, {"role": []}, {"$ref": "#"},
     {"schema": {"$ref": "#"}}, _DEEP, [_DEEP],
 ]  # fmt: skip
 

@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -22,7 +21,6 @@ from torch_moe_mps.serving.engine.job import Counts, Job
 from torch_moe_mps.serving.http.app import Access, Server
 from torch_moe_mps.serving.http.reading import Reading
 from torch_moe_mps.serving.http.served import Served
-from torch_moe_mps.serving.media.loading import Media
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 # ChatML's messages; a system message elsewhere than in front is refused, as by Qwen 3.5's template.
@@ -133,7 +131,7 @@ class Here:
 
 
 @contextlib.contextmanager
-def server(context: int = 4096, folder: Path | None = None, **access: Any) -> Iterator[Here]:
+def server(context: int = 4096, **access: Any) -> Iterator[Here]:
     words = tokenizer()
     generator = Scripted(words)
     config = types.SimpleNamespace(vocab_size=len(words))
@@ -143,7 +141,7 @@ def server(context: int = 4096, folder: Path | None = None, **access: Any) -> It
         config=config, generation_config=settings, can_generate=lambda: True, named_modules=lambda: ()
     )
     model.parameters = model.buffers = lambda: []
-    served = Served("scripted", model, words, context, generator, Media(folder))
+    served = Served("scripted", model, words, context, generator)
     paths = Server(served, Access(**access))
     listener = socket.create_server(("127.0.0.1", 0))
     runs = uvicorn.Server(

@@ -21,7 +21,7 @@ from support.processes import COMMAND, Forked
 from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.early import check_options
-from torch_moe_mps.commands.serve import key_of, media_of, server_of, sockets_of
+from torch_moe_mps.commands.serve import key_of, server_of, sockets_of
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
@@ -45,7 +45,7 @@ def server_at(*arguments: object) -> Iterator[str]:
     options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *given])
     check_options(options)
     sockets = sockets_of("localhost", 0)
-    with commands.served_by(options, media_of(options)) as served:
+    with commands.served_by(options) as served:
         server = server_of(served, options, key_of(options))
         thread = threading.Thread(target=server.run, args=(sockets,))
         thread.start()

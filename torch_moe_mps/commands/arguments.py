@@ -578,15 +578,6 @@ def _serve(command: argparse.ArgumentParser) -> None:
         help="answer scripts of its pages, such as https://app.example; again for each",
     )
     add("--only-model", action="store_true", help="refuse requests for a model of another name")
-    add("--media-folder", metavar="FOLDER", help="requests may name pictures below it (only data: URLs)")
-    add("--media-urls", action="store_true", help="requests may name pictures by http: and https: URLs")
-    add(
-        "--media-host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="a host of this machine or its network that --media-urls may ask, too",
-    )
     add(
         "--allow-host",
         action="append",

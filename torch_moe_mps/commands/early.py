@@ -73,8 +73,6 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    if options.media_folder is not None and not Path(options.media_folder).is_dir():
-        raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
     _check_server("serve")
     _check_adapter(options)
     if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
@@ -88,7 +86,7 @@ def _launch(options: argparse.Namespace) -> None:
 
 
 def _check_server(command: str) -> None:
-    for package in ("starlette", "uvicorn", "httpx2", "msgspec", "prometheus_client", "pybase64", "xgrammar"):
+    for package in ("starlette", "uvicorn", "msgspec", "prometheus_client", "pybase64", "xgrammar"):
         _check_package(package, command, "serve")
 
 

@@ -9,12 +9,10 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from .._environment import API_KEY, api_key
-from ..serving.media.loading import Media
 
 if TYPE_CHECKING:
     import uvicorn
@@ -27,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         from .serving import served_by
 
-        with _log(options.log_level), served_by(options, media_of(options)) as served:
+        with _log(options.log_level), served_by(options) as served:
             server = server_of(served, options, key)
             port = sockets[0].getsockname()[1]
             print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
@@ -49,12 +47,6 @@ def _frozen() -> Iterator[None]:
     finally:
         if not is_frozen:
             gc.unfreeze()
-
-
-def media_of(options: argparse.Namespace) -> Media:
-    """The files and URLs that requests may have opened."""
-    hosts = tuple(map(str.lower, options.media_host))
-    return Media(options.media_folder and Path(options.media_folder), options.media_urls, hosts)
 
 
 def key_of(options: argparse.Namespace) -> str | None:

@@ -17,7 +17,6 @@ from ..serving.engine.encoder import Encoder, encoder_of
 from ..serving.engine.loop import DeviceThread, EncoderThread, EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served
-from ..serving.media.loading import Media
 from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
@@ -40,7 +39,7 @@ _DISK = 16.0  # GB of cached prefixes, by default
 
 
 @contextmanager
-def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterator[Served]:
+def served_by(options: argparse.Namespace) -> Iterator[Served]:
     """Block with a running engine of the model; cached prefixes are written at its end.
 
     Raises: ValueError, OSError, ImportError with a one-line message.
@@ -60,7 +59,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         context = context_of(model.config) - positions_of_padding(model)
         if generator.memory is not None and is_whole:
             context = _context_in(generator, context, options, folder, model)
-        yield Served(name_of(options), model, processor, context, generator, media or Media(), encoder)
+        yield Served(name_of(options), model, processor, context, generator, encoder)
 
 
 def _context_in(

@@ -475,17 +475,6 @@ def test_a_forced_call_ends_the_turn(here, of_openai, choice, is_forced):
     assert "".join(texts) == ("" if is_forced else prose)
 
 
-@pytest.mark.parametrize("tool_choice", [
-    {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
-    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("look")]}},
-])  # fmt: skip
-def test_allowed_tools(here, tool_choice):
-    here.says("a")
-    tools = [{"type": "function", "name": name, "parameters": SKY} for name in ("look", "swim")]
-    assert post(here, "/v1/responses", {"input": "a", "tools": tools, "tool_choice": tool_choice})[0] == 200
-    assert '"look"' in here.generator.prompts[0] and '"swim"' not in here.generator.prompts[0]
-
-
 def test_the_beginning_of_an_answer(here, of_openai):
     """A last message of the assistant is gone on with; two of them are refused."""
     here.says(" lo ")

@@ -26,7 +26,6 @@ import xgrammar
 from bench_door import KINDS
 from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
-from support.pages import pages
 from support.processes import REPOSITORY
 from support.scripted import ask
 
@@ -39,7 +38,6 @@ from torch_moe_mps.serving.http.answers import Answers
 from torch_moe_mps.serving.http.limited import Limited, TooLong
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.http.structured import Masked
-from torch_moe_mps.serving.media.loading import Media
 from torch_moe_mps.transformers.upstream.models import variables_of
 
 ASKED = {
@@ -128,7 +126,7 @@ WRONG = {
 
 @pytest.mark.parametrize("body", WRONG, ids=lambda body: repr(body[:20]))
 def test_what_is_no_object_in_json_is_one_line(here, body):
-    for path in (*ASKED, "/tokenize", "/apply-template", "/v1/embeddings"):
+    for path in (*ASKED, "/v1/embeddings"):
         status, answer = ask(here, path, body)
         assert status == 400 and WRONG[body] in answer["error"]["message"], (path, answer)
         assert answer["error"]["message"].count("\n") == 0
@@ -208,7 +206,7 @@ def test_an_address_that_has_many_requests_in_reading_is_told_to_come_again(here
     monkeypatch.setattr(reading, "MOST_OF_CLIENT", 3)
     short = {"prompt": "a", "max_tokens": 3}
     with held(here, monkeypatch, 3, LONG) as clients:
-        for path, body in (*ASKED.items(), ("/tokenize", {"content": "a"}), ("/apply-template", {})):
+        for path, body in ASKED.items():
             status, answer = ask(here, path, body)
             assert status == 429 and "requests in reading" in answer["error"]["message"], path
         asked = urllib.request.Request(here.url + "/v1/completions", b"{}")
@@ -228,9 +226,8 @@ def test_clients_of_ipv6_are_counted_by_their_network_of_64_bits(here, monkeypat
     monkeypatch.setattr(reading, "MOST_OF_CLIENT", 1)
 
     def status(address: str) -> int:
-        asked = urllib.request.Request(
-            here.url + "/tokenize", b'{"content": "a"}', {"x-forwarded-for": address}
-        )
+        count, body = "/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": "a"}]}'
+        asked = urllib.request.Request(here.url + count, body, {"x-forwarded-for": address})
         try:
             return urllib.request.urlopen(asked, timeout=60).status
         except urllib.error.HTTPError as refused:
@@ -288,29 +285,6 @@ def test_a_client_keeps_its_turn_until_its_work_has_ended(here, monkeypatch, lea
     until(lambda: not here.reading.clients)
 
 
-def test_fetches_that_drip_take_no_thread(here, monkeypatch):
-    """Twenty pictures that never end, and a plain request beside them."""
-    ended = threading.Event()
-
-    def drips(handler):
-        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
-        while not ended.wait(0.05):
-            handler.wfile.write(b"a")
-
-    here.served.template.processor.image_processor = None
-    monkeypatch.setattr(here.served, "media", Media(fetches=True, hosts=("127.0.0.1",)))
-    with pages(drips) as url, ThreadPoolExecutor(20) as clients:
-        content = [{"type": "image_url", "image_url": {"url": url}}]
-        body = {"messages": [{"role": "user", "content": content}]}
-        asked = [clients.submit(ask, here, "/v1/chat/completions", body) for _ in range(20)]
-        until(lambda: in_reading(here) == 20)
-        assert ask(here, "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
-        assert not any(client.done() for client in asked)
-        assert not here.reading.pools["long"]._threads
-        ended.set()
-        assert {client.result()[0] for client in asked} == {400}  # what came is no picture
-
-
 @pytest.mark.parametrize("sees", [False, True])
 def test_a_body_that_no_prompt_needs_is_not_read(here, monkeypatch, sees):
     """Whether it says how long it is or not; who has sent it gets the line. Pictures need more."""
@@ -357,8 +331,7 @@ def test_what_is_too_long_is_refused_before_it_is_read_whole(here, monkeypatch):
     assert status == 400 and "maximum context length is 4096 tokens" in answer["error"]["message"]
     monkeypatch.setattr("torch_moe_mps.serving.http.limits.CHARACTERS", 50)
     monkeypatch.setattr("torch_moe_mps.serving.http.limits.MESSAGES", 3)
-    for path in ASKED | {"/tokenize": None}:
-        body = {"content": "a" * 51} if path == "/tokenize" else ASKED[path]
+    for path, body in ASKED.items():
         status, answer = ask(here, path, json.loads(json.dumps(body).replace("a~", "a" * 51)))
         assert status == 400 and "at most 50 characters, got 51" in answer["error"]["message"], path
     chat = ASKED["/v1/messages"] | {
@@ -508,15 +481,6 @@ def test_the_memory_in_use_has_buffers_and_counts_shared_tensors_once():
     assert memory_in_use(model) == 4 * 16 + 100
 
 
-def test_special_tokens_that_are_split_change_no_other_request(here):
-    def tokens(**more):
-        return ask(here, "/tokenize", {"content": "<|im_end|>", **more})[1]["tokens"]
-
-    whole = tokens()
-    assert len(whole) == 1 and len(tokens(parse_special=False)) > 1 and tokens() == whole
-    assert not here.served.template.tokenizer.backend_tokenizer.encode_special_tokens
-
-
 def test_variables_of_a_chat_template(here):
     """Names that it reads, and none that is a part of a word, a loop's own, or a chat's."""
     template = (
@@ -572,7 +536,7 @@ def test_tokens_that_are_suppressed_are_a_bias(here):
 # Kinds that are answered by a model that says nothing and reads 4,096 tokens; the others are refused.
 ANSWERED = {
     "numbers": 400, "text": 400, "messages": 400, "string": 200, "escapes": 200, "objects": 200, "deep": 200,
-    "tools": 400, "enum": 200, "tokenize": 200, "tokens": 200, "detokenize": 200, "stops": 200, "banned": 200,
+    "tools": 400, "enum": 200, "tokens": 200, "stops": 200, "banned": 200,
     "words": 200, "endings": 400, "brackets": 400, "choices": 400, "parts": 400,
 }  # fmt: skip
 

@@ -131,12 +131,6 @@ def test_rerank_by_a_classifier(tmp_path):
         answer = client.post("/rerank", body={"query": "sky"} | asked, cast_to=object)
         (result,) = answer["results"]
         assert result["document"] == {"text": TEXTS[order[0][0]]}
-        of_tei = {"query": "sky", "texts": TEXTS}  # a list, as text-embeddings-inference answers
-        listed = client.post("/rerank", body=of_tei | {"return_text": True, "top_n": 2}, cast_to=object)
-        assert [(item["index"], item["text"]) for item in listed] == [(n, TEXTS[n]) for n, _ in order[:2]]
-        assert [item["score"] for item in listed] == pytest.approx([s for _, s in order[:2]], abs=1e-5)
-        with pytest.raises(openai.BadRequestError, match="'texts' must be a list of at most 2048 texts"):
-            client.post("/rerank", body=of_tei | {"texts": [5]}, cast_to=object)
         for wrong in ({"documents": []}, {"documents": [5]}, {"query": None}, {"top_n": 0}):
             with pytest.raises(openai.BadRequestError):
                 ranked(client, **wrong)

@@ -31,14 +31,13 @@ from .answer import Event, Item
 from .answers import Answers
 from .guard import REQUEST, Guard
 from .metrics import Metrics
-from .preparing import check_media, count_tokens, media_parts, prepare, prompt_text
+from .preparing import count_tokens, media_parts, prepare
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
 from .protocols.embeddings import EMBEDDINGS, RERANK, Texts
 from .protocols.messages import Messages, anthropic_error
 from .protocols.protocol import Protocol, Writer, event, openai_error
 from .protocols.responses import Responses
-from .protocols.text import PATHS
 from .reading import (
     Client,
     Kind,
@@ -96,9 +95,6 @@ class Server:
             Route("/metrics", self._metrics),
             Route("/load_model", self._load, methods=["POST"]),
         ]
-        for path, reads in PATHS.items():
-            routes.append(Route(path, functools.partial(self._text, reads), methods=["POST"]))
-        routes.append(Route("/apply-template", self._template, methods=["POST"]))
         for start in ("/v1", ""):  # clients whose base URL lacks it are answered, too
             routes += [
                 Route(f"{start}/models", self._models),
@@ -160,7 +156,7 @@ class Server:
             self._check_model(body)
             return protocol.read(body, self.served)
 
-        kind, request = await self._fetched(asked, client, read)
+        kind, request = await self._requested(asked, client, read)
         if request.form is not None or request.forced is not None:
             kind = "grammar"
         coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
@@ -178,16 +174,12 @@ class Server:
         kind = kind_of(len(data))
         return kind, await client.run(kind, lambda: function(object_of(data, context)))
 
-    async def _fetched(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
-        """Parsed request with its images and audio fetched. Raises: Refused."""
+    async def _requested(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
+        """(kind of thread that prepares it, parsed request). Raises: Refused."""
         kind, request = await self._read(asked, client, read)
-        for prompt in request.prompts:
-            if isinstance(prompt, Chat) and (parts := [*media_parts(prompt.messages)]):
-                kind = "long"  # to decode them
-                for part in parts:
-                    check_media(self.served, part)
-                await self.served.media.fetch(parts)
-        return kind, request
+        chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
+        has_media = any(True for chat in chats for _ in media_parts(chat.messages))
+        return "long" if has_media else kind, request
 
     async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> Response:
         try:
@@ -248,31 +240,15 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
-    async def _of_prompt(self, asked: Asked, read: Reads, function: Callable[[Served, Request], T]) -> T:
-        """Result of a function of a request that generates nothing. Raises: Refused."""
-        async with self.reading.place(asked) as client:
-            kind, request = await self._fetched(asked, client, read)
-            return await client.run(kind, function, self.served, request)
-
     async def _count(self, protocol: Protocol, asked: Asked) -> Response:
-        count = await self._of_prompt(
-            asked, lambda body: protocol.read_prompt(body, self.served), count_tokens
-        )
+        async with self.reading.place(asked) as client:
+            read = functools.partial(protocol.read_prompt, served=self.served)
+            kind, request = await self._requested(asked, client, read)
+            count = await client.run(kind, count_tokens, self.served, request)
         counted: dict[str, Any] = {"input_tokens": count}
         if isinstance(protocol, Responses):
             counted["object"] = "response.input_tokens"
         return JSONResponse(counted)
-
-    async def _template(self, asked: Asked) -> Response:
-        """Templated prompt of a chat as text, in the form of llama.cpp's server."""
-        chats = ChatCompletions()
-        prompt = await self._of_prompt(asked, lambda body: chats.read(body, self.served), prompt_text)
-        return JSONResponse({"prompt": prompt})
-
-    async def _text(self, reads: Callable[..., Any], asked: Asked) -> Response:
-        async with self.reading.place(asked) as client:
-            _, answer = await self._read(asked, client, lambda body: in_json(reads(body, self.served)))
-        return Response(answer, media_type="application/json")
 
     async def _encode(self, path: str, asked: Asked) -> Response:
         def read(body: dict[str, Any]) -> Texts:

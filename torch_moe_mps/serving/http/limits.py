@@ -16,7 +16,6 @@ CONTEXT = 1 << 18  # tokens of a context that count, at most
 CHARACTERS = 1 << 23  # in the texts of a field: more than any context has
 MESSAGES, TOOLS = 10_000, 1024  # in a chat; parts of messages count as messages
 PROMPTS, TEXTS = 64, 2048  # in a completion; in embeddings and rankings
-PIECES = 1 << 14  # tokens that /tokenize shows with their texts
 ANSWERS = 32  # to one request
 STOPS, STOP_CHARACTERS = 16, 1024
 

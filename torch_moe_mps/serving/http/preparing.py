@@ -20,6 +20,7 @@ from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
 from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
 from ..media.decoding import File, decoded
+from ..media.loading import opened
 from ..prefix_cache.memory import Images
 from . import limits
 from .answer import Answer, Event, Items, text_stream
@@ -82,13 +83,6 @@ def count_tokens(served: Served, request: Request) -> int:
     return _length(_inputs(served, request.prompts[0], request.prompt_field))
 
 
-def prompt_text(served: Served, request: Request) -> str:
-    """Templated text of the first prompt, a conversation. Raises: Refused."""
-    chat = request.prompts[0]
-    assert isinstance(chat, Chat)
-    return str(_templated(served, chat, request.prompt_field, tokenize=False))
-
-
 # Prompts
 
 
@@ -115,8 +109,7 @@ def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[
     if not served.generates:
         raise Refused(NO_TEXT, "model")
     if isinstance(prompt, Chat):
-        inputs: dict[str, Any] = _templated(served, prompt, field)
-        return inputs
+        return _templated(served, prompt, field)
     ids: Any = prompt
     if isinstance(prompt, str):
         check_count(field, len(prompt), limits.CHARACTERS, "characters")
@@ -125,10 +118,8 @@ def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[
     return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
 
-def _templated(served: Served, chat: Chat, field: str, tokenize: bool = True) -> Any:
-    """Model inputs of a chat, or its templated text. Raises: Refused."""
-    if not served.generates:
-        raise Refused(NO_TEXT, "model")
+def _templated(served: Served, chat: Chat, field: str) -> dict[str, Any]:
+    """Model inputs of a chat. Raises: Refused."""
     template, messages = served.template, chat.messages
     parts = sum(len(message["content"]) for message in messages)
     check_count(field, len(messages), limits.MESSAGES, "messages")
@@ -140,11 +131,11 @@ def _templated(served: Served, chat: Chat, field: str, tokenize: bool = True) ->
     if chat.tools and not template.shows_tools:
         log.warning("tools are left out, %d of them: prompts of this model show none", len(chat.tools))
     try:
-        return template.apply(chat, messages, tokenize)
+        return template.apply(chat, messages)
     except (TemplateError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
     try:
-        return template.apply(chat, _plainer(messages), tokenize)
+        return template.apply(chat, _plainer(messages))
     except Exception:
         line = f"The chat template refuses the messages: {reason}"
         raise Refused(line, field, "invalid_value") from None
@@ -167,17 +158,13 @@ def media_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (part for message in messages for part in message["content"] if part["type"] != "text")
 
 
-def check_media(served: Served, part: dict[str, Any]) -> None:
-    """Raises: Refused for a kind of media that the model does not support."""
+def _file(served: Served, part: dict[str, Any]) -> File:
+    """Opened image or audio. Raises: Refused for a kind that the model or the server does not read."""
     if not served.template.reads(part["type"]):
         raise Refused(f"This model does not read '{part['as']}'.", part["field"])
     if part["type"] == "video":
         raise unsupported(part["field"], part["as"])
-
-
-def _file(served: Served, part: dict[str, Any]) -> File:
-    check_media(served, part)
-    return File(part["type"], part["field"], served.media.opened(part))
+    return File(part["type"], part["field"], opened(part))
 
 
 def _with_medium(part: dict[str, Any], made: Iterator[Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from ..engine.encoder import Encoder
 from ..engine.loop import DeviceThread
 from ..engine.ranges import unknown_token, vocabulary_of
 from ..media.decoding import Limits, limits_of
-from ..media.loading import Media
 from .request import Request, wrong
 from .structured import Grammars
 from .template import NOT_READ, READERS, ChatTemplate
@@ -27,7 +26,6 @@ class Served:
         processor: a tokenizer, or a processor that contains one.
         context: context length, LONGEST for unlimited.
         generator: device thread that runs all jobs.
-        media: files and URLs that messages may use.
         encoder: embeddings and scores; None for a generative model.
     """
 
@@ -38,12 +36,10 @@ class Served:
         processor: Any,
         context: int,
         generator: DeviceThread,
-        media: Media,
         encoder: Encoder | None = None,
     ):
         self.name, self.model, self.context = name, model, context
-        self.generator, self.media = generator, media
-        self.encoder, self.generates = encoder, bool(model.can_generate())
+        self.generator, self.encoder, self.generates = generator, encoder, bool(model.can_generate())
         self.template = ChatTemplate(processor, name if self.generates else None)
         self.grammars, self.created = Grammars(), int(time.time())
         self.say_once = _Lines().say_once

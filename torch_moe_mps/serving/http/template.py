@@ -1,7 +1,6 @@
 """Thread-safe tokenizer and chat template of a model."""
 
 import contextlib
-import copy
 import functools
 import sys
 import threading
@@ -84,28 +83,17 @@ class ChatTemplate:
         return {name for template in templates for name in variables_of(template)} - _OF_THE_CHAT
 
     @contextlib.contextmanager
-    def tokenizing(self, splits: bool = False) -> Iterator[Any]:
+    def tokenizing(self) -> Iterator[Any]:
         """Context that yields the tokenizer. Fast tokenizers are shared by threads.
 
         Processors and slow tokenizers are used by one thread at a time.
-
-        Args:
-            splits: True to read special tokens as text, with a second tokenizer.
         """
-        if self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False) and not splits:
+        is_shared = self.tokenizer is self.processor and getattr(self.tokenizer, "is_fast", False)
+        with contextlib.nullcontext() if is_shared else self._lock:
             yield self.tokenizer
-            return
-        with self._lock:
-            yield self._splitting if splits else self.tokenizer
 
-    @functools.cached_property
-    def _splitting(self) -> Any:
-        tokenizer = copy.deepcopy(self.tokenizer)
-        tokenizer.split_special_tokens = True
-        return tokenizer
-
-    def apply(self, chat: Chat, messages: list[dict[str, Any]], tokenize: bool = True) -> Any:
-        """Model inputs of a chat, or its templated text. Inputs are tensors [1, T] or lists [T].
+    def apply(self, chat: Chat, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Model inputs of a chat: tensors [1, T] or lists [T].
 
         Args:
             messages: of the chat, with decoded images and audio in place of URLs.
@@ -119,13 +107,11 @@ class ChatTemplate:
                 tools=[tool.function for tool in chat.tools] or None,
                 add_generation_prompt=not chat.goes_on,
                 continue_final_message=chat.goes_on,
-                tokenize=tokenize,
-                return_dict=tokenize,
+                tokenize=True,
+                return_dict=True,
                 return_tensors=None if is_text else "pt",
                 **more,
             )
-        if not tokenize:
-            return inputs
         if is_text:
             return {**inputs}
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}

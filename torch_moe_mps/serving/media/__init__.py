@@ -1,1 +1,1 @@
-"""Images and audio of requests: limits, fetching, decoding."""
+"""Images and audio of requests: limits and decoding."""

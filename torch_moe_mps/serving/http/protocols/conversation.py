@@ -208,8 +208,6 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     Raises: Refused for an invalid choice.
     """
     choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls") is not False
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        own, choice = _allowed(choice, own)
     if choice is None or choice == "auto":
         return own, None
     if choice == "none":
@@ -219,16 +217,6 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
             raise wrong("tools", "a list of at least one tool with 'tool_choice' required", [])
         return own, Forced(own, None, parallel)
     return own, Forced(own, _named(choice, own).name, parallel)
-
-
-def _allowed(choice: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Any]:
-    """(tools left by `allowed_tools`, its choice among them). Raises: Refused."""
-    allowed = choice.get("allowed_tools", choice)
-    tools = allowed.get("tools") if isinstance(allowed, dict) else None
-    if not isinstance(tools, list):
-        raise wrong("tool_choice.allowed_tools", "an object with a mode and a list of tools", allowed)
-    names = [_name_of(value) for value in tools if isinstance(value, dict)]
-    return [t for t in own if t.own_name in names or t.name in names], allowed.get("mode")
 
 
 def _named(choice: Any, own: list[Tool]) -> Tool:

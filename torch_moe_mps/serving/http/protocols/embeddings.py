@@ -1,7 +1,4 @@
-"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as of Jina, Cohere and text-embeddings-inference.
-
-The latter has `texts` in place of `documents`, and a bare list as the response.
-"""
+"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as of Jina and Cohere."""
 
 import base64
 from typing import Any
@@ -24,11 +21,10 @@ _FIELDS = {
             "model": TEXT,
             "query": TEXT,
             "return_documents": YES_OR_NO,
-            "return_text": YES_OR_NO,
             "top_n": integer(1),
         },
         "query",
-        frozenset({"documents", "texts"}),
+        frozenset({"documents"}),
     ),
 }
 
@@ -47,10 +43,8 @@ class Texts:
         _FIELDS[path].check(body, path, served.say_once)
         self.encoder = _encoder(path, served)
         self.documents: list[str] = []
-        self._is_list = path == RERANK and body.get("texts") is not None
-        field = "input"
+        field = "documents" if path == RERANK else "input"
         if path == RERANK:
-            field = "texts" if body.get("texts") is not None else "documents"
             self.documents = _documents(body.get(field), field)
             count = sum(map(len, self.documents)) + len(self.documents) * len(body["query"])
             check_count(field, count, limits.CHARACTERS, "characters, with the query for each text,")
@@ -78,9 +72,7 @@ class Texts:
         """Computes the response. Call it on the device thread."""
         return self.encoder.scores(self.ids) if self.path == RERANK else self.encoder.vectors(self.ids)
 
-    def answer(self, result: Tensor) -> dict[str, Any] | list[dict[str, Any]]:
-        if self._is_list:
-            return [self._scored(number, result) for number in self._order(result)]
+    def answer(self, result: Tensor) -> dict[str, Any]:
         count = sum(map(len, self.ids))
         whole: dict[str, Any] = {"object": "list", "model": self.served.name}
         whole["usage"] = {"prompt_tokens": count, "total_tokens": count}
@@ -100,21 +92,15 @@ class Texts:
         return {"data": data}
 
     def _ranked(self, scores: Tensor) -> dict[str, Any]:
+        best: list[int] = scores.argsort(descending=True, stable=True).tolist()
         results: list[dict[str, Any]] = [
-            {"index": number, "relevance_score": scores[number].item()} for number in self._order(scores)
+            {"index": number, "relevance_score": scores[number].item()}
+            for number in best[: self.body.get("top_n")]
         ]
         if self.body.get("return_documents"):
             for result in results:
                 result["document"] = {"text": self.documents[result["index"]]}
         return {"results": results}
-
-    def _scored(self, number: int, scores: Tensor) -> dict[str, Any]:
-        text = {"text": self.documents[number]} if self.body.get("return_text") else {}
-        return {"index": number, "score": scores[number].item(), **text}
-
-    def _order(self, scores: Tensor) -> list[int]:
-        best: list[int] = scores.argsort(descending=True, stable=True).tolist()
-        return best[: self.body.get("top_n")]
 
 
 def _encoder(path: str, served: Served) -> Encoder:
