@@ -44,6 +44,7 @@ class Killed(BaseException):
 
 def test_a_writer_that_is_killed_at_any_change_is_resumed(tmp_path, monkeypatch):
     """With no complete layer written twice; until then there is no file of that name."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # takes long
     write(tmp_path / "whole")
     expected, added = (tmp_path / "whole").read_bytes(), []
     add = module.NewFile.add
