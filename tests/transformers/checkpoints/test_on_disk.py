@@ -16,6 +16,7 @@ from support.models import Conversation, prompt, tiny
 from support.sweep import in_sweep
 
 from torch_moe_mps import from_pretrained
+from torch_moe_mps._limits import LARGEST_CHUNK
 from torch_moe_mps._text import bytes_in
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
@@ -24,7 +25,7 @@ from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
 from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 from torch_moe_mps.transformers.checkpoints import on_disk
 from torch_moe_mps.transformers.checkpoints.quantize import sizes
-from torch_moe_mps.transformers.checkpoints.quantize.sizes import LARGEST_CHUNK, prompt_bytes, total_bytes
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes, total_bytes
 from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...transformers.checkpoints.quantize.sizes import LARGEST_CHUNK as LARGEST_CHUNK
+from ..._limits import LARGEST_CHUNK
 
 _LEAST_CHUNK = 64
 STEPS = 4  # steps of decoding sequences that a chunk takes, about

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...._limits import LARGEST_CHUNK
 from ....quantization import Format, QuantizedWeight
 from ...basics.interface import experts_of, weights_in
 from ...basics.report import QuantizationReport, QuantizedProjection
@@ -15,7 +16,6 @@ from .target import Target
 from .tied import tied_layers
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
-LARGEST_CHUNK = 2048  # tokens of a prompt that are computed at once
 _TABLE = 1 / 16  # the share of memory from which on an embedding is better on the disk
 _BESIDE = 10**9  # bytes of memory for all else than weights and activations, where they fill it
 
