@@ -355,8 +355,6 @@ def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
     model = torch_moe_mps.from_pretrained(tmp_path / "dense", bits=4, group_size=32)
     expected = model.hf_quantizer.report.bytes_after
-    speeds = [f"{gbs * 1e9 / expected:,.0f}" for gbs in (68.3, 273, 614)]
-    assert "bandwidth alone: {} on M1, {} on M4 Pro, {} on M5 Max (40 cores);".format(*speeds) in said
     assert f", {expected / 1e6:.1f} MB of the new one" in said and expected > 1e6
 
 
