@@ -10,6 +10,15 @@ EXPERTS, LAYERS = 8, 3
 # Of one expert: their sizes are no multiples of a page, and a block is several reads with PIECE = 1000.
 SHAPES = {"codes": ("int32", (12, 40)), "scales": ("bfloat16", (12, 5)), "kinds": ("uint8", (7,))}
 
+# A Qwen4 with a table of pairs of tokens, in four tensors.
+NGRAMS = {
+    "eos_token_id": 2,
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 50,
+    "heads_per_ngram": 1,
+    "split_ngram_parts": 4,
+}
+
 
 def layers(count: int = LAYERS, experts: int = EXPERTS) -> list[Layer]:
     return [Layer(f"layers.{number}.experts", experts, SHAPES, {"bits": 4}) for number in range(count)]

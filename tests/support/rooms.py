@@ -16,6 +16,7 @@ ROOTS = {PACKAGE: REPOSITORY, TESTS: TESTS, **{folder: folder for folder in _OF_
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
     "_versions",
+    "_limits",
     "_text",
     "_environment",
     "_interrupts",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._limits import LARGEST_CHUNK
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
@@ -32,7 +33,6 @@ from ..transformers.checkpoints.quantize.recipe import (
     requested_recipe,
 )
 from ..transformers.checkpoints.quantize.sizes import (
-    LARGEST_CHUNK,
     bytes_a_token,
     prompt_bytes,
     quantized_sizes,

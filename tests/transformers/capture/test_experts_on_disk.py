@@ -5,12 +5,16 @@ import time
 
 import pytest
 import torch
+from support.experts_on_disk import NGRAMS
 from support.models import Conversation, generate, in_parts, prompt, tiny
 from torch import nn
 
 from torch_moe_mps import _environment, from_pretrained
+from torch_moe_mps.disk import pool
+from torch_moe_mps.transformers.basics.interface import ON_DISK
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.checkpoints import on_disk
+from torch_moe_mps.transformers.checkpoints.quantize import sizes
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 SLOTS = 3  # of 8 experts, 2 of which a token needs
@@ -46,6 +50,21 @@ def test_the_tokens_of_the_resident_model(simulated, load, format):
     assert all(map(torch.equal, expected, logits))
     assert is_captured(resident) and is_captured(model)
     assert expert_pools(model).counters.misses > 0
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+def test_embeddings(simulated, load, tmp_path, monkeypatch):
+    """Rows of a table of tokens and of one of their pairs are read within a captured token, too."""
+    simulated.set_schedule(2)
+    tiny("qwen4_exp", dtype=torch.float16, **NGRAMS).save_pretrained(tmp_path)
+    monkeypatch.setattr(sizes, "_TABLE", 1e-12)
+    monkeypatch.setattr(pool, "TABLE_ROWS", 40)
+    resident, model = load(), load(experts_memory="1GB")
+    assert ON_DISK in vars(model.model.embed_tokens)
+    with torch.no_grad():
+        a, b = Conversation(resident), Conversation(model)
+        assert torch.equal(a.token, b.token) and all(map(torch.equal, a.tokens(6), b.tokens(6)))
+    assert is_captured(model)
 
 
 @pytest.mark.slow("loads two models")

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from support.experts_on_disk import same
+from support.experts_on_disk import NGRAMS, same
 from support.models import Conversation, prompt, tiny
 
 from torch_moe_mps import from_pretrained
+from torch_moe_mps._limits import LARGEST_CHUNK
 from torch_moe_mps.disk import pool as pool_module
 from torch_moe_mps.transformers.basics.interface import ON_DISK
 from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
@@ -17,13 +18,6 @@ from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 BITS = {"bits": 4, "group_size": 32}
-NGRAMS = {
-    "eos_token_id": 2,
-    "ple_layer_ids": [1],
-    "ngram_vocab_size_base": 50,
-    "heads_per_ngram": 1,
-    "split_ngram_parts": 4,
-}
 
 
 @pytest.fixture
@@ -80,7 +74,7 @@ def test_tables_alone(tmp_path, monkeypatch, capsys):
     source = Source(path, {})
     placed = on_disk.placed(source, None)
     rows = sum(sizes.large_tables(placed, 10**9).values())
-    needed = sizes.prompt_bytes(placed, sizes.LARGEST_CHUNK) + sizes.total_bytes(placed)
+    needed = sizes.prompt_bytes(placed, LARGEST_CHUNK) + sizes.total_bytes(placed)
     monkeypatch.setattr(on_disk, "memory_for_models", lambda on_gpu: needed - rows)
     model = from_pretrained(path, experts_memory="auto")
     assert "the others and 0.00 GB of embeddings on the disk: " in capsys.readouterr().err
