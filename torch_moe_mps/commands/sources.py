@@ -200,8 +200,7 @@ def load_stored(
     if asked.get("experts_memory") is not None and processes() == 1:
         recipe = {name: asked[name] for name in ARGUMENTS if name in asked} or None
         source = Source(folder, loading_options(options) | {"device_map": device})
-        plan = planned(source, recipe, asked["experts_memory"])
-        asked["experts_memory"] = None if plan is None else plan.memory
+        asked["experts_memory"] = planned(source, recipe, asked["experts_memory"])
     on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried
     if options.dtype != "auto" or trains or processes() > 1 or on_disk:
         return loaded(None)

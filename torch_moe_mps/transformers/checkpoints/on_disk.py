@@ -68,7 +68,7 @@ def experts_file(
     """
     path, files = path_of(source), _files(source)
     key = _key(source, files, recipe)
-    if (found := _found(source, recipe, layers)) is not None:
+    if (found := _found(source, recipe, layers, key)) is not None:
         return found
     print(f"torch_moe_mps: writing {path}, {size_of_file(layers) / 1e9:.2f} GB, once", file=sys.stderr)
     how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
@@ -89,19 +89,20 @@ _OPTIONS = {"dtype": "auto", "trust_remote_code": False}
 
 
 def _found(
-    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
+    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
 ) -> ExpertsFile | StoredExperts | None:
     """The experts, if they can be read without writing anything. Raises: ValueError for another's file."""
     path = path_of(source)
-    key = _key(source, _files(source), recipe)
     if path.exists():
         if (file := ExpertsFile(path, key)).layers != layers:
             raise ValueError(f"{path} has its experts for another device: remove it")
         return file
-    return None if any(layer.about.get(TURNED) for layer in layers) else _stored(source, recipe, layers)
+    return None if any(layer.about.get(TURNED) for layer in layers) else _stored(source, recipe, layers, key)
 
 
-def _stored(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> StoredExperts | None:
+def _stored(
+    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
+) -> StoredExperts | None:
     """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
     if source.gguf is not None:
         return None
@@ -111,7 +112,7 @@ def _stored(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer
     rows = rows_of(model, quantizer, files, layers)
     if rows is None:
         return None
-    return StoredExperts(path_of(source).parent, _key(source, files, recipe), layers, rows)
+    return StoredExperts(path_of(source).parent, key, layers, rows)
 
 
 def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
@@ -156,13 +157,15 @@ class Plan(NamedTuple):
     model: Any
 
 
-def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str) -> Plan | None:
+def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str | Plan) -> Plan | None:
     """Plan for the `experts_memory` of `from_pretrained`; None where all is in memory.
 
-    For AUTO, a line on stderr says what was chosen.
+    For AUTO, a line on stderr says what was chosen. A plan that a command has made stays.
 
     Raises: ValueError for another text, a memory that is too small, and a model without experts.
     """
+    if isinstance(asked, Plan):
+        return asked
     if asked == AUTO:
         plan, why = _automatic(source, recipe)
         print(f"torch_moe_mps: experts_memory {AUTO}: {why}", file=sys.stderr)
@@ -220,7 +223,7 @@ def _tables(
     every = {name: model.get_submodule(name) for name in large_tables(model, limit)}
     plain = {name: module for name, module in every.items() if getattr(module, "scale", None) is None}
     layers = [_layer_of_rows(name, module) for name, module in plain.items()]
-    return _stored(source, recipe, layers) if layers else None
+    return _stored(source, recipe, layers, _key(source, _files(source), recipe)) if layers else None
 
 
 def _chosen(model: nn.Module) -> int:
@@ -232,7 +235,7 @@ def _why_not_written(source: Source, recipe: Mapping[str, Any] | None, layers: l
     """Why a file of experts is not there and cannot be written; None if it is, or can be."""
     folder, size = path_of(source).parent, size_of_file(layers)
     try:
-        found = _found(source, recipe, layers)
+        found = _found(source, recipe, layers, _key(source, _files(source), recipe))
     except (OSError, ValueError) as error:
         return str(error)
     if found is None and not os.access(folder, os.W_OK):

@@ -33,7 +33,6 @@ from transformers.quantizers.auto import (
     AutoHfQuantizer,
 )
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,21 +99,26 @@ class Place(NamedTuple):
 def places_in(path: str) -> dict[str, Place]:
     """{name of a tensor: its place} of a safetensors file."""
     with open(path, "rb", buffering=0) as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    spans = {name: (own["dtype"], *own["data_offsets"]) for name, own in header.items()}
-    return {
-        name: Place(dtype, 8 + length + begin, end - begin) for name, (dtype, begin, end) in spans.items()
-    }
+        return _places(_header(file))
+
+
+def _header(file: FileIO) -> bytes:
+    return file.read(int.from_bytes(file.read(8), "little"))
+
+
+def _places(header: bytes) -> dict[str, Place]:
+    about = json.loads(header)
+    about.pop("__metadata__", None)
+    spans = {name: (own["dtype"], *own["data_offsets"]) for name, own in about.items()}
+    data = 8 + len(header)
+    return {name: Place(dtype, data + begin, end - begin) for name, (dtype, begin, end) in spans.items()}
 
 
 def sample_of(path: str) -> bytes:
     """Header of a safetensors file, and samples from the start, middle and end of each tensor."""
-    places = places_in(path)
     with open(path, "rb", buffering=0) as file:
-        parts = [file.read(int.from_bytes(file.read(8), "little"))]
-        for _, offset, size in places.values():
+        parts = [_header(file)]
+        for _, offset, size in _places(parts[0]).values():
             for place in (offset, offset + (size - _SAMPLE) // 2, offset + size - _SAMPLE):
                 file.seek(max(offset, place))
                 parts.append(file.read(min(_SAMPLE, size)))
