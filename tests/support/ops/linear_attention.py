@@ -17,13 +17,10 @@ WHOLE = ("linear_attention_",)
 def draw_causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
     dtype, room = d.dtype(), d.one(0, 1, 3)
-    before = d.one(0, room)
     return {
         "x": d.values(batch, tokens, channels, dtype=dtype),
         "conv_state_": d.values(batch, channels, max(0, width - 1) + room),
-        "weight": d.one(d.values(channels, width), None),
-        "before": before,
-        "add_input": before == 0 and d.flag(),
+        "weight": d.values(channels, width),
         **pending(d, tokens, (batch, channels), (), dtype),
     }
 
@@ -46,8 +43,8 @@ def draw_linear_attention_(d):
     batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
     heads, scale = key_heads * group, key_width**-0.5
-    decay, delta = d.one("log", "softplus", "sigmoid", "times_beta"), d.flag()
-    is_wide = delta and decay != "times_beta" and d.flag()
+    decay = d.one("log", "softplus", "sigmoid", "times_beta")
+    is_wide = decay != "times_beta" and d.flag()
     g = d.values(batch, tokens, heads, *[key_width] * is_wide)
     biases = (heads, key_width) if is_wide else (heads,)
     beta = d.values(batch, tokens, heads, scale=0.5)
@@ -63,7 +60,6 @@ def draw_linear_attention_(d):
         "g": None if decay == "times_beta" else -g.abs() if decay == "log" else g,
         "scale": d.one(scale, 1.0),
         "beta": beta,
-        "delta": delta,
         "l2norm_eps": d.one(None, 1e-6),
         "decay_form": decay,
         "A_log": None if decay == "log" else d.values(heads),
@@ -91,7 +87,7 @@ def draw_selective_scan_(d):
 
 def expected_causal_conv1d_update_(a):
     before = oracles_sequence.positions_taken_in(a)
-    rest = before, a.weight, a.bias, a.activation, a.before
+    rest = before, a.weight, a.bias, a.activation
     value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
     pending = [] if a.pending_ is None else [Expected(exact(a.pending_))]
     if a.keep:
@@ -127,9 +123,7 @@ def expected_selective_scan_(a):
 def invalid_causal_conv1d_update_(zeros):
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
-        wrong("of W - 1 + before = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
-        wrong("of W - 1 + before = 6 positions or more, got 5", conv_state_=zeros(2, 6, 5), before=3),
-        wrong("before must be 0 with add_input, got 1", add_input=True, before=1),
+        wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
         wrong("keep must be False without pending_, got True", keep=True),
         wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
     ]
