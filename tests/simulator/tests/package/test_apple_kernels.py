@@ -207,7 +207,7 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         entries, rest = on_device(1, 16, width, dtype=dtype), (on_device(width), on_device(32))
         arguments = kv, gate, bias, state, entries, 4 * rate - 1, *rest
         call = functools.partial(torch.ops.moe_mps._pool_window_, *arguments)
-        yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
+        yield f"_pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
 def quantising(dtype: torch.dtype) -> Iterator[Call]:
