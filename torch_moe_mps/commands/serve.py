@@ -1,4 +1,4 @@
-"""`serve MODEL`: a server of a model for clients of OpenAI and Anthropic, and a page for people."""
+"""`serve MODEL`: a server of a model for clients of OpenAI and Anthropic."""
 
 import argparse
 import contextlib

@@ -622,21 +622,11 @@ def test_pages_of_other_origins_are_refused_where_a_browser_sends_nothing_else(h
         connection.request(method, "/v1/chat/completions", body, headers)
         return connection.getresponse()
 
-    own, json_type = here.url.removeprefix("http://"), {"content_type": "application/json"}
-    here.says(*["ok"] * 9)
+    json_type = {"content_type": "application/json"}
+    here.says(*["ok"] * 2)
     assert status_of(here.url, **json_type)[0] == 200
     assert status_of(here.url)[0] == 200  # programs that name no type
-    assert status_of(here.url, origin=f"http://{own}", **json_type)[0] == 200
-    assert status_of(here.url, origin=f"http://{own}", sec_fetch_site="same-origin", **json_type)[0] == 200
-    foreign = (
-        "http://evil.example",
-        "null",
-        "http://127.0.0.1:1",
-        "http://localhost",
-        f"file://{own}",
-        own,
-        "",
-    )
+    foreign = ("http://evil.example", "null", here.url, "http://localhost", "")
     for origin in foreign:
         caplog.clear()
         with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.app"):

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -17,9 +16,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asked
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from ..._faults import is_out_of_memory
 from ..._text import first_line
@@ -54,13 +52,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Reads = Callable[[dict[str, Any]], Request]  # the request of a body
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
-PAGE = Path(__file__).with_name("page")
-# Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
-_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; script-src 'self'; style-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify"
-)
 
 
 @dataclass(frozen=True)
@@ -89,8 +80,6 @@ class Server:
 
     def application(self) -> Any:
         routes = [
-            Route("/", self._page),
-            Mount("/page", StaticFiles(directory=PAGE)),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/load_model", self._load, methods=["POST"]),
@@ -264,9 +253,6 @@ class Server:
         return await _in_json(lambda: texts.answer(result))
 
     # The server itself
-
-    async def _page(self, asked: Asked) -> Response:
-        return FileResponse(PAGE / "index.html", headers={"content-security-policy": _POLICY})
 
     async def _health(self, asked: Asked) -> Response:
         generator = self.served.generator
