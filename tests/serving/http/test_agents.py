@@ -758,12 +758,6 @@ def test_the_memory_of_lines_is_bounded(here, caplog):
     assert len(here.served.say_once.__self__._said) <= 1000
 
 
-def test_a_model_that_only_generates_encodes_nothing(here):
-    for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["a"]})):
-        status, text = post(here, f"/v1/{path}", body)
-        assert status == 400 and "This model " in json.loads(text)["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "asked"),
     [("/v1/chat/completions", {"messages": said("a")}), ("/v1/completions", {"prompt": "a"})],
