@@ -136,7 +136,7 @@ def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         factors = 1.0 / np.sqrt((k * k).sum(-1) + a.l2norm_eps)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + a.l2norm_eps) for x in (q, k))
     bias = 0.0 if a.dt_bias is None else exact(a.dt_bias)
-    beta = np.ones(v.shape[:3]) if a.beta is None else exact(a.beta)
+    beta = exact(a.beta)
     if a.beta_activation != "none":
         beta = sigmoid(beta) if a.beta_activation == "sigmoid" else np.logaddexp(0.0, beta + bias)
     beta = beta if a.beta_min is None else np.maximum(beta, a.beta_min)

@@ -83,7 +83,7 @@ Scan scan_of(int64_t key_width, int64_t value_width, bool delta, bool channels) 
 
 // Strides and sizes of the tensors; everything else is zero.
 LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                               const OptionalTensor& beta, const OptionalTensor& gate, const Tensor& state) {
+                               const Tensor& beta, const OptionalTensor& gate, const Tensor& state) {
   LinearAttentionParams params{};
   params.q = token_strides(q);
   params.k = token_strides(k);
@@ -104,7 +104,7 @@ LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v
 }
 
 Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
-                         const Tensor& state, double scale, const OptionalTensor& beta,
+                         const Tensor& state, double scale, const Tensor& beta,
                          std::optional<double> l2norm_eps, std::string_view decay,
                          const OptionalTensor& a_log_, const OptionalTensor& dt_bias_,
                          std::optional<double> lower_bound, std::string_view beta_activation,
@@ -126,7 +126,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.decay = code_of(decay, {"log", "softplus", "sigmoid", "times_beta"});
   params.g_dtype = dtype_code(g);
   params.beta_activation = code_of(beta_activation, {"none", "sigmoid", "softplus"});
-  params.has_beta = has(beta, params.beta_dtype);
+  params.beta_dtype = dtype_code(beta);
   params.has_a_log = has(a_log, params.a_log_dtype);
   params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
   params.has_skip = has(skip, params.skip_dtype);
@@ -160,7 +160,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   Commands commands;
   commands.add({"linear_attention", q.scalar_type()}, scan.kernel, some)
       .bind_strided(has_tokens ? q : some, has_tokens ? k : some, has_tokens ? v : some)
-      .bind_strided(has_tokens ? g : none, has_tokens ? beta : none)
+      .bind_strided(has_tokens ? g : none, has_tokens ? beta : some)
       .bind(a_log, dt_bias, skip)
       .bind_strided(state)
       .bind(some)

@@ -137,19 +137,15 @@ def _log_decay(
     return g if is_wide else g.unsqueeze(-1)
 
 
-def _check_linear_attention(check, g, beta, decay_form, dt_bias, beta_activation, pending_, keep, **_):
+def _check_linear_attention(check, g, dt_bias, beta_activation, pending_, keep, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
     is_wide = g is not None and g.dim() == 4
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    if decay_form == "times_beta" and beta is None:
-        check.fail("beta", 'given with decay_form="times_beta"', None)
     if dt_bias is not None:
         check.rank("dt_bias", dt_bias, (2 if is_wide else 1,))
-    if beta is None and beta_activation != "none":
-        check.fail("beta_activation", "none without beta", beta_activation)
     if pending_ is not None:
         key_width, value_width = check.dims("Dk Dv")
         width = pending_width(key_width, value_width, is_wide)
@@ -208,7 +204,6 @@ def _advanced(state: Tensor, pending: Tensor, counts: Tensor, delta: bool) -> Te
         'A_log only unless decay_form="log"',
         'lower_bound only with decay_form="sigmoid"',
         "dt_bias not without A_log",
-        "beta_min not without beta",
         "gate only with norm_weight",
         _PENDING,
     ),
@@ -221,7 +216,7 @@ def linear_attention_(
     state_: Tensor,
     scale: float,
     *,
-    beta: Tensor | None = None,
+    beta: Tensor,
     l2norm_eps: float | None = None,
     decay_form: str = "log",
     A_log: Tensor | None = None,
@@ -271,7 +266,7 @@ def linear_attention_(
         state_: [B, Hv, Dk, Dv], float32; updated in place, whatever its strides. It must not overlap itself
             (as an expanded tensor does) nor the other arguments.
         scale: factor of the result, 1 / sqrt(Dk) in most models.
-        beta: [B, T, Hv], any of the three dtypes; None: 1.
+        beta: [B, T, Hv], any of the three dtypes.
         l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None does not normalise.
         decay_form: see above.
         A_log: [Hv], any of the three dtypes; None for "log".
@@ -297,14 +292,14 @@ def linear_attention_(
         >>> q = k = torch.ones(1, 3, 1, 1)  # the delta rule without decay: the last value replaces the others
         >>> v, g = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1)
         >>> state = torch.zeros(1, 1, 1, 1)
-        >>> ops.linear_attention_(q, k, v, g, state, scale=1.0).flatten().tolist()
+        >>> ops.linear_attention_(q, k, v, g, state, scale=1.0, beta=torch.ones(1, 3, 1)).flatten().tolist()
         [1.0, 2.0, 3.0]
         >>> state.item()
         3.0
     """
     heads = v.shape[2]
     (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
-    strength = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta.float()
+    strength = beta.float()
     if beta_activation == "softplus":
         shifted = strength if dt_bias is None else strength + dt_bias.float()
         strength = torch.nn.functional.softplus(shifted)

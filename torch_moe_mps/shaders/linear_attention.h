@@ -271,16 +271,15 @@ inline void stage_token(uint token, threadgroup Token& target, ScanInputs<T> in,
     kk = fma(b, b, kk);
     qk = fma(a, b, qk);
   }
-  float q_scale = params.scale, k_scale = 1.0f, own_beta = 1.0f, decay = 1.0f;
+  float q_scale = params.scale, k_scale = 1.0f, decay = 1.0f;
   if (params.has_l2norm != 0) {
     q_scale *= precise::rsqrt(simd_sum(qq) + params.l2norm_eps);
     k_scale = precise::rsqrt(simd_sum(kk) + params.l2norm_eps);
   }
   const float q_dot_k = simd_sum(qk) * q_scale * k_scale;
-  if (params.has_beta != 0) {
-    const ulong place = token_start(params.beta, in.batch, token, in.head);
-    own_beta = activated_beta(load_one(in.beta, params.beta_dtype, place), in.shift, params);
-  }
+  const ulong beta_start = token_start(params.beta, in.batch, token, in.head);
+  const float beta = load_one(in.beta, params.beta_dtype, beta_start);
+  const float own_beta = activated_beta(beta, in.shift, params);
   const ulong g_start = token_start(params.g, in.batch, token, in.head);
   if constexpr (kKind == SCAN_CHANNELS) {
     threadgroup float* own_decays = reinterpret_cast<threadgroup float*>(target.decays);

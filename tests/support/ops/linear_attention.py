@@ -48,10 +48,8 @@ def draw_linear_attention_(d):
     g = d.values(batch, tokens, heads, *[key_width] * is_wide)
     biases = (heads, key_width) if is_wide else (heads,)
     beta = d.values(batch, tokens, heads, scale=0.5)
-    beta = beta.abs() if decay == "times_beta" else d.maybe(lambda: beta)
-    activations = (
-        ("none",) if beta is None else ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
-    )
+    beta = beta.abs() if decay == "times_beta" else beta
+    activations = ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
     is_gated, width = d.flag(), key_width + value_width + 2 + (key_width if is_wide else 1)
     return {
         "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
@@ -66,7 +64,7 @@ def draw_linear_attention_(d):
         "dt_bias": None if decay == "log" else d.maybe(lambda: d.values(*biases)),
         "lower_bound": -5.0 if decay == "sigmoid" else None,
         "beta_activation": d.one(*activations),
-        "beta_min": None if beta is None else d.one(None, 0.25),
+        "beta_min": d.one(None, 0.25),
         "skip": d.maybe(lambda: d.values(heads)),
         "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
         "gate_activation": d.one("silu", "sigmoid"),
@@ -130,7 +128,13 @@ def invalid_causal_conv1d_update_(zeros):
 
 
 def invalid_linear_attention_(zeros):
-    of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay_form": "log"}
+    of_five = {
+        "A_log": None,
+        "dt_bias": None,
+        "g": zeros(2, T, 5),
+        "beta": zeros(2, T, 5),
+        "decay_form": "log",
+    }
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
         wrong(
@@ -139,8 +143,6 @@ def invalid_linear_attention_(zeros):
             state_=zeros(2, 5, 16, 8),
             **of_five,
         ),
-        wrong("beta_activation must be none without beta, got sigmoid", beta=None),
-        wrong('beta must be given with decay_form="times_beta"', decay_form="times_beta", g=None, beta=None),
         wrong(
             "beta_activation must be none or sigmoid where g has a value for each channel, got softplus",
             g=zeros(2, T, 4, 16),

@@ -46,7 +46,6 @@ struct LinearAttentionParams {
   uint32_t value_width;
   uint32_t decay;
   uint32_t g_dtype;
-  uint32_t has_beta;
   uint32_t beta_activation;
   uint32_t beta_dtype;
   uint32_t has_a_log;

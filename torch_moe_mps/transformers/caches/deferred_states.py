@@ -74,8 +74,9 @@ class Kind(NamedTuple):
         keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
         decay, form = keys if self.is_wide else none, dict[str, Any]()
         if not self.delta:
-            decay, form = None, {"decay_form": "times_beta", "beta": none, "A_log": state.new_zeros(heads)}
-        ops.linear_attention_(keys, keys, values, decay, state, 1.0, **form, **_counted(uncommitted, count))
+            decay, form = None, {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
+        given = {"beta": none, **form, **_counted(uncommitted, count)}
+        ops.linear_attention_(keys, keys, values, decay, state, 1.0, **given)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""
