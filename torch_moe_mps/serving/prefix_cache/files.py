@@ -217,7 +217,7 @@ def _owned(folder: Path) -> int:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(held)
-        why = "another server uses it" if isinstance(error, BlockingIOError) else error.strerror
+        why = "another process uses it" if isinstance(error, BlockingIOError) else error.strerror
         raise OSError(f"{folder} cannot be used: {why}") from None
     version = os.pread(held, 64, 0).decode(errors="replace")
     if not version:
