@@ -90,7 +90,7 @@ EARLY = {
     "convert {here} {here}": "exists; convert writes a new folder",
     "convert {here} {here}/new --recipe best --bits 4": "--recipe already sets the bits",
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
-    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
+    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a packed SRC needs --bits",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
     "bench {here} --json .": "--json must be a file that can be written, got .: Is a directory",
     "fit {here} --recipe nope": "--recipe must be small, fast, best, mixed_2_6, mixed_3_4, mixed_3_6, mixed_",

@@ -577,3 +577,13 @@ def test_logprobs_of_a_model_whose_own_generate_runs(checkpoint, monkeypatch):
             expected = "'logprobs' must be left out: MixtralForCausalLM has states that are in no cache."
             assert error.value.body["message"] == expected and error.value.param == "logprobs"
         assert client.chat.completions.create(**asked).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "bench", "perplexity"])
+def test_a_model_that_generates_nothing_is_refused_before_it_is_read(command, tmp_path, refused, monkeypatch):
+    """There are no weights."""
+    transformers.BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path)
+    monkeypatch.setattr("torch_moe_mps.commands.sources.check_files", lambda folder: None)
+    more = {"generate": ["-p", "a"], "serve": ["--port", 0]}
+    error = refused(command, tmp_path, *more.get(command, []), "--device", "cpu")
+    assert error == "This model generates no text: sentence-transformers runs encoders and rerankers."
