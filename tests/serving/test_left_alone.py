@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import serving as letters
 from support import tiny_models
+from support.jobs import Asked
 from support.models import eager, prompt
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, Trainer, TrainingArguments
@@ -19,7 +20,6 @@ from torch_moe_mps.commands import serving
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
 from torch_moe_mps.serving.engine.defaults import choice
-from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.http.answer import Token
 from torch_moe_mps.serving.http.preparing import prepare
@@ -69,10 +69,10 @@ def by_batch(model):
 
 
 def by_engine(model):
-    engine, ended = EngineThread(model, PrefixCache(1 << 20), 2), []
-    engine.submit(Job({"input_ids": IDS}, GenerationConfig(**SETTINGS), lambda token: False, ended.append))
-    while not ended:
-        engine.run(lambda: None).result()
+    engine, asked = EngineThread(model, PrefixCache(1 << 20), 2), Asked(IDS, 1)
+    asked.job.config = GenerationConfig(**SETTINGS)
+    engine.submit(asked.job)
+    assert asked.done.wait(60)
     engine.close()
 
 
