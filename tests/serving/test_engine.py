@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from support.jobs import Asked, ids_of, model_of, run
+from support.jobs import Asked, ids_of, model_of, on_thread, run
 from support.sweep import covering
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
@@ -420,12 +420,13 @@ def test_requests_take_turns():
 def test_the_engine_on_its_thread():
     model = model_of()
     prompts = PrefixCache(MEMORY)
-    engine = EngineThread(model, prompts, 4)
+    engine, names = EngineThread(model, prompts, 4), []
     jobs = [Asked(ids_of(n, 3 + n), 4 + n) for n in range(6)]
     for each in jobs:
         engine.submit(each.job)
     assert all(each.done.wait(60) for each in jobs)
-    assert engine.run(threading.current_thread).result(60).name == "device"
+    on_thread(engine, lambda: names.append(threading.current_thread().name))
+    assert names == ["device"]
     assert [each.reasons for each in jobs] == [["length"]] * 6
     for each in jobs:
         assert each.tokens == each.expected(model)
@@ -443,7 +444,6 @@ def test_the_engine_on_its_thread():
     late = Asked(ids_of(9, 4), 3)
     engine.submit(late.job)
     assert late.reasons == ["cancelled"]
-    assert engine.run(lambda: 1).cancelled()
 
 
 @pytest.mark.slow("beams of forty tokens, twice")

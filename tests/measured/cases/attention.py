@@ -31,11 +31,7 @@ class Attention(Case):
     @property
     def name(self) -> str:
         sizes = f"{self.heads}/{self.key_heads} of {self.width}/{self.value_width}"
-        others = (
-            " kv8" * (self.bits == 8)
-            + " gated" * self.gated
-            + " latents" * self.latent
-        )
+        others = " kv8" * (self.bits == 8) + " gated" * self.gated + " latents" * self.latent
         return f"attention {sizes} T {self.tokens} S {self.keys} {self.dtype}{others}"
 
     def weights(self, values):

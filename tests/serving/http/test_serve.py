@@ -26,7 +26,7 @@ from support.processes import COMMAND, Forked
 from support.serving import expected_text, letters, said
 from support.sweep import in_sweep
 
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps.commands import main, serve
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
@@ -474,7 +474,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, capsys, monkeypatch,
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
+    assert refused("serve", checkpoint) == f"serve needs `{install_extra('serve')}`, which brings uvicorn"
 
 
 def test_no_search_for_garbage_walks_the_model(checkpoint, monkeypatch):
@@ -572,3 +572,13 @@ def test_logprobs_of_a_model_whose_own_generate_runs(checkpoint, monkeypatch):
             expected = "'logprobs' must be left out: MixtralForCausalLM has states that are in no cache."
             assert error.value.body["message"] == expected and error.value.param == "logprobs"
         assert client.chat.completions.create(**asked).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "bench", "perplexity"])
+def test_a_model_that_generates_nothing_is_refused_before_it_is_read(command, tmp_path, refused, monkeypatch):
+    """There are no weights."""
+    transformers.BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path)
+    monkeypatch.setattr("torch_moe_mps.commands.sources.check_files", lambda folder: None)
+    more = {"generate": ["-p", "a"], "serve": ["--port", 0]}
+    error = refused(command, tmp_path, *more.get(command, []), "--device", "cpu")
+    assert error == "This model generates no text: sentence-transformers runs encoders and rerankers."

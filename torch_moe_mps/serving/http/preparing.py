@@ -14,11 +14,10 @@ from jinja2 import TemplateError
 from ..._text import first_line
 from ..engine.abilities import reason_for_own_generate, reason_of_settings
 from ..engine.defaults import settings_of_answer
-from ..engine.encoder import NO_TEXT
 from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
-from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
+from ..engine.ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
 from ..media.decoding import File, decoded
 from ..media.loading import opened
 from ..prefix_cache.memory import Images
@@ -94,7 +93,8 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     if config.suppress_tokens:  # transformers' processor compares all logits with all of them
         banned = dict.fromkeys([(token,) for token in config.suppress_tokens], -math.inf)
         config.sequence_bias, config.suppress_tokens = (config.sequence_bias or {}) | banned, None
-    served.check_tokens(read["input_ids"], request.prompt_field)
+    if (token := unknown_token(served.model, read["input_ids"])) is not None:
+        raise wrong(request.prompt_field, f"of tokens below {vocabulary_of(served.model)}", token)
     inputs = {name: tensor(value) for name, value in read.items()}
     form, text, begin = served.template.form, None, None
     if isinstance(prompt, Chat) and form is not None:
@@ -106,8 +106,6 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
     """Model inputs of a prompt: tensors [1, T] from a processor, otherwise lists [T]. Raises: Refused."""
-    if not served.generates:
-        raise Refused(NO_TEXT, "model")
     if isinstance(prompt, Chat):
         return _templated(served, prompt, field)
     ids: Any = prompt
