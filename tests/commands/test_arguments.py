@@ -13,7 +13,7 @@ import transformers
 from support.processes import environment, python
 
 import torch_moe_mps
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps._text import one_of
 from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
@@ -256,7 +256,7 @@ def test_where_an_error_comes_from(capsys):
         ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
         (
             "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')",
-            f"No module named 'accelerate'; `{install_command('transformers')}` installs what",
+            f"No module named 'accelerate'; `{install_extra('transformers')}` installs what",
         ),
     ],
 )

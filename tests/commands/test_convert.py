@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from support.models import tiny
 
 import torch_moe_mps
-from torch_moe_mps.commands import card as cards
 from torch_moe_mps.commands import convert, main
 from torch_moe_mps.commands.results import locked
 from torch_moe_mps.transformers.checkpoints.layouts import files
@@ -174,13 +173,7 @@ def test_the_model_card_says_where_the_model_is_from(layout, library, dense, tmp
     assert about["library_name"] == library and about["base_model_relation"] == "quantized"
     assert "affine4_32" in card.text and "mean error" in card.text and str(tmp_path) not in card.content
     command = {"moe_mps": "torch-moe-mps chat 'a new one'", "mlx": "mlx_lm.chat --model 'a new one'"}[layout]
-    assert f"\n{command}\n" in card.text and "pip install" not in card.text  # there is no release
-
-
-def test_a_card_of_a_release_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cards, "is_from_index", lambda: True)
-    text = cards.model_card("new", "nowhere", "org/name", "moe_mps", "")
-    assert "\n```\npip install 'torch-moe-mps[serve]'\ntorch-moe-mps chat new\n```\n" in text
+    assert f"\n{command}\n" in card.text and "pip install" not in card.text
 
 
 # Runs that were cut off

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from .._install import install_command
+from .._install import install_extra
 from .._interrupts import ending_at_once
 from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
@@ -198,4 +198,4 @@ def _check_adapter(options: argparse.Namespace) -> None:
 def _check_package(package: str, user: str, extra: str) -> None:
     """Raises: ValueError with the command that brings a missing package, which an extra has."""
     if find_spec(package) is None:
-        raise ValueError(f"{user} needs `{install_command(extra)}`, which brings {package}")
+        raise ValueError(f"{user} needs `{install_extra(extra)}`, which brings {package}")

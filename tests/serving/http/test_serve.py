@@ -26,7 +26,7 @@ from support.processes import COMMAND, Forked
 from support.serving import expected_text, letters, said
 from support.sweep import in_sweep
 
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps.commands import main, serve
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
@@ -473,7 +473,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, capsys, monkeypatch,
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
+    assert refused("serve", checkpoint) == f"serve needs `{install_extra('serve')}`, which brings uvicorn"
 
 
 def test_no_search_for_garbage_walks_the_model(checkpoint, monkeypatch):
