@@ -119,7 +119,8 @@ def test_prefixes_are_evicted_for_a_sequence_that_fits(case):
 
 def test_sequences_that_decode_alone_take_memory():
     """Beside a batch of 2 x 15 tokens, one of its own of 25: 45 of 100 bytes are left for cached prefixes."""
-    alone = One("g", "decoding", prompt_tokens=20, alone="not batchable", tokens=5)
+    alone = One("g", "decoding", prompt_tokens=20, tokens=5)
+    alone.is_batched = False
     batched = decoding(2)
     assert budget(8, 100).cached([*batched, alone]) == 100 - 2 * 15 - 25
     assert budget(8, 100).cached(batched) == 100 - 2 * 15
