@@ -44,6 +44,7 @@ def served_by(options: argparse.Namespace) -> Iterator[Served]:
     with ExitStack() as stack:
         check_adapter(options, folder)
         model = with_adapter(options, load(options, folder, device))
+        model = getattr(model, "thinker", model)  # Qwen3-Omni's model of text
         generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
         context = context_of(model.config)
