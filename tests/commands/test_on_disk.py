@@ -127,6 +127,13 @@ def test_fit(tmp_path, capsys):
     assert not any(row["mac"] == "512 GB" for row in rows)
 
 
+def test_a_pipeline_is_refused(refused, monkeypatch):
+    """Before torch is imported, and any process waits for another one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert "--experts-memory is for one process, got a pipeline of several" in refused("bench", "m", *ON_DISK)
+
+
 def of_another_checkpoint(file: Path) -> None:
     with written(file, "other", [Layer("0", 1, {"codes": ("int32", (1,))})]) as new:
         new.add(0, {"codes": torch.zeros(1, 1, dtype=torch.int32)})
@@ -139,7 +146,7 @@ def adapter(folder: Path) -> tuple[str, str]:
     return "--adapter", str(folder)
 
 
-@pytest.mark.slow("runs a command six times")
+@pytest.mark.slow("runs a command five times")
 def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
     """In one line; the folder has what it had."""
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
@@ -160,5 +167,7 @@ def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
         make(folder / on_disk.NAME)
         is_refused(f"{on_disk.NAME} {says}")
         (folder / on_disk.NAME).unlink()
-    assert run("generate", folder, "-p", "a", "--max-tokens", 1, *QUANTISED, *ON_DISK) == 0
-    is_refused("experts is on the disk: LoRA needs all experts in memory", *adapter(tmp_path / "adapter"))
+    is_refused(
+        "--adapter must be without LoRA on experts beside --experts-memory, got one of model.layers.0.mlp.ex",
+        *adapter(tmp_path / "adapter"),
+    )

@@ -261,6 +261,7 @@ def test_an_error_ahead_ends_the_step_that_needs_it(file):
 def test_two_processes_read_one_file(file):
     """Each has its own slots; another file of that name is not read."""
     a, b = Pools(file[0], 2, CPU), Pools(ExpertsFile(file[0].path), 4, CPU)
+    file[0].path.unlink()
     write(file[0].path, seed=1)
     for layer, ids in steps(60, 2):
         check(a, file[1], layer, ids)

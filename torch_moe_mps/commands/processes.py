@@ -42,7 +42,7 @@ def check_processes(options: argparse.Namespace) -> None:
         return
     if options.command == "finetune":
         raise ValueError(f"{options.command} is for one process, got a pipeline of several")
-    for name in ("--prompt-cache", "--adapter"):
+    for name in ("--prompt-cache", "--adapter", "--experts-memory"):
         if getattr(options, name[2:].replace("-", "_"), None) is not None:
             raise ValueError(f"{name} is for one process, got a pipeline of several")
     if getattr(options, "speculative", None) not in (None, NO_DRAFTS, LOOKUP):

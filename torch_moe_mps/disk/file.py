@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,33 +135,47 @@ class NewFile:
         self.left.remove(number)
 
 
-def _is_locked(file: int, path: Path) -> bool:
-    """Locks a file. Returns: False where another process has it, or had it and gave it another name."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except (BlockingIOError, FileNotFoundError):
-        return False
+def _locked(unfinished: Path) -> int:
+    """An open file that no other process writes. One that does so is awaited, until its file is complete or
+    it ends.
+    """
+    while True:
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"torch_moe_mps: waiting for a process that writes {unfinished}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file), os.stat(unfinished)):
+                return file
+        except FileNotFoundError:  # it has its name now, or was removed
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 @contextmanager
 def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
     """Block that writes the file of a checkpoint's experts; it has its name once the block has added all.
 
-    A process that was killed is resumed. After an error of the disk nothing is left.
+    A process that was killed is resumed. Nothing is left to add where another process has written the file
+    meanwhile. After an error of the disk nothing is left of the file.
 
-    Raises: ValueError without space on the disk, or if another process writes the file; OSError.
+    Raises: ValueError without space on the disk; OSError.
     """
     places, unfinished = _Places(key, layers), path.with_name(f".{path.name}.unfinished")
     try:
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = _locked(unfinished)
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
     complete = False
     try:
-        if not _is_locked(file, unfinished):
-            complete = True  # the other's
-            raise ValueError(f"{path} is being written by another process")
+        if path.exists():
+            yield NewFile(file, places, ())
+            return
         if os.pread(file, len(places.header), 0) != places.header:
             os.ftruncate(file, 0)
         needed, free = places.size - os.fstat(file).st_blocks * 512, shutil.disk_usage(path.parent).free

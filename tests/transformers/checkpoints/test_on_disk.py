@@ -12,7 +12,7 @@ import torch
 from support import gguf_files, mlx_models, processes
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.experts_on_disk import same
-from support.models import Conversation, prompt, tiny
+from support.models import Conversation, generate, prompt, tiny
 from support.sweep import in_sweep
 
 from torch_moe_mps import from_pretrained
@@ -376,6 +376,52 @@ def test_a_process_that_is_killed_while_it_writes(step, tmp_path):
     """By SIGKILL: half of a file is never taken for one, and the next process writes the same bytes."""
     in_safetensors("qwen3_moe", num_hidden_layers=3)(tmp_path / "model")  # 590 kB of experts
     assert int(processes.forked(KILLED, tmp_path / "model", step)) > 40
+
+
+BOTH = """
+    import fcntl, os, sys
+    from support.models import generate, prompt
+    from torch_moe_mps import from_pretrained
+    from torch_moe_mps.disk import file
+
+    (to_other, begins), (to_first, waits) = os.pipe(), os.pipe()
+    fsync, flock, is_first = os.fsync, fcntl.flock, os.fork() > 0
+
+    def fsync_once_the_other_waits(file):
+        os.fsync = fsync
+        os.write(begins, b".")
+        os.read(to_first, 1)
+        fsync(file)
+
+    def waiting(file, how):
+        if how == fcntl.LOCK_EX:
+            os.write(waits, b".")
+        flock(file, how)
+
+    if is_first:
+        os.fsync = fsync_once_the_other_waits
+    else:
+        file.NewFile.add = None
+        fcntl.flock = waiting
+        os.read(to_other, 1)
+    try:
+        model = from_pretrained(sys.argv[1], experts_memory=550_000, device_map="cpu")
+        tokens = generate(model, prompt(1, 9), max_new_tokens=3, min_new_tokens=3)
+        os.write(1, (str(tokens[0].tolist()) + chr(10)).encode())
+    finally:
+        if not is_first:
+            os._exit(sys.exc_info()[0] is not None)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.slow("loads a model in two new processes")
+def test_two_processes_that_write_at_once(tmp_path):
+    """One writes, the other waits for it, and both answer as the resident model."""
+    in_safetensors("qwen3_moe", num_hidden_layers=3)(tmp_path / "model")
+    resident = load(tmp_path / "model", device_map="cpu")
+    expected = generate(resident, prompt(1, 9), max_new_tokens=3, min_new_tokens=3)[0].tolist()
+    assert processes.forked(BOTH, tmp_path / "model").splitlines() == [str(expected)] * 2
 
 
 @pytest.mark.parametrize(

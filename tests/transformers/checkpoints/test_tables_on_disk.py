@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from support.experts_on_disk import NGRAMS, same
@@ -63,7 +64,9 @@ def test_the_resident_model(tmp_path, few, options):
     before = fingerprint(model)
     with torch.no_grad():
         model(prompt() + 1)
-    assert fingerprint(model) == before
+        assert fingerprint(model) == before
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        assert same(adapted.eval()(prompt()).logits, resident(prompt()).logits)
 
 
 def test_tables_alone(tmp_path, monkeypatch, capsys):

@@ -156,6 +156,11 @@ class Plan(NamedTuple):
     tables: StoredExperts | None
     model: Any
 
+    @property
+    def on_disk(self) -> list[str]:
+        """Names of the layers whose experts are not all in memory."""
+        return [layer.name for layer in self.layers if layer.experts > self.slots]
+
 
 def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str | Plan) -> Plan | None:
     """Plan for the `experts_memory` of `from_pretrained`; None where all is in memory.
