@@ -5,13 +5,14 @@ import copy
 import pickle
 import threading
 
+import peft
 import pytest
 import torch
 from support import serving as letters
 from support import tiny_models
 from support.models import eager, prompt
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, Trainer, TrainingArguments
 
 import torch_moe_mps
 from torch_moe_mps.commands import serving
@@ -24,9 +25,6 @@ from torch_moe_mps.serving.http.answer import Token
 from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.training.examples import Example
-from torch_moe_mps.training.memory import Ranks
-from torch_moe_mps.training.steps import Plan, Training, with_new_adapter
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = prompt(1, 9)
@@ -149,9 +147,16 @@ def test_a_model_without_its_trained_adapter_is_as_it_was(tmp_path):
     """But for what transformers' Trainer leaves in it."""
     model = model_of()
     expected, before = model.generate(IDS, **SETTINGS), facts(model)
-    adapted = with_new_adapter(model, ["q_proj", "v_proj"], Ranks(2, 0), "base")
-    plan, lines = Plan(1, 1.0, 2, 1e-2, 0, 2), [Example([1, 2, 3], [-100, 2, 3], 0, "completion", False)]
-    assert Training(adapted, lines, 0, plan, tmp_path, lambda line: None).run(resume=False)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        gradient_checkpointing=True,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+    )
+    Trainer(adapted, arguments, train_dataset=[{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}]).train()
     twin = adapted.unload().eval()
     found = changed(before, facts(model))
     assert twin is model and {name.rpartition(".")[2] for name in found} <= OF_TRAINER, [*found]

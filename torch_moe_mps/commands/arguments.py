@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
         _generate,
         _serve,
         _launch,
-        _finetune,
     ):
         does, _, more = (add_options.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
@@ -609,77 +608,3 @@ def _launch(command: argparse.ArgumentParser) -> None:
     _add(command, "model", nargs="?", help="folder, name on the Hub, or a GGUF file (as the server has it)")
     add("--port", type=_integer(1, 65535), default=8000, help="port of the server (8000)")
     _add(command, *_HOW_TO_RUN, "--adapter", *_KEPT)
-
-
-def _finetune(command: argparse.ArgumentParser) -> None:
-    """Train a LoRA adapter on a model, whose weights stay quantised.
-
-    Each line of DATA is a JSON object with "messages" (of "role" and "content"), "prompt" and "completion",
-    or "text". The loss is on answers and completions, and on all of a text. With --method dpo a line has
-    "prompt", "chosen" and "rejected", with grpo "prompt" and the columns of the reward. Memory and parameters
-    are printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint.
-    The other commands take the folder as --adapter.
-
-    examples:
-      torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --output adapter
-      torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --dry-run   # only what it would take
-      torch-moe-mps finetune qwen3-4bit chats.jsonl --output adapter --resume    # from its last checkpoint
-      torch-moe-mps finetune qwen3-4bit chats.jsonl --expert-rank 0              # a small adapter
-      torch-moe-mps finetune qwen3-4bit sums.jsonl --method grpo --reward reward.py --learning-rate 1e-5
-    """
-    add = command.add_argument
-    _add(command, "model")
-    add("data", metavar="DATA", help="file with a JSON object in each line")
-    add(
-        "--output", default="adapter", metavar="DIR", help="folder to write; a new one, or --resume (adapter)"
-    )
-    ways = "sft: supervised; dpo: from preferences; grpo: by a reward (sft)"
-    add("--method", choices=("sft", "dpo", "grpo"), default="sft", help=ways)
-    rewards = "with a function reward(prompts, completions, **columns), a number for each completion"
-    add("--reward", metavar="FILE", help=f"of grpo: Python {rewards}")
-    add("--generations", type=_integer(2), default=4, metavar="N", help="of grpo: answers to a prompt (4)")
-    add(
-        "--answer-length",
-        type=_integer(1),
-        default=256,
-        metavar="N",
-        help="of grpo: tokens of an answer (256)",
-    )
-    add("--resume", action="store_true", help="continue from the last checkpoint in DIR")
-    add("--dry-run", action="store_true", help="print parameters and memory, and train nothing")
-    add("--rank", type=_integer(1), default=16, metavar="R", help="LoRA rank of linear layers (16)")
-    add(
-        "--expert-rank",
-        type=_integer(0),
-        default=4,
-        metavar="R",
-        help="LoRA rank of each expert; 0 leaves experts out (4)",
-    )
-    add(
-        "--targets",
-        type=lambda text: text.split(","),
-        metavar="NAMES",
-        help="linear layers with an adapter, such as q_proj,v_proj (all but the head)",
-    )
-    add("--batch", type=_integer(1), default=4, metavar="N", help="lines per step (4)")
-    add("--epochs", type=_POSITIVE, default=3, metavar="N", help="passes over the data (3)")
-    add("--steps", type=_integer(1), metavar="N", help="in place of --epochs")
-    add("--learning-rate", type=_POSITIVE, default=2e-4, metavar="X", help="peak learning rate (2e-4)")
-    add(
-        "--max-length",
-        type=_integer(2),
-        default=2048,
-        metavar="N",
-        help="truncate lines to N tokens (2048)",
-    )
-    held = "lines that only measure the loss, before and after (a tenth, 100 at most)"
-    add("--held-out", type=_integer(0), metavar="N", help=held)
-    add("--save-every", type=_integer(1), default=100, metavar="N", help="steps between checkpoints (100)")
-    add(
-        "--seed",
-        type=_integer(0, (1 << 32) - 1),
-        default=0,
-        help="of the order of lines and the initial weights (0)",
-    )
-    _add(command, "--bits", "--group-size", "--device", "--dtype", *_FROM_THE_HUB)
-    command.set_defaults(shares=None, kv_bits=16, experts_memory=None)  # one process, without a cache

@@ -17,7 +17,7 @@ from .arguments import MIXED, RECIPES
 from .launch import check_agent
 from .places import look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
 from .processes import check_processes
-from .results import check_folder, check_new_folder, check_writable
+from .results import check_new_folder, check_writable
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -154,35 +154,10 @@ def keeps_blocks(options: argparse.Namespace) -> bool:
     return options.source.endswith(".gguf") and not requests_format(options)
 
 
-def _finetune(options: argparse.Namespace) -> None:
-    from ..training.examples import read_preferences, rows_of
-    from ..training.record import begun
-
-    _check_package("peft", "finetune", "finetune")
-    look_for_files(options)
-    begun(options)
-    check_folder("--output", options.output)
-    if options.method == "sft":
-        for _ in rows_of(options.data):
-            pass
-        return
-    if find_spec("trl") is None:
-        raise ValueError(f"--method {options.method} needs `pip install trl`, which has its trainer")
-    if options.held_out:
-        raise ValueError("--held-out is for --method sft, whose loss it measures")
-    if (options.method == "grpo") != (options.reward is not None):
-        raise ValueError("--reward FILE.py is what --method grpo needs, and no other")
-    read_preferences(options.data, options.method)
-    if options.method == "grpo" and options.batch % options.generations:
-        got = f"{options.batch} and {options.generations}"
-        raise ValueError(f"--batch must be a multiple of --generations with --method grpo, got {got}")
-
-
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
     "bench": _bench,
     "chat": _chat,
     "convert": _convert,
-    "finetune": _finetune,
     "fit": _fit,
     "generate": _generate,
     "launch": _launch,

@@ -40,8 +40,6 @@ def check_processes(options: argparse.Namespace) -> None:
         if getattr(options, "shares", None) is not None:
             raise ValueError("--shares is for the processes that torchrun starts, got one process")
         return
-    if options.command == "finetune":
-        raise ValueError(f"{options.command} is for one process, got a pipeline of several")
     for name in ("--prompt-cache", "--adapter", "--experts-memory"):
         if getattr(options, name[2:].replace("-", "_"), None) is not None:
             raise ValueError(f"{name} is for one process, got a pipeline of several")

@@ -127,13 +127,10 @@ def loading_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
 
-def load(options: argparse.Namespace, folder: str, device: str, trains: bool = False) -> Any:
+def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     """The model in a folder, quantised as --bits, --group-size and --kv-bits say.
 
     stderr has when it begins and ends, unless --log-level asks for errors alone.
-
-    Args:
-        trains: whether it is for training, whose gradients are too small for float16.
     """
     bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
     doing = "Reading" if options.bits is None else f"Reading in {options.bits} bits"
@@ -141,7 +138,7 @@ def load(options: argparse.Namespace, folder: str, device: str, trains: bool = F
         print(f"{doing}: {options.model}, for {device}", file=sys.stderr, flush=True)
     started = time.perf_counter()
     asked = {"kv_bits": options.kv_bits, "experts_memory": options.experts_memory, **bits}
-    model = load_stored(options, folder, device, trains, **asked)
+    model = load_stored(options, folder, device, **asked)
     if not quiet:
         print(f"The model is ready after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return model
@@ -196,9 +193,7 @@ def _check_adapter_beside(plan: Plan, adapter: str) -> None:
             raise ValueError(f"--adapter must be {expected}, got one of {name}")
 
 
-def load_stored(
-    options: argparse.Namespace, folder: str, device: str, trains: bool = False, **asked: Any
-) -> Any:
+def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
     """The model in a folder; `asked` are more arguments of from_pretrained.
 
     Unless --dtype says it, stderr and the report have which activations go with quantised weights, and why.
@@ -217,7 +212,7 @@ def load_stored(
         if plan is not None and getattr(options, "adapter", None) is not None:
             _check_adapter_beside(plan, options.adapter)
     on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried
-    if options.dtype != "auto" or trains or processes() > 1 or on_disk:
+    if options.dtype != "auto" or processes() > 1 or on_disk:
         return loaded(None)
     quantises = asked.get("bits") is not None
     source = Source(folder, loading_options(options))
