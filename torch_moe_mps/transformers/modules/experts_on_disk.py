@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...disk.file import Layer
 from ...disk.pool import Pool, Pools, Tables
+from ...ops.slots import using_slots
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 from ..graphs.tracing import LeftAlone
@@ -89,10 +90,10 @@ def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
     forward = module.forward
 
     def gathered(ids: Tensor) -> Tensor:
-        parts = [
-            forward(ops._expert_slots(part, own.pool.number)) for part in ids.flatten().split(own.pool.size)
-        ]
-        return torch.cat(parts).view(*ids.shape, -1)
+        parts = ids.flatten().split(own.pool.size)
+        with using_slots:
+            rows = [forward(ops._expert_slots(part, own.pool.number)) for part in parts]
+        return torch.cat(rows).view(*ids.shape, -1)
 
     vars(module)["forward"] = gathered
 
