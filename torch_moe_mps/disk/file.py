@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..selfcheck.machine import NO_CACHE, was_faster
+
 ALIGNMENT = 1 << 14  # bytes: a page of Apple silicon
 _MAGIC = b"moe_mps experts\n"
 _LENGTH = struct.Struct("<Q")
@@ -90,11 +92,6 @@ class _Places:
         """Offset and bytes of a layer's checksums."""
         count = self.first[layer + 1] - self.first[layer]
         return self.checksums + _ENTRY.size * self.first[layer], _ENTRY.size * count
-
-
-def size_of_file(layers: Sequence[Layer]) -> int:
-    """Bytes of a file of these layers, but for the length of its key."""
-    return _Places("", layers).size
 
 
 class NewFile:
@@ -182,6 +179,7 @@ def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
         if needed > free:
             sizes = f"{needed / 1e9:.2f} GB of free space, got {free / 1e9:.2f} GB"
             raise ValueError(f"{path.parent} must have {sizes}")
+        print(f"torch_moe_mps: writing {path}, {places.size / 1e9:.2f} GB, once", file=sys.stderr)
         new = None
         try:
             _write(file, [memoryview(places.header)], 0)
@@ -214,7 +212,7 @@ class ExpertsFile:
 
     def __init__(self, path: Path, key: str | None = None):
         self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = opened(path)
         weakref.finalize(self, os.close, self._file)  # once no read that is late has it, either
         self.key, self.layers = self._read_header()
         if key is not None and self.key != key:
@@ -269,6 +267,20 @@ class ExpertsFile:
 
     def _of(self, layer: int, expert: int) -> str:
         return f"{self.path}: expert {expert} of {self.layers[layer].name}"
+
+
+def opened(path: str | Path) -> int:
+    """A file for reading; past the page cache, if that was measured to be faster here."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if was_faster(NO_CACHE):
+        cache(file, False)
+    return file
+
+
+def cache(file: int, is_on: bool) -> None:
+    """Switches the page cache for a file on or off, on macOS."""
+    if (f_nocache := getattr(fcntl, "F_NOCACHE", None)) is not None:
+        fcntl.fcntl(file, f_nocache, int(not is_on))
 
 
 def fill(file: int, views: Sequence[memoryview], offset: int) -> bool:

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import shutil
 from pathlib import Path
 
 import peft
@@ -184,7 +183,7 @@ def test_auto(folder, limited, capsys):
         same_answers(resident, model, 1)
 
 
-def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, monkeypatch, capsys):
+def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, capsys):
     def is_resident(why: str, path: Path = folder) -> None:
         capsys.readouterr()
         assert on_disk.planned(Source(str(path), {}), None, "auto") is None
@@ -194,18 +193,8 @@ def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, mon
     limited(-1)
     is_resident("LlamaForCausalLM has no experts", tmp_path / "llama")
     limited(-whole(folder))
-    is_resident("those of a token do not fit beside the rest")
+    is_resident("as the disk would need 0.000688 GB, for a token's 2 experts, beside the rest")
     limited(-1)
-    in_safetensors("qwen3_moe", num_hidden_layers=6)(tmp_path / "new")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)
-        is_resident(f"but {tmp_path / 'new'} cannot be written", tmp_path / "new")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
-        is_resident("new has no 0.00 GB of free space", tmp_path / "new")
-    shutil.copyfile(folder / on_disk.NAME, tmp_path / "new" / on_disk.NAME)
-    (tmp_path / "new" / on_disk.NAME).write_bytes(b"0")
-    is_resident("experts.moe_mps is truncated or not a file of experts", tmp_path / "new")
 
 
 def test_what_is_refused(folder, tmp_path, monkeypatch):
@@ -320,7 +309,7 @@ def test_the_file_is_written_once(folder, memory, monkeypatch):
     load(folder, experts_memory=memory)
     file = expert_pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
-    assert file.path == folder / on_disk.NAME and file.layers[0].about == {"formats": []}
+    assert file.path == folder / on_disk.NAME and file.layers[0].about == {}
 
 
 KILLED = """

@@ -104,7 +104,7 @@ def _including(plain: Callable) -> Callable:
 def _check_on_disk(peft_config: Any, model: nn.Module) -> None:
     """Raises: ValueError for LoRA on experts that are read from the disk."""
     for name, own in experts_on_disk(model):
-        if own.pools is not None and adapts_experts(peft_config, name, model.get_submodule(name)):
+        if own.pools.staging is not None and adapts_experts(peft_config, name, model.get_submodule(name)):
             own.refuse("LoRA needs all experts in memory")
 
 
