@@ -13,7 +13,7 @@ import transformers
 from support.processes import environment, python
 
 import torch_moe_mps
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps._text import one_of
 from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
@@ -90,7 +90,7 @@ EARLY = {
     "convert {here} {here}": "exists; convert writes a new folder",
     "convert {here} {here}/new --recipe best --bits 4": "--recipe already sets the bits",
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
-    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
+    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a packed SRC needs --bits",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
     "bench {here} --json .": "--json must be a file that can be written, got .: Is a directory",
     "fit {here} --recipe nope": "--recipe must be small, fast, best, mixed_2_6, mixed_3_4, mixed_3_6, mixed_",
@@ -256,7 +256,7 @@ def test_where_an_error_comes_from(capsys):
         ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
         (
             "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')",
-            f"No module named 'accelerate'; `{install_command('transformers')}` installs what",
+            f"No module named 'accelerate'; `{install_extra('transformers')}` installs what",
         ),
     ],
 )

@@ -546,12 +546,12 @@ def _generate(command: argparse.ArgumentParser) -> None:
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
-    """Serve a model to clients of OpenAI and Anthropic, and a page to chat with it.
+    """Serve a model to clients of OpenAI and Anthropic.
 
-    Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
-    the page there. A request computes its new tokens alone: the prefix cache, in memory and on the disk, has
-    earlier turns and shared beginnings, over restarts, too. Sequences are batched continuously, as agents ask
-    for several; --parallel 1 runs them one by one.
+    Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000. A
+    request computes its new tokens alone: the prefix cache, in memory and on the disk, has earlier turns and
+    shared beginnings, over restarts, too. Sequences are batched continuously, as agents ask for several;
+    --parallel 1 runs them one by one.
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-folder prompts --prompt-disk 50

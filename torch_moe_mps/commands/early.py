@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from .._install import install_command
+from .._install import install_extra
 from .._interrupts import ending_at_once
 from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
@@ -122,7 +122,9 @@ def _convert(options: argparse.Namespace) -> None:
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if keeps_blocks(options):
-        _check_packed(options)
+        check_packed(options)
+        if options.to == "mlx":
+            raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
 
 
 def _check_format(options: argparse.Namespace) -> None:
@@ -134,17 +136,15 @@ def _check_format(options: argparse.Namespace) -> None:
             raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
 
 
-def _check_packed(options: argparse.Namespace) -> None:
-    """Raises: ValueError for options of a GGUF file that stays in its formats."""
+def check_packed(options: argparse.Namespace) -> None:
+    """Raises: ValueError for options of a packed SRC that stays in its formats."""
     for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
         if value is not None:
-            raise ValueError(f"{option} of a GGUF file needs --bits, without which it is converted as it is")
-    if options.to == "mlx":
-        raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
+            raise ValueError(f"{option} of a packed SRC needs --bits, without which it is converted as it is")
 
 
 def requests_format(options: argparse.Namespace) -> bool:
-    """True if `convert` is asked for a format, which then applies to quantised weights of SRC, too."""
+    """True if `convert` is asked for a format."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
     return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
@@ -198,4 +198,4 @@ def _check_adapter(options: argparse.Namespace) -> None:
 def _check_package(package: str, user: str, extra: str) -> None:
     """Raises: ValueError with the command that brings a missing package, which an extra has."""
     if find_spec(package) is None:
-        raise ValueError(f"{user} needs `{install_command(extra)}`, which brings {package}")
+        raise ValueError(f"{user} needs `{install_extra(extra)}`, which brings {package}")

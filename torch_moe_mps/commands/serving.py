@@ -1,7 +1,6 @@
 """Shared by serve and chat: loads a model, which answers until the command ends."""
 
 import argparse
-import contextlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from .._environment import processes
 from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
 from ..selfcheck.machine import cache_folder
-from ..serving.engine.encoder import Encoder, encoder_of
-from ..serving.engine.loop import DeviceThread, EncoderThread, EngineThread
+from ..serving.engine.loop import EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served
 from ..serving.prefix_cache.disk import Disk
@@ -27,7 +25,6 @@ from .sources import (
     folder_of,
     load,
     name_of,
-    positions_of_padding,
     skeleton_of,
     tokenizer_of,
     usable_device,
@@ -46,24 +43,22 @@ def served_by(options: argparse.Namespace) -> Iterator[Served]:
     """
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
-    if options.command == "chat":
-        check_generates(options, folder)
+    check_generates(options, folder)
     processor = _processor(options, folder)
     with ExitStack() as stack:
         check_adapter(options, folder)
         model = with_adapter(options, load(options, folder, device))
-        is_whole = processes() == 1
-        encoder = _encoder(options, model, processor, folder) if is_whole else None
+        model = getattr(model, "thinker", model)  # Qwen3-Omni's model of text
         generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
-        context = context_of(model.config) - positions_of_padding(model)
-        if generator.memory is not None and is_whole:
+        context = context_of(model.config)
+        if processes() == 1:
             context = _context_in(generator, context, options, folder, model)
-        yield Served(name_of(options), model, processor, context, generator, encoder)
+        yield Served(name_of(options), model, processor, context, generator)
 
 
 def _context_in(
-    generator: DeviceThread, longest: int, options: argparse.Namespace, folder: str, model: Any
+    generator: EngineThread, longest: int, options: argparse.Namespace, folder: str, model: Any
 ) -> int:
     """Number of tokens a sequence may have beside the weights, at most `longest`; prints a smaller one.
 
@@ -87,17 +82,15 @@ def _context_in(
     return context
 
 
-def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> DeviceThread:
-    """The engine on its thread, or what refuses jobs for a model that generates nothing."""
-    if not model.can_generate():
-        return EncoderThread()
+def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> EngineThread:
+    """The engine on its thread."""
     prompts = prompts_of(options)
     speculative = drafts_of(options, model, folder, device, prompts)
     memory = Memory(model, beside=speculative.modules if speculative else ())
     return EngineThread(model, prompts, options.parallel or MOST_ROWS, memory, speculative)
 
 
-def _closed(generator: DeviceThread) -> None:
+def _closed(generator: EngineThread) -> None:
     """Shuts the engine down; a first Ctrl-C meanwhile loses no cached prefix, a second one does."""
     line = "torch-moe-mps: the prefix cache is being written; Ctrl-C once more leaves it"
     with at_ctrl_c(lambda: print(line, file=sys.stderr)):
@@ -110,18 +103,6 @@ def _processor(options: argparse.Namespace, folder: str) -> Any:
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-
-
-def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: str) -> Encoder | None:
-    """The encoder; the folder of a name on the Hub lacks files in folders of their own."""
-    source = Path(folder)
-    if source.is_dir() and not Path(options.model).is_dir() and (source / "modules.json").is_file():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
-        with contextlib.suppress(EntryNotFoundError):
-            hf_hub_download(options.model, "1_Pooling/config.json", revision=options.revision)
-    return encoder_of(model, getattr(processor, "tokenizer", processor), source, options.model)
 
 
 def prompts_of(options: argparse.Namespace) -> PrefixCache:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._environment import is_first_process, processes
 from .._text import first_line, split_gguf
 from ..macs import refusal
-from ..serving.engine.encoder import NO_TEXT
 from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
 from ..transformers.checkpoints.gguf.file import check_file
@@ -64,22 +62,15 @@ def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
 
 
 def check_generates(options: argparse.Namespace, folder: str) -> None:
-    """Raises: ValueError for a model that makes vectors or scores; its weights are not read for that."""
+    """Raises: ValueError for a model that makes vectors or scores. Its weights are not read."""
     can_generate = getattr(Source(folder, loading_options(options)).cls, "can_generate", None)
     if can_generate is not None and not can_generate():  # an Auto class has none, and is for text
-        raise ValueError(NO_TEXT)
+        raise ValueError("This model generates no text: sentence-transformers runs encoders and rerankers.")
 
 
 def context_of(config: Any) -> int:
     """Context length of a model; LONGEST for any number."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
-
-
-def positions_of_padding(model: nn.Module) -> int:
-    """Positions that no token has: RoBERTa and its relatives count them from behind the token of padding."""
-    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
-    padding = (getattr(table, "padding_idx", None) for table in tables)
-    return max((index + 1 for index in padding if index is not None), default=0)
 
 
 def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:

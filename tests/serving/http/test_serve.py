@@ -26,7 +26,7 @@ from support.processes import COMMAND, Forked
 from support.serving import expected_text, letters, said
 from support.sweep import in_sweep
 
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps.commands import main, serve
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
@@ -228,12 +228,6 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
             assert choice.finish_reason == "stop" and choice.logprobs.content
         drawn = create(messages=said("a"), n=3, seed=1, **asked | {"temperature": 2})
         assert len({choice.message.content for choice in drawn.choices}) == 3
-        for settings, expected in (
-            ('{"num_beams": 2}', "of num_beams 1: the server searches no beams, got 2"),
-            ('{"num_beams": 2, "num_return_sequences": 2}', "of num_return_sequences 1"),
-        ):
-            with pytest.raises(openai.BadRequestError, match=expected):
-                create(messages=said("a"), extra_body={"generation_config": settings}, **asked)
     assert [*(tmp_path / "kept").iterdir()]
 
 
@@ -479,7 +473,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, capsys, monkeypatch,
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert refused("serve", checkpoint) == f"serve needs `{install_command('serve')}`, which brings uvicorn"
+    assert refused("serve", checkpoint) == f"serve needs `{install_extra('serve')}`, which brings uvicorn"
 
 
 def test_no_search_for_garbage_walks_the_model(checkpoint, monkeypatch):
@@ -566,14 +560,11 @@ def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):
     assert capsys.readouterr().err.count("has no chat template: it continues the text") == 1
 
 
-def test_logprobs_of_a_model_whose_own_generate_runs(checkpoint, monkeypatch):
-    """It shows no logits before its own processors. The client is told what to leave out."""
-    monkeypatch.setattr("torch_moe_mps.serving.engine.abilities.hands_cache_on", lambda model: False)
-    asked = {"model": "m", "messages": said("hello"), "max_tokens": 3}
-    with client_of(checkpoint) as client:
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as error:
-                client.chat.completions.create(**asked, logprobs=True, stream=stream)
-            expected = "'logprobs' must be left out: MixtralForCausalLM has states that are in no cache."
-            assert error.value.body["message"] == expected and error.value.param == "logprobs"
-        assert client.chat.completions.create(**asked).usage.completion_tokens == 3
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "bench", "perplexity"])
+def test_a_model_that_generates_nothing_is_refused_before_it_is_read(command, tmp_path, refused, monkeypatch):
+    """There are no weights."""
+    transformers.BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path)
+    monkeypatch.setattr("torch_moe_mps.commands.sources.check_files", lambda folder: None)
+    more = {"generate": ["-p", "a"], "serve": ["--port", 0]}
+    error = refused(command, tmp_path, *more.get(command, []), "--device", "cpu")
+    assert error == "This model generates no text: sentence-transformers runs encoders and rerankers."
