@@ -315,7 +315,7 @@ class OnDiskLoading:
                 for pool in pools.layers:
                     module: Any = plan.model.get_submodule(pool.about.name)
                     give_weights(module, turned(pool.about, pool.tensors))
-                    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+                    module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
                     module._is_hf_initialized = True
                     if slots is not None:
                         module.config = pinned_config(module)
