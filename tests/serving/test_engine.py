@@ -381,9 +381,9 @@ def test_requests_take_turns():
     assert all(each.reasons == ["length"] for each in (*asked, *later))
 
 
-def test_the_engine_on_its_thread(tmp_path):
+def test_the_engine_on_its_thread():
     model = model_of()
-    prompts = PrefixCache(MEMORY, file=str(tmp_path / "prompt.safetensors"))
+    prompts = PrefixCache(MEMORY)
     engine, names = EngineThread(model, prompts, 4), []
     jobs = [Asked(ids_of(n, 3 + n), 4 + n) for n in range(6)]
     for each in jobs:
@@ -405,7 +405,6 @@ def test_the_engine_on_its_thread(tmp_path):
     assert began.wait(60)
     engine.close()
     assert endless.reasons == ["cancelled"]
-    assert (tmp_path / "prompt.safetensors").exists()
     late = Asked(ids_of(9, 4), 3)
     engine.submit(late.job)
     assert late.reasons == ["cancelled"]

@@ -250,7 +250,7 @@ def folder(tmp_path_factory):
         run(batch, Asked(ids_of(2, _LONG), 2))
         while prompts.is_storing:
             prompts.store()
-        prompts.write(model_of())
+        prompts.close()
     return where
 
 

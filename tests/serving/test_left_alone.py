@@ -90,18 +90,7 @@ def by_importance(model):
     torch_moe_mps.collect_importance(model, torch.arange(512) % 97, progress=False)
 
 
-def by_a_file(model, tmp_path):
-    """Of a cache, which stays as it was, too."""
-    cache = DynamicCache(config=model.config)
-    model(IDS, **cache_argument(model, cache), use_cache=True)
-    before = [{name: plain(value) for name, value in vars(each).items()} for each in (cache, *cache.layers)]
-    torch_moe_mps.save_prompt_cache(tmp_path / "prompt.safetensors", model, IDS, cache)
-    torch_moe_mps.load_prompt_cache(tmp_path / "prompt.safetensors", model)
-    after = [{name: plain(value) for name, value in vars(each).items()} for each in (cache, *cache.layers)]
-    assert after == before
-
-
-@pytest.mark.parametrize("call", [by_batch, by_engine, with_drafts, by_bench, by_importance, by_a_file])
+@pytest.mark.parametrize("call", [by_batch, by_engine, with_drafts, by_bench, by_importance])
 def test_a_model_is_as_it_was(call, tmp_path):
     model = model_of()
     expected, before = model.generate(IDS, **SETTINGS), facts(model)

@@ -129,7 +129,7 @@ class EngineThread:
                 self._engine.run(partial(prefix_cache.store, is_short(self.memory)))
         self._engine.end_all()
         if prefix_cache is not None:
-            prefix_cache.write(self._engine.model)
+            prefix_cache.close()
         if self.counts.accepted + self.counts.rejected:
             print(self._engine.drafts.drafting, file=sys.stderr)
 
