@@ -31,10 +31,8 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
-from .modules.rules.norms import check_traces
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
-from .trials.memory import summary_since, trials_run
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
@@ -97,7 +95,7 @@ def accelerate(
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     _require_known(recipe)
-    report, before = Report(), trials_run()
+    report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
@@ -131,7 +129,6 @@ def accelerate(
         restore(model)
         report.rows.clear()
         _replace(model, report, kv_bits, capture)
-    report.trials = summary_since(before)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     report.own_on_cpu = said_of(model, report.done())
@@ -151,7 +148,6 @@ def _replace_in_small(small: nn.Module, report: Report, captures: bool) -> None:
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces modules and calls, and adds a row for each module to the report, in the model's order."""
-    check_traces()
     with unchanged():
         _replace_parts(model, report)
     if _is_of_transformers(model):

@@ -60,7 +60,7 @@ class Capture(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
-    handover: Any  # made by an Exchange, or None
+    handover: Any  # what the pipeline's Handing.record gave, or None
     operators: tuple[Any, ...]
     seconds: float
 
@@ -92,9 +92,6 @@ class Captures:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Captures, (self._anywhere, self._user_code, self._max_tokens)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
-        return Captures(self._anywhere, self._user_code, self._max_tokens)
 
     def __str__(self) -> str:
         if not self.programs:

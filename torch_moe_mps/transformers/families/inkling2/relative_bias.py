@@ -18,7 +18,7 @@ from ...basics.report import Done
 from ...basics.state import depends_on, original_class
 from ...basics.tensors import Deferred
 from ...trials.comparing import agrees, on_the_cpu, tried
-from ...trials.draws import eager, normal, shows
+from ...trials.draws import eager, in_each_draw, normal
 from ...trials.replicas import bare_replica
 
 MOST_BYTES = 128 * 2**20  # for biases that a prompt has at a time
@@ -149,11 +149,12 @@ def makes_relative_bias(module: nn.Module) -> bool:
         return False
     for name in ("rel_extent", *module._modules):
         depends_on(module, name)
-    return shows(functools.partial(_gives_bias, module, bank, parts))
+    return _gives_bias(module, bank, parts)
 
 
+@in_each_draw
 def _gives_bias(module: nn.Module, bank: Tensor, parts: Any) -> bool:
-    """True if a module gives this bias for a draw's numbers."""
+    """True if a module gives this bias."""
     replica, extent = bare_replica(module), 4
     heads = parts[0].out_features // bank.shape[0]
     proj, states = normal(3, extent), normal(2, 5, heads, 3)
