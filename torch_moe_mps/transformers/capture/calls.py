@@ -60,7 +60,7 @@ class Capture(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
-    handover: Any  # what the pipeline's Handing.record gave, or None
+    handover: Any  # None without a pipeline
     operators: tuple[Any, ...]
     seconds: float
 
