@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -115,12 +115,11 @@ def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, qu
 
 
 def _judged(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
-    def compare() -> list[Any]:
+    def compare() -> Verdict:
         with noted(f"comparing a small {_name(model)} with its eager code"):
-            return [*_compared(model, replace, restore)]
+            return _compared(model, replace, restore)
 
-    own, *rest = recall_of_model(model, compare, _compared)
-    return Verdict(tuple(own), *rest)
+    return recall_of_model(model, compare, _compared)
 
 
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
