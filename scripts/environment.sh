@@ -55,16 +55,6 @@ make_environment() {
   echo "$stamp" > .venv/stamp
 }
 
-# The tests of the server's page need a browser, and are skipped without one. Debian has these packages; Ubuntu
-# does not, and its runners bring a browser.
-make_browser() {
-  [ "$(uname)" = Linux ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null || return 0
-  { command -v chromium || command -v google-chrome; } > /dev/null && command -v chromedriver > /dev/null && return
-  echo "installing chromium"
-  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends chromium chromium-driver; } \
-    > /dev/null 2>&1 || echo "no browser: tests of the server's page are skipped"
-}
-
 # The simulator needs clang with Objective-C and blocks; Debian and Ubuntu have it.
 make_toolchain() {
   [ "$(uname)" = Linux ] || return 0

@@ -4,10 +4,11 @@ import json
 import re
 import shlex
 
+import peft
 import pytest
 import torch
 from support import tiny_models
-from support.checkpoints import tokenizer_of
+from support.checkpoints import LETTERS, tokenizer_of
 from support.processes import REPOSITORY
 from tokenizers import decoders
 from torch.nn.functional import silu
@@ -144,6 +145,43 @@ def test_structured_output_as_the_page_shows_it(tmp_path, capsys):
     snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     exec(snippet.replace("qwen3-4bit", str(tmp_path)).replace('"mps"', '"cpu"'), {})
     assert json.loads(capsys.readouterr().out)["sky"] in ("blue", "grey")
+
+
+def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
+    """It learns; labels are those of the answer alone, and the adapter is one of PEFT on the loaded model."""
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ 'z' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
+    tokenizer = tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="z", chat_template=template)
+    tokenizer.save_pretrained(tmp_path / "model")
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32).save_pretrained(tmp_path / "model")
+    chats = [("abc", "hij"), ("defg", "kl")] * 4
+    rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    text = (REPOSITORY / "docs" / "finetuning.md").read_text().partition("## Supervised training")[2]
+    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    own = {
+        "Qwen/Qwen3-30B-A3B": str(tmp_path / "model"),
+        'bits=4, device_map="mps"': 'bits=4, group_size=32, device_map="cpu"',
+        "2e-4": "2e-2",
+        "warmup_steps=10": "warmup_steps=1, use_cpu=True, disable_tqdm=True",
+    }
+    for shown, here in own.items():
+        assert shown in snippet
+        snippet = snippet.replace(shown, here)
+    monkeypatch.chdir(tmp_path)
+    exec(snippet, found := {})
+    first = found["data"][0]
+    assert tokenizer.convert_ids_to_tokens(first["input_ids"]) == [*"uabczahijz"]
+    assert first["labels"] == [-100] * 6 + first["input_ids"][6:]
+    losses = [row["loss"] for row in found["trainer"].state.log_history if "loss" in row]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 1
+    ids, labels = (torch.tensor([first[name]]) for name in ("input_ids", "labels"))
+    model = torch_moe_mps.from_pretrained(tmp_path / "model", bits=4, group_size=32, device_map="cpu")
+    with torch.no_grad():
+        before = model(input_ids=ids, labels=labels).loss
+        after = peft.PeftModel.from_pretrained(model, "adapter")(input_ids=ids, labels=labels).loss
+    assert after < before - 1
 
 
 def test_operators_with_a_backward():

@@ -13,7 +13,7 @@ import transformers
 from support.processes import environment, python
 
 import torch_moe_mps
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps._text import one_of
 from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
@@ -83,17 +83,13 @@ EARLY = {
     "generate {here} -p a --adapter {here}": "--adapter must be a folder with an adapter_config.json",
     "generate {here} -p a --prompts {here}/x": "--prompt and --prompts are two ways to give prompts",
     "generate {here} -p a --image {here}/cat.png": "--image must be a file",
-    "generate {here} -p a --prompt-cache {here}/no/file": "--prompt-cache must be a file that can be written",
-    "chat {here} --prompt-cache {here}": "--prompt-cache must be a file that can be written",
+    "chat {here} --prompt-folder {here}/data": "--prompt-folder must be a folder, got the file",
     "convert {here} {here}/new/..": "DST must name a new folder, got '{here}/new/..'",
     "convert {here} {here}/data/new": "DST must be a folder that can be written, got {here}/data/new: Not a",
     "convert {here} {here}": "exists; convert writes a new folder",
     "convert {here} {here}/new --recipe best --bits 4": "--recipe already sets the bits",
     "convert {here} {here}/new --save-importance {here}/x": "--save-importance needs --importance",
-    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a GGUF file needs --bits",
-    "finetune {here} {here}/none.jsonl": "DATA must be a file: {here}/none.jsonl does not exist",
-    "finetune {here} {here}/data --output {here}": "exists; --resume goes on with a training",
-    "finetune {here} {here}/data --resume --output {here}": "--resume needs a training in {here}, got none",
+    "convert {here}/a.gguf {here}/new --importance auto": "--importance of a packed SRC needs --bits",
     "fit {here} --json {here}/no/file": "--json must be a file that can be written",
     "bench {here} --json .": "--json must be a file that can be written, got .: Is a directory",
     "fit {here} --recipe nope": "--recipe must be small, fast, best, mixed_2_6, mixed_3_4, mixed_3_6, mixed_",
@@ -103,15 +99,13 @@ EARLY = {
     "generate {here} --prompts {here}/empty": "empty has no prompt",
     "generate {here} --prompts {here}/latin": "--prompts must be a file in UTF-8",
     "perplexity {here} --text {here}/latin": "--text must be a file in UTF-8",
-    "finetune {here} {here}/empty.jsonl --output {here}/new": "empty.jsonl:1: must have",
 }
 
 
 @pytest.mark.parametrize("line", EARLY)
 def test_a_cheap_error_is_said_at_once(line, tmp_path, refused, monkeypatch):
     """Before the module of the command, which imports torch, and in one line."""
-    (tmp_path / "data").write_text('{"text": "a"}')
-    (tmp_path / "empty.jsonl").write_text('{"txt": "a"}')
+    (tmp_path / "data").touch()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "empty").write_text("\n\n")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
@@ -121,12 +115,11 @@ def test_a_cheap_error_is_said_at_once(line, tmp_path, refused, monkeypatch):
 
 
 def test_a_cheap_error_waits_for_no_torch(tmp_path):
-    """One of each way: files, the Hub, settings, which need a module of transformers, and a record."""
-    (tmp_path / "data").write_text('{"text": "a"}')
+    """One of each way: files, the Hub, and settings, which need a module of transformers."""
     (tmp_path / "config.json").write_text("{}")
     lines = [
         "perplexity {here} --against {here}/nothing", "generate {here} -p a --adapter {here}/nothing",
-        "chat {here} --set nothing=1", "finetune {here} {here}/data --output {here}", "convert {here} {here}",
+        "chat {here} --set nothing=1", "convert {here} {here}",
     ]  # fmt: skip
     source = """
         import contextlib, io, sys
@@ -143,9 +136,7 @@ def test_a_cheap_error_waits_for_no_torch(tmp_path):
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("check", "launch")])
 def test_every_command_says_a_wrong_name(command, capsys, tmp_path):
     """Whatever options it has beside."""
-    (tmp_path / "data").write_text('{"text": "a"}')
-    data = [tmp_path / "data", "--output", tmp_path / "new"]
-    others = {"convert": [tmp_path / "new"], "finetune": data, "generate": ["-p", "a"]}.get(command, [])
+    others = {"convert": [tmp_path / "new"], "generate": ["-p", "a"]}.get(command, [])
     assert main([command, str(tmp_path / "nothing"), *map(str, others)]) == 1
     assert "nothing is neither a folder nor the name of a model on the Hub" in capsys.readouterr().err
 
@@ -163,11 +154,6 @@ WRONG = {
         "--depth 4k",
     ),
     "chat": ("--prompt-memory=-1", "--prompt-memory nan", "--prompt-memory inf"),
-    "finetune": (
-        *("--rank 0", "--expert-rank=-1", "--batch 0", "--epochs nan", "--epochs 0", "--steps 0"),
-        *("--learning-rate 0", "--learning-rate inf", "--max-length 1", "--held-out=-1", "--save-every 0"),
-        "--seed 9223372036854775808",
-    ),
     "fit": ("--context=-1", "--context many"),
     "generate": ("--batch 0", "--max-tokens 0", "--max-tokens 1.5"),
     "perplexity": ("--window 1", "--tokens 1"),
@@ -181,7 +167,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("command", ["bench", "chat", "fit", "finetune", "generate", "perplexity", "serve"])
+@pytest.mark.parametrize("command", ["bench", "chat", "fit", "generate", "perplexity", "serve"])
 def test_the_formats_of_the_help_are_those_that_are_taken(command):
     """Of --bits and --group-size, by the list that `quantize` has; others are refused before torch."""
     actions = next(a.choices for a in parser()._actions if a.dest == "command")[command]._actions
@@ -229,7 +215,7 @@ def test_origins_are_as_browsers_send_them(text, origin):
 def test_a_wrong_value_is_one_line(command, wrong, capsys):
     option, value = re.split(r"[ =]", wrong)
     with pytest.raises(SystemExit, match="2"):
-        main([command, "model", *([__file__] if command in ("finetune", "convert") else []), *wrong.split()])
+        main([command, "model", *([__file__] if command == "convert" else []), *wrong.split()])
     error = capsys.readouterr().err
     assert error.startswith(f"torch-moe-mps {command}: error: argument {option}: must be ")
     assert value in error.rpartition(", got ")[2]
@@ -237,10 +223,9 @@ def test_a_wrong_value_is_one_line(command, wrong, capsys):
 
 
 def test_files_that_are_none(tmp_path, capsys):
-    for arguments in (["perplexity", ".", "--text"], ["generate", ".", "--prompts"], ["finetune", "."]):
+    for command, option in (("perplexity", "--text"), ("generate", "--prompts")):
         for name, wrong in ((str(tmp_path / "none"), "does not exist"), (str(tmp_path), "is a folder")):
-            assert main([*arguments, name]) == 1
-            option = arguments[2] if len(arguments) > 2 else "DATA"
+            assert main([command, ".", option, name]) == 1
             assert capsys.readouterr().err == (
                 f"torch-moe-mps: error: {option} must be a file: {name} {wrong}\n"
             )
@@ -270,7 +255,7 @@ def test_where_an_error_comes_from(capsys):
         ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
         (
             "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')",
-            f"No module named 'accelerate'; `{install_command('transformers')}` installs what",
+            f"No module named 'accelerate'; `{install_extra('transformers')}` installs what",
         ),
     ],
 )

@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 from support.models import tiny
 
 import torch_moe_mps
-from torch_moe_mps.commands import card as cards
 from torch_moe_mps.commands import convert, main
 from torch_moe_mps.commands.results import locked
-from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize, quantize
 from torch_moe_mps.transformers.checkpoints.layouts import files
 from torch_moe_mps.transformers.checkpoints.write.parts import Parts
 
@@ -64,47 +62,19 @@ def test_what_sentence_transformers_has_behind_a_model_is_copied(dense, eight_bi
 # Quantised sources
 
 
-@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
-def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
-    """From what the stored weights stand for, which the report's error is against; routers stay."""
-    source = eight_bits
-    if layout == "mlx":
-        source = tmp_path / "mlx"
-        assert run(eight_bits, source, "--to", "mlx", "--dtype", "float16") == 0
-    capsys.readouterr()
-    options = ["--bits", 3, "--group-size", 64, "--json", tmp_path / "x.json"]
-    assert run(source, tmp_path / "new", *options) == 0
-    said = capsys.readouterr().out
-    row = next(line for line in said.splitlines() if "layers.*.self_attn.q_proj" in line)
-    assert "affine8_32 -> affine3_64" in row and "added error" in said
-    before, after = tensors_in(eight_bits), tensors_in(tmp_path / "new")
-    name = "model.layers.1.mlp.experts.down_proj"
-    stored = [before[f"{name}_{part}"] for part in ("packed", "scales", "biases")]
-    dense = dequantize(QuantizedWeight(*stored, Format(8, 32)))
-    again = quantize(dense, 3, 64)
-    assert torch.equal(after[f"{name}_packed"], again.packed.view(torch.int32))
-    assert torch.equal(after[f"{name}_scales"], again.scales)
-    assert torch.equal(after[f"{name}_biases"], again.biases)
-    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
-    assert {*config["modules"].values()} == {"affine3_64"}  # what was dense, too
-    found = {w["name"]: w for w in json.loads((tmp_path / "x.json").read_text())["weights"]}
-    dense = dense.float()
-    change = (dequantize(again).float() - dense).abs().sum() / dense.abs().sum()
-    assert found[name]["error"] == pytest.approx(float(change), rel=1e-3)
-    assert (found[name]["stored"], found[name]["format"]) == ("affine8_32", "affine3_64")
-    assert found[name]["after"] == sum(t.nbytes for key, t in after.items() if key.startswith(name))
-    gate = "model.layers.1.mlp.gate.weight"
-    assert torch.equal(after[gate], before[gate])
-
-
-def test_more_bits_are_refused(eight_bits, tmp_path, refused):
-    """A line that names both: nothing is written that looks like 8 bits and is 4."""
-    assert run(eight_bits, tmp_path / "four", "--bits", 4, "--keep", "*.k_proj") == 0
-    for options in (["--bits", 8], ["--recipe", "mixed_4_6"]):
-        error = refused("convert", tmp_path / "four", tmp_path / "new", *options, "--keep", "*.k_proj")
-        assert "bits must be fewer than in the checkpoint, which has affine4_64, got affine" in error
-    with pytest.raises(ValueError, match="bits must be fewer than in the checkpoint, which has affine4_64"):
-        torch_moe_mps.from_pretrained(tmp_path / "four", bits=8, keep=["*.k_proj"])
+def test_packed_weights_are_not_quantised_again(eight_bits, tmp_path, refused):
+    """With fewer bits or with more: nothing is written, or loaded, that looks like others."""
+    message = "moe_mps::quantize: bits must be left out, or those of the checkpoint, which has affine8_32"
+    for options in (["--bits", 3], ["--bits", 3, "--dry-run"], ["--recipe", "mixed_4_6"]):
+        assert message in refused("convert", eight_bits, tmp_path / "new", *options)
+    assert "--group-size of a packed SRC needs --bits" in refused(
+        "convert", eight_bits, tmp_path / "new", "--group-size", 32
+    )
+    with pytest.raises(ValueError, match=message):
+        torch_moe_mps.from_pretrained(eight_bits, mode="nvfp4")
+    assert run(eight_bits, tmp_path / "all", "--bits", 8, "--group-size", 32) == 0  # k_proj, which was dense
+    with pytest.raises(ValueError, match=message):
+        torch_moe_mps.from_pretrained(tmp_path / "all", mode="mxfp8", linear_bits=None)
     assert not (tmp_path / "new").exists()
 
 
@@ -124,13 +94,14 @@ def test_types_that_mlx_does_not_have(tmp_path, refused):
     assert json.loads((tmp_path / "mlx" / "config.json").read_text())["quantization"]["bits"] == 4
 
 
-def test_without_bits_a_quantised_source_stays_as_it_is(eight_bits, tmp_path):
-    """What is dense in it gets the usual 4 bits, and what is not only another layout."""
-    assert run(eight_bits, tmp_path / "new") == 0
+@pytest.mark.parametrize(("options", "k_proj"), [((), "weight"), (("--bits", 8), "packed")])
+def test_a_quantised_source_stays_as_it_is(options, k_proj, eight_bits, tmp_path):
+    """What is dense in it has the bits that are asked for."""
+    assert run(eight_bits, tmp_path / "new", *options) == 0
     before, after = tensors_in(eight_bits), tensors_in(tmp_path / "new")
     same = [name for name in before if "k_proj" not in name]
     assert all(torch.equal(before[name], after[name]) for name in same)
-    assert "model.layers.0.self_attn.k_proj.packed" in after
+    assert f"model.layers.0.self_attn.k_proj.{k_proj}" in after
 
 
 # What is said before, and written beside
@@ -138,12 +109,12 @@ def test_without_bits_a_quantised_source_stays_as_it_is(eight_bits, tmp_path):
 
 def test_the_dry_run_of_a_quantised_source_has_its_formats(eight_bits, tmp_path, capsys):
     capsys.readouterr()
-    assert run(eight_bits, tmp_path / "new", "--bits", 4, "--dry-run") == 0
+    assert run(eight_bits, tmp_path / "new", "--bits", 8, "--dry-run") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["model.layers.*.self_attn.q_proj", "affine8_32", "affine4_64", "2"] in [
+    assert ["model.layers.*.self_attn.q_proj", "affine8_32", "affine8_32", "2"] in [
         line[:4] for line in lines
     ]
-    assert ["model.layers.*.self_attn.k_proj", "bfloat16", "affine4_64", "2"] in [line[:4] for line in lines]
+    assert ["model.layers.*.self_attn.k_proj", "bfloat16", "affine8_64", "2"] in [line[:4] for line in lines]
     size = sum(tensor.nbytes for tensor in tensors_in(eight_bits).values())
     total = next(line for line in lines if "->" in line)
     assert total[0] == "weights:" and abs(float(total[1]) * 1e6 - size) < 0.06e6
@@ -156,7 +127,7 @@ def test_the_dry_run_of_a_quantised_source_has_its_formats(eight_bits, tmp_path,
         ("dense", ("--bits", 2), "2 bits have"),
         ("dense", ("--importance", "auto"), None),
         ("dense", ("--bits", 8, "--linear-bits", 8, "--embedding-bits", 8), None),
-        ("eight_bits", (), "4 bits have"),  # k_proj, which was dense
+        ("eight_bits", (), None),
     ],
 )
 def test_few_bits_without_importance_hint_at_it(source, options, hint, request, tmp_path, capsys):
@@ -202,13 +173,7 @@ def test_the_model_card_says_where_the_model_is_from(layout, library, dense, tmp
     assert about["library_name"] == library and about["base_model_relation"] == "quantized"
     assert "affine4_32" in card.text and "mean error" in card.text and str(tmp_path) not in card.content
     command = {"moe_mps": "torch-moe-mps chat 'a new one'", "mlx": "mlx_lm.chat --model 'a new one'"}[layout]
-    assert f"\n{command}\n" in card.text and "pip install" not in card.text  # there is no release
-
-
-def test_a_card_of_a_release_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cards, "is_from_index", lambda: True)
-    text = cards.model_card("new", "nowhere", "org/name", "moe_mps", "")
-    assert "\n```\npip install 'torch-moe-mps[serve]'\ntorch-moe-mps chat new\n```\n" in text
+    assert f"\n{command}\n" in card.text and "pip install" not in card.text
 
 
 # Runs that were cut off

@@ -5,6 +5,7 @@ import itertools
 import openai
 import pytest
 from support import serving, tiny_models
+from support.jobs import on_thread
 from support.serving import expected_text, said
 from support.sweep import in_sweep, rows_in_sweep
 
@@ -20,29 +21,27 @@ def some_buffers(step: int):
 
 
 SERVED = (
-    (EngineThread, False, (), 13),
-    (EngineThread, True, (), 13),
-    (EngineThread, True, (), 7),
-    (EngineThread, True, ("--parallel", 1), 13),
+    (False, (), 13),
+    (True, (), 13),
+    (True, (), 7),
+    (True, ("--parallel", 1), 13),
 )
 
 
 @pytest.mark.parametrize(
-    ("kind", "streams", "options", "step"),
+    ("streams", "options", "step"),
     rows_in_sweep(SERVED, SERVED[1:2]),
     ids=["side by side", "side by side, streamed", "at more buffers", "one by one"],
 )
-def test_the_server_answers_the_next_request(
-    checkpoint, simulated, kind, streams, options, step, monkeypatch
-):
+def test_the_server_answers_the_next_request(checkpoint, simulated, streams, options, step, monkeypatch):
     """Chat is a client that streams."""
     generators = []
 
     def generator(*arguments):
-        generators.append(kind(*arguments))
+        generators.append(EngineThread(*arguments))
         return generators[-1]
 
-    monkeypatch.setattr(f"torch_moe_mps.commands.serving.{kind.__name__}", generator)
+    monkeypatch.setattr("torch_moe_mps.commands.serving.EngineThread", generator)
     text = expected_text(checkpoint, "hello", 3)
     on_mps = [*serving.QUANTISED, "--device", "mps", *options]
     with serving.client_of(checkpoint, *on_mps) as client:
@@ -51,7 +50,7 @@ def test_the_server_answers_the_next_request(
             create, asked = client.chat.completions.create, {"temperature": 0, "max_tokens": 3}
             got = create(model=str(checkpoint), messages=said("hello"), stream=streams, **asked)
             text = "".join(c.choices[0].delta.content or "" for c in got) if streams else None
-            generators[0].run(lambda: None).result()  # nothing is left of the request
+            on_thread(generators[0])  # nothing is left of the request
             return got.choices[0].message.content if text is None else text
 
         def happens(number: int) -> bool:

@@ -142,7 +142,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-4000])
     for arguments, message in (
-        (("convert", file, tmp_path / "a", "--group-size", 32), "--group-size of a GGUF file needs --bits"),
+        (("convert", file, tmp_path / "a", "--group-size", 32), "--group-size of a packed SRC needs --bits"),
         (("convert", file, tmp_path / "a", "--to", "mlx"), "--to mlx of a GGUF file needs --bits"),
         (("convert", bare, tmp_path / "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", bare, "-p", "a"), "bare.gguf has no tokenizer that transformers reads"),

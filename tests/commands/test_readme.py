@@ -49,7 +49,7 @@ def test_a_checkout_installs_in_a_fresh_environment():
 
 
 def test_the_installation_brings_what_the_commands_need():
-    """device_map needs the package accelerate, which transformers does not require; finetune needs peft."""
+    """device_map needs the package accelerate, which transformers does not require; adapters need peft."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     left, brought = [re.search(r'"(\.\[.*\])"', README)[1].replace(".", "torch-moe-mps", 1)], set()
     while left:

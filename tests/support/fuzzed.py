@@ -76,8 +76,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
         "thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"},
     },
-    "/v1/embeddings": {"model": "m", "input": ["a"], "encoding_format": "float", "dimensions": 3},
-    "/v1/rerank": {"model": "m", "query": "a", "documents": ["b"], "top_n": 1},
 }  # fmt: skip
 for _path, _counts in (
     ("chat/completions", "input_tokens"),

@@ -11,6 +11,7 @@ from support import tiny_models
 from support.models import eager
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
+from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 
@@ -55,6 +56,14 @@ class Asked:
     def expected(self, model) -> list[int]:
         ids = self.job.inputs["input_ids"].to(model.device)
         return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
+
+
+def on_thread(engine: EngineThread, function=lambda: None) -> None:
+    """Calls a function on the thread of the device, between two steps: in the end of a job without tokens."""
+    asked = Asked(torch.tensor([[-1]]), 1)
+    asked.job.on_end = lambda reason: (function(), asked.end(reason))
+    engine.submit(asked.job)
+    assert asked.done.wait(60)
 
 
 def answer_of(model, prefix_cache: PrefixCache | None, ids: torch.Tensor, new: int, **inputs) -> list[int]:

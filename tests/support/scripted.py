@@ -9,7 +9,6 @@ import types
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import transformers
@@ -83,11 +82,6 @@ class Scripted:
             if job.on_token(token):
                 break
         job.on_end("stop")
-
-    def run(self, function: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        future.set_result(function())
-        return future
 
     def prompts_held(self) -> tuple[int, int]:
         return 0, 0

@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
         _generate,
         _serve,
         _launch,
-        _finetune,
     ):
         does, _, more = (add_options.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
@@ -262,7 +261,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--prompt-folder": {
         "metavar": "DIR",
-        "help": "the prefix cache on the disk: what memory has no room for, over restarts (the user's cache)",
+        "help": "the prefix cache on the disk: what memory has no room for, over restarts ({})",
     },
     "--prompt-disk": {
         "type": _number("of at least 0", lambda value: value >= 0),
@@ -280,7 +279,7 @@ _HOW_TO_RUN = (
     "--bits", "--group-size", "--kv-bits", "--experts-memory", "--device", "--dtype", *_FROM_THE_HUB
 )  # fmt: skip
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
-_KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
+_KEPT = ("--prompt-memory", "--prompt-disk")
 
 
 def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
@@ -503,14 +502,11 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
       torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
-      torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
+      torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-folder prompts
       torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b              # which are verified together
     """
-    add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
-    kept = "keep the computed chat there, for the next one that begins alike"
-    add("--prompt-cache", metavar="FILE", help=kept)
-    _add(command, "--prompt-memory")
+    _add(command, "--prompt-folder", *_KEPT, of="none")
     _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
     command.set_defaults(parallel=1)
 
@@ -518,8 +514,8 @@ def _chat(command: argparse.ArgumentParser) -> None:
 def _generate(command: argparse.ArgumentParser) -> None:
     """Answer a prompt once, for scripts.
 
-    Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-cache keeps its prompt then,
-    too.
+    Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-folder keeps its prompt
+    then, too.
 
     examples:
       torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
@@ -539,20 +535,19 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
     _add(command, "--max-tokens", "--set")
-    kept = "keep the computed prompt there, for the next call that begins alike"
-    add("--prompt-cache", metavar="FILE", help=kept)
+    _add(command, "--prompt-folder", "--prompt-disk", of="none")
     _add(command, "--adapter", *_HOW_TO_RUN)
     _add(command, "--speculative", of=NO_DRAFTS)
     command.set_defaults(shares=None)  # it is for one process
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
-    """Serve a model to clients of OpenAI and Anthropic, and a page to chat with it.
+    """Serve a model to clients of OpenAI and Anthropic.
 
-    Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
-    the page there. A request computes its new tokens alone: the prefix cache, in memory and on the disk, has
-    earlier turns and shared beginnings, over restarts, too. Sequences are batched continuously, as agents ask
-    for several; --parallel 1 runs them one by one.
+    Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000. A
+    request computes its new tokens alone: the prefix cache, in memory and on the disk, has earlier turns and
+    shared beginnings, over restarts, too. Sequences are batched continuously, as agents ask for several;
+    --parallel 1 runs them one by one.
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-folder prompts --prompt-disk 50
@@ -562,6 +557,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT)
+    _add(command, "--prompt-folder", of="the user's cache")
     _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
     together = "sequences in a batch, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
@@ -609,77 +605,4 @@ def _launch(command: argparse.ArgumentParser) -> None:
     _add(command, "model", nargs="?", help="folder, name on the Hub, or a GGUF file (as the server has it)")
     add("--port", type=_integer(1, 65535), default=8000, help="port of the server (8000)")
     _add(command, *_HOW_TO_RUN, "--adapter", *_KEPT)
-
-
-def _finetune(command: argparse.ArgumentParser) -> None:
-    """Train a LoRA adapter on a model, whose weights stay quantised.
-
-    Each line of DATA is a JSON object with "messages" (of "role" and "content"), "prompt" and "completion",
-    or "text". The loss is on answers and completions, and on all of a text. With --method dpo a line has
-    "prompt", "chosen" and "rejected", with grpo "prompt" and the columns of the reward. Memory and parameters
-    are printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint.
-    The other commands take the folder as --adapter.
-
-    examples:
-      torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --output adapter
-      torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --dry-run   # only what it would take
-      torch-moe-mps finetune qwen3-4bit chats.jsonl --output adapter --resume    # from its last checkpoint
-      torch-moe-mps finetune qwen3-4bit chats.jsonl --expert-rank 0              # a small adapter
-      torch-moe-mps finetune qwen3-4bit sums.jsonl --method grpo --reward reward.py --learning-rate 1e-5
-    """
-    add = command.add_argument
-    _add(command, "model")
-    add("data", metavar="DATA", help="file with a JSON object in each line")
-    add(
-        "--output", default="adapter", metavar="DIR", help="folder to write; a new one, or --resume (adapter)"
-    )
-    ways = "sft: supervised; dpo: from preferences; grpo: by a reward (sft)"
-    add("--method", choices=("sft", "dpo", "grpo"), default="sft", help=ways)
-    rewards = "with a function reward(prompts, completions, **columns), a number for each completion"
-    add("--reward", metavar="FILE", help=f"of grpo: Python {rewards}")
-    add("--generations", type=_integer(2), default=4, metavar="N", help="of grpo: answers to a prompt (4)")
-    add(
-        "--answer-length",
-        type=_integer(1),
-        default=256,
-        metavar="N",
-        help="of grpo: tokens of an answer (256)",
-    )
-    add("--resume", action="store_true", help="continue from the last checkpoint in DIR")
-    add("--dry-run", action="store_true", help="print parameters and memory, and train nothing")
-    add("--rank", type=_integer(1), default=16, metavar="R", help="LoRA rank of linear layers (16)")
-    add(
-        "--expert-rank",
-        type=_integer(0),
-        default=4,
-        metavar="R",
-        help="LoRA rank of each expert; 0 leaves experts out (4)",
-    )
-    add(
-        "--targets",
-        type=lambda text: text.split(","),
-        metavar="NAMES",
-        help="linear layers with an adapter, such as q_proj,v_proj (all but the head)",
-    )
-    add("--batch", type=_integer(1), default=4, metavar="N", help="lines per step (4)")
-    add("--epochs", type=_POSITIVE, default=3, metavar="N", help="passes over the data (3)")
-    add("--steps", type=_integer(1), metavar="N", help="in place of --epochs")
-    add("--learning-rate", type=_POSITIVE, default=2e-4, metavar="X", help="peak learning rate (2e-4)")
-    add(
-        "--max-length",
-        type=_integer(2),
-        default=2048,
-        metavar="N",
-        help="truncate lines to N tokens (2048)",
-    )
-    held = "lines that only measure the loss, before and after (a tenth, 100 at most)"
-    add("--held-out", type=_integer(0), metavar="N", help=held)
-    add("--save-every", type=_integer(1), default=100, metavar="N", help="steps between checkpoints (100)")
-    add(
-        "--seed",
-        type=_integer(0, (1 << 32) - 1),
-        default=0,
-        help="of the order of lines and the initial weights (0)",
-    )
-    _add(command, "--bits", "--group-size", "--device", "--dtype", *_FROM_THE_HUB)
-    command.set_defaults(shares=None, kv_bits=16, experts_memory=None)  # one process, without a cache
+    _add(command, "--prompt-folder", of="the user's cache")

@@ -37,7 +37,7 @@ from ..transformers.loading import from_pretrained
 from ..transformers.mtp.layers import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
-from .early import keeps_blocks, requests_format
+from .early import check_packed, requests_format
 from .recipes import arguments_of
 from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
@@ -50,11 +50,13 @@ _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.js
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError, SafetensorError with a one-line message."""
     destination = Path(options.destination)
-    gguf, packed = options.source.endswith(".gguf"), keeps_blocks(options)
+    gguf = options.source.endswith(".gguf")
     local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
     model = about.skeleton()
+    if packed := (gguf or about.is_packed) and not requests_format(options):
+        check_packed(options)
     if options.to == "mlx":
         check_architecture(model.config)
         with_older_keys(_config(source, model))  # raises for a config that lacks keys, before the work
@@ -63,8 +65,7 @@ def run(options: argparse.Namespace) -> None:
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
-    arguments = None if packed else arguments_of(options, model)
-    recipe: dict[str, Any] = {"recipe": arguments, "requantize": requests_format(options)}
+    recipe = None if packed else arguments_of(options, model)
     speculative = _drafts(source, model, options.to == "mlx")
     plan = _planned(about, model, source, recipe, speculative, options.to == "mlx")
     if options.dry_run:
@@ -78,21 +79,21 @@ def run(options: argparse.Namespace) -> None:
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
-        importance = _importance(options, source, recipe["recipe"])
+        importance = _importance(options, source, recipe)
         errors = _convert(source, copied, options, recipe, importance, tokenizer, speculative)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
 
 
 def _planned(
-    about: Source, model: Any, source: str, recipe: dict[str, Any], speculative: bool, to_mlx: bool
+    about: Source, model: Any, source: str, recipe: dict[str, Any] | None, speculative: bool, to_mlx: bool
 ) -> LoadPlan:
     """The plan of a conversion, MTP layers included.
 
     Raises: ValueError for formats that MLX does not have.
     """
     files, sizes_of = [str(file) for file in _weights(source)], sizes_in_mlx if to_mlx else None
-    plan = planned(about, model, files, **recipe, sizes_of=sizes_of)
+    plan = planned(about, model, files, recipe, sizes_of)
     foreign = {name for name, row in ROWS.items() if not row.is_of_mlx}
     if to_mlx and (others := foreign & {weight.format for weight in plan.weights}):
         has_not = " and ".join(sorted(others))
@@ -207,7 +208,7 @@ def _convert(
     source: str,
     copied: list[Path],
     options: argparse.Namespace,
-    recipe: dict[str, Any],
+    recipe: dict[str, Any] | None,
     importance: Importance | None,
     tokenizer: Any,
     speculative: bool,
@@ -227,7 +228,7 @@ def _convert(
                 f"goes on behind {done} parts" if done else "begins anew: what was there is of other options"
             )
         how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
-        with Parts(source, **recipe, importance=importance, **how) as parts:
+        with Parts(source, recipe=recipe, importance=importance, **how) as parts:
             packed: dict[str, str] = {}
             beside = converted_mtp(source, parts.model, packed) if speculative else ()
             if options.to == "mlx":
@@ -263,13 +264,13 @@ def _note_mtp(file: Path, packed: dict[str, str]) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:
+def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any] | None) -> str:
     """Dtype of scales, and of what stays dense: float16, where bfloat16 would lose as much as 8 bits do.
 
     mlx-lm computes in the dtype of the scales, where activations may overflow.
     """
     about = Source(source, loading_options(options))
-    quantises = recipe["recipe"] is not None or about.gguf is not None or bool(about.stored)
+    quantises = recipe is not None or about.gguf is not None or bool(about.stored)
     may_change = options.dtype == "auto" and options.to != "mlx" and quantises
     is_bfloat16 = about.skeleton().dtype is torch.bfloat16
     return "float16" if may_change and is_bfloat16 else options.dtype
@@ -307,7 +308,7 @@ def _config(source: str, model: Any) -> dict[str, Any]:
 
 
 def _key(
-    source: str, options: argparse.Namespace, recipe: dict[str, Any], importance: Importance | None
+    source: str, options: argparse.Namespace, recipe: dict[str, Any] | None, importance: Importance | None
 ) -> str:
     """Digest of everything that the files of a conversion depend on."""
     files = [(file.name, (about := file.stat()).st_size, about.st_mtime_ns) for file in _weights(source)]

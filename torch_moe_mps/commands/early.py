@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from .._install import install_command
+from .._install import install_extra
 from .._interrupts import ending_at_once
 from .._text import one_of
 from .._weight_formats import BITS, GROUP_SIZES
@@ -17,7 +17,7 @@ from .arguments import MIXED, RECIPES
 from .launch import check_agent
 from .places import look_for_files, look_for_models, place_of_adapter, prompts_of, utf8_text
 from .processes import check_processes
-from .results import check_folder, check_new_folder, check_writable
+from .results import check_new_folder, check_writable
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -61,7 +61,7 @@ def importing_torch(command: str) -> Iterator[None]:
 def _chat(options: argparse.Namespace) -> None:
     _check_settings(options)
     _check_adapter(options)
-    check_writable("--prompt-cache", options.prompt_cache)
+    _check_prompt_folder(options)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -69,12 +69,16 @@ def _generate(options: argparse.Namespace) -> None:
     _check_prompt(options)
     look_for_files(options)
     _check_adapter(options)
-    check_writable("--prompt-cache", options.prompt_cache)
+    _check_prompt_folder(options)
 
 
 def _serve(options: argparse.Namespace) -> None:
     _check_server("serve")
     _check_adapter(options)
+    _check_prompt_folder(options)
+
+
+def _check_prompt_folder(options: argparse.Namespace) -> None:
     if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
         raise ValueError(f"--prompt-folder must be a folder, got the file {options.prompt_folder}")
 
@@ -122,7 +126,9 @@ def _convert(options: argparse.Namespace) -> None:
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     if keeps_blocks(options):
-        _check_packed(options)
+        check_packed(options)
+        if options.to == "mlx":
+            raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
 
 
 def _check_format(options: argparse.Namespace) -> None:
@@ -134,17 +140,15 @@ def _check_format(options: argparse.Namespace) -> None:
             raise ValueError(f"{option} must be {one_of(allowed)} with --mode {options.mode}, got {value}")
 
 
-def _check_packed(options: argparse.Namespace) -> None:
-    """Raises: ValueError for options of a GGUF file that stays in its formats."""
+def check_packed(options: argparse.Namespace) -> None:
+    """Raises: ValueError for options of a packed SRC that stays in its formats."""
     for option, value in (("--group-size", options.group_size), ("--importance", options.importance)):
         if value is not None:
-            raise ValueError(f"{option} of a GGUF file needs --bits, without which it is converted as it is")
-    if options.to == "mlx":
-        raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
+            raise ValueError(f"{option} of a packed SRC needs --bits, without which it is converted as it is")
 
 
 def requests_format(options: argparse.Namespace) -> bool:
-    """True if `convert` is asked for a format, which then applies to quantised weights of SRC, too."""
+    """True if `convert` is asked for a format."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
     return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
@@ -154,35 +158,10 @@ def keeps_blocks(options: argparse.Namespace) -> bool:
     return options.source.endswith(".gguf") and not requests_format(options)
 
 
-def _finetune(options: argparse.Namespace) -> None:
-    from ..training.examples import read_preferences, rows_of
-    from ..training.record import begun
-
-    _check_package("peft", "finetune", "finetune")
-    look_for_files(options)
-    begun(options)
-    check_folder("--output", options.output)
-    if options.method == "sft":
-        for _ in rows_of(options.data):
-            pass
-        return
-    if find_spec("trl") is None:
-        raise ValueError(f"--method {options.method} needs `pip install trl`, which has its trainer")
-    if options.held_out:
-        raise ValueError("--held-out is for --method sft, whose loss it measures")
-    if (options.method == "grpo") != (options.reward is not None):
-        raise ValueError("--reward FILE.py is what --method grpo needs, and no other")
-    read_preferences(options.data, options.method)
-    if options.method == "grpo" and options.batch % options.generations:
-        got = f"{options.batch} and {options.generations}"
-        raise ValueError(f"--batch must be a multiple of --generations with --method grpo, got {got}")
-
-
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
     "bench": _bench,
     "chat": _chat,
     "convert": _convert,
-    "finetune": _finetune,
     "fit": _fit,
     "generate": _generate,
     "launch": _launch,
@@ -202,8 +181,8 @@ def _check_settings(options: argparse.Namespace) -> None:
 def _check_prompt(options: argparse.Namespace) -> None:
     if options.prompt and options.prompts:
         raise ValueError("--prompt and --prompts are two ways to give prompts; leave one out")
-    if options.prompts is not None and (options.image or options.prompt_cache):
-        raise ValueError("--image and --prompt-cache are for one prompt, got --prompts")
+    if options.prompts is not None and options.image:
+        raise ValueError("--image is for one prompt, got --prompts")
     if options.image and options.raw:
         raise ValueError("--image needs the chat template, got --raw")
     for file in options.image:
@@ -223,4 +202,4 @@ def _check_adapter(options: argparse.Namespace) -> None:
 def _check_package(package: str, user: str, extra: str) -> None:
     """Raises: ValueError with the command that brings a missing package, which an extra has."""
     if find_spec(package) is None:
-        raise ValueError(f"{user} needs `{install_command(extra)}`, which brings {package}")
+        raise ValueError(f"{user} needs `{install_extra(extra)}`, which brings {package}")

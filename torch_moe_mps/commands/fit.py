@@ -298,20 +298,6 @@ def _files(folder: str) -> list[str]:
         return []
 
 
-def size_when_loaded(options: argparse.Namespace, source: Source, model: Any, folder: str) -> tuple[int, int]:
-    """Bytes of the weights of a model that is loaded with --bits, or as it is, and of a number in its states.
-
-    Args:
-        folder: has the small files at least; of another library's checkpoint, its weights tell more.
-    """
-    number = next(p.element_size() for p in model.parameters() if p.is_floating_point())
-    if options.bits is not None:
-        recipe = requested_recipe(options.bits, options.group_size)
-        return _size("", model, _targets(model, recipe)).weights, number
-    stored = as_stored(source, model, folder)
-    return (total_bytes(model) if stored is None else stored.weights), number
-
-
 def of_recipe(model: Any, recipe: str, group_size: int | None) -> Size:
     """The model with a mixed recipe, or one in a file."""
     arguments = arguments_of_recipe(recipe, model, group_size=group_size)

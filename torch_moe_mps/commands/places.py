@@ -28,7 +28,7 @@ _NAMES = {
     "source": True,
     "against": False,
 }  # options: whether --revision is theirs
-_FILES = {"data": "DATA", "text": "--text", "prompts": "--prompts"}  # options, and how they are written
+_FILES = {"text": "--text", "prompts": "--prompts"}  # options, and how they are written
 
 
 def look_for_files(options: argparse.Namespace) -> None:

@@ -55,30 +55,21 @@ def locked(folder: Path, name: object) -> Iterator[None]:
                 place.rmdir()
 
 
-def check_folder(option: str, folder: str) -> None:
-    """Raises: ValueError for a folder that is not writable, or that another process is writing."""
-    _check_folder(option, Path(folder), folder)
-
-
 def check_new_folder(option: str, folder: str) -> None:
     """Raises: ValueError for a name that is none of a new folder, or where none can be written."""
     if Path(folder).name in ("", ".."):
         raise ValueError(f"{option} must name a new folder, got {folder!r}")
-    _check_folder(option, unfinished(Path(folder)), folder)
+    try:
+        with locked(unfinished(Path(folder)), folder):
+            tempfile.TemporaryFile(dir=unfinished(Path(folder))).close()
+    except OSError as error:
+        expected = "must be a folder that can be written"
+        raise ValueError(f"{option} {expected}, got {folder}: {error.strerror}") from None
 
 
 def unfinished(destination: Path) -> Path:
     """Temporary folder, which is renamed when its content is complete."""
     return destination.parent / f".{destination.name}.unfinished"
-
-
-def _check_folder(option: str, folder: Path, name: str) -> None:
-    try:
-        with locked(folder, name):
-            tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        expected = "must be a folder that can be written"
-        raise ValueError(f"{option} {expected}, got {name}: {error.strerror}") from None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`serve MODEL`: a server of a model for clients of OpenAI and Anthropic, and a page for people."""
+"""`serve MODEL`: a server of a model for clients of OpenAI and Anthropic."""
 
 import argparse
 import contextlib
@@ -70,7 +70,7 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
                 threading.Thread(target=served.generator.close, daemon=True).start()
             super().handle_exit(number, frame)
 
-    if served.generates and not served.template.shows_tools:
+    if not served.template.shows_tools:
         print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, options.only_model, origins)

@@ -1,8 +1,6 @@
 """Shared by serve and chat: loads a model, which answers until the command ends."""
 
 import argparse
-import contextlib
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,14 +10,12 @@ from typing import Any
 from .._environment import processes
 from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
-from ..selfcheck.machine import cache_folder
-from ..serving.engine.encoder import Encoder, encoder_of
-from ..serving.engine.loop import DeviceThread, EncoderThread, EngineThread
+from ..serving.engine.loop import EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served
-from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
+from .prefixes import disk_of
 from .sources import (
     check_adapter,
     check_generates,
@@ -27,15 +23,12 @@ from .sources import (
     folder_of,
     load,
     name_of,
-    positions_of_padding,
     skeleton_of,
     tokenizer_of,
     usable_device,
     with_adapter,
 )
 from .speculative import draft_cache, drafts_of
-
-_DISK = 16.0  # GB of cached prefixes, by default
 
 
 @contextmanager
@@ -46,24 +39,22 @@ def served_by(options: argparse.Namespace) -> Iterator[Served]:
     """
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
-    if options.command == "chat":
-        check_generates(options, folder)
+    check_generates(options, folder)
     processor = _processor(options, folder)
     with ExitStack() as stack:
         check_adapter(options, folder)
         model = with_adapter(options, load(options, folder, device))
-        is_whole = processes() == 1
-        encoder = _encoder(options, model, processor, folder) if is_whole else None
+        model = getattr(model, "thinker", model)  # Qwen3-Omni's model of text
         generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
-        context = context_of(model.config) - positions_of_padding(model)
-        if generator.memory is not None and is_whole:
+        context = context_of(model.config)
+        if processes() == 1:
             context = _context_in(generator, context, options, folder, model)
-        yield Served(name_of(options), model, processor, context, generator, encoder)
+        yield Served(name_of(options), model, processor, context, generator)
 
 
 def _context_in(
-    generator: DeviceThread, longest: int, options: argparse.Namespace, folder: str, model: Any
+    generator: EngineThread, longest: int, options: argparse.Namespace, folder: str, model: Any
 ) -> int:
     """Number of tokens a sequence may have beside the weights, at most `longest`; prints a smaller one.
 
@@ -87,17 +78,15 @@ def _context_in(
     return context
 
 
-def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> DeviceThread:
-    """The engine on its thread, or what refuses jobs for a model that generates nothing."""
-    if not model.can_generate():
-        return EncoderThread()
+def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> EngineThread:
+    """The engine on its thread."""
     prompts = prompts_of(options)
     speculative = drafts_of(options, model, folder, device, prompts)
     memory = Memory(model, beside=speculative.modules if speculative else ())
     return EngineThread(model, prompts, options.parallel or MOST_ROWS, memory, speculative)
 
 
-def _closed(generator: DeviceThread) -> None:
+def _closed(generator: EngineThread) -> None:
     """Shuts the engine down; a first Ctrl-C meanwhile loses no cached prefix, a second one does."""
     line = "torch-moe-mps: the prefix cache is being written; Ctrl-C once more leaves it"
     with at_ctrl_c(lambda: print(line, file=sys.stderr)):
@@ -112,39 +101,8 @@ def _processor(options: argparse.Namespace, folder: str) -> Any:
     return AutoProcessor.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
 
 
-def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: str) -> Encoder | None:
-    """The encoder; the folder of a name on the Hub lacks files in folders of their own."""
-    source = Path(folder)
-    if source.is_dir() and not Path(options.model).is_dir() and (source / "modules.json").is_file():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
-        with contextlib.suppress(EntryNotFoundError):
-            hf_hub_download(options.model, "1_Pooling/config.json", revision=options.revision)
-    return encoder_of(model, getattr(processor, "tokenizer", processor), source, options.model)
-
-
 def prompts_of(options: argparse.Namespace) -> PrefixCache:
     """The prefix cache of chat and serve."""
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
     memory = int(gigabytes * 1e9)
-    if options.command == "chat":
-        return PrefixCache(memory, file=options.prompt_cache)
-    return PrefixCache(memory, disk=disk_of(options))
-
-
-def disk_of(options: argparse.Namespace) -> Disk | None:
-    """Disk tier of the server's prefix cache, or None; logs its folder, or why there is none."""
-    if options.prompt_disk == 0:
-        return None
-    try:
-        folder = Path(options.prompt_folder or cache_folder() / "prompts")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        gigabytes = options.prompt_disk or min(_DISK, shutil.disk_usage(folder).free / 4e9)
-        disk = Disk(folder, int(gigabytes * 1e9))
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"torch-moe-mps: no prefixes are cached on the disk: {error}", file=sys.stderr)
-        return None
-    line = f"The prefix cache is in {folder}, {disk.files.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
-    print(f"{line}; --prompt-disk 0 disables it", file=sys.stderr)
-    return disk
+    return PrefixCache(memory, disk_of(options))

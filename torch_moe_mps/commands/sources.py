@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._environment import is_first_process, processes
 from .._text import first_line, split_gguf
 from ..macs import refusal
-from ..serving.engine.encoder import NO_TEXT
 from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
 from ..transformers.checkpoints.gguf.file import check_file
@@ -64,22 +62,15 @@ def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
 
 
 def check_generates(options: argparse.Namespace, folder: str) -> None:
-    """Raises: ValueError for a model that makes vectors or scores; its weights are not read for that."""
+    """Raises: ValueError for a model that makes vectors or scores. Its weights are not read."""
     can_generate = getattr(Source(folder, loading_options(options)).cls, "can_generate", None)
     if can_generate is not None and not can_generate():  # an Auto class has none, and is for text
-        raise ValueError(NO_TEXT)
+        raise ValueError("This model generates no text: sentence-transformers runs encoders and rerankers.")
 
 
 def context_of(config: Any) -> int:
     """Context length of a model; LONGEST for any number."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
-
-
-def positions_of_padding(model: nn.Module) -> int:
-    """Positions that no token has: RoBERTa and its relatives count them from behind the token of padding."""
-    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
-    padding = (getattr(table, "padding_idx", None) for table in tables)
-    return max((index + 1 for index in padding if index is not None), default=0)
 
 
 def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:
@@ -127,13 +118,10 @@ def loading_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
 
-def load(options: argparse.Namespace, folder: str, device: str, trains: bool = False) -> Any:
+def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     """The model in a folder, quantised as --bits, --group-size and --kv-bits say.
 
     stderr has when it begins and ends, unless --log-level asks for errors alone.
-
-    Args:
-        trains: whether it is for training, whose gradients are too small for float16.
     """
     bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
     doing = "Reading" if options.bits is None else f"Reading in {options.bits} bits"
@@ -141,7 +129,7 @@ def load(options: argparse.Namespace, folder: str, device: str, trains: bool = F
         print(f"{doing}: {options.model}, for {device}", file=sys.stderr, flush=True)
     started = time.perf_counter()
     asked = {"kv_bits": options.kv_bits, "experts_memory": options.experts_memory, **bits}
-    model = load_stored(options, folder, device, trains, **asked)
+    model = load_stored(options, folder, device, **asked)
     if not quiet:
         print(f"The model is ready after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return model
@@ -183,9 +171,7 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     return adapted.eval().get_base_model()
 
 
-def load_stored(
-    options: argparse.Namespace, folder: str, device: str, trains: bool = False, **asked: Any
-) -> Any:
+def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
     """The model in a folder; `asked` are more arguments of from_pretrained.
 
     Unless --dtype says it, stderr and the report have which activations go with quantised weights, and why.
@@ -202,7 +188,7 @@ def load_stored(
         source = Source(folder, loading_options(options) | {"device_map": device})
         asked["experts_memory"] = planned(source, recipe, asked["experts_memory"])
     on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried
-    if options.dtype != "auto" or trains or processes() > 1 or on_disk:
+    if options.dtype != "auto" or processes() > 1 or on_disk:
         return loaded(None)
     quantises = asked.get("bits") is not None
     source = Source(folder, loading_options(options))

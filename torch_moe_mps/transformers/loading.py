@@ -61,8 +61,8 @@ def from_pretrained(
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. Weights packed
-            in such a file stay so, unless bits are given: then each matrix is requantised while it is read,
-            with the added error in the report; dtype="auto" is bfloat16.
+            in such a file stay so, unless bits are given: then each matrix is dequantised and quantised
+            while it is read. dtype="auto" is bfloat16.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
         importance: with bits, an importance matrix that weighs quantisation errors: an Importance, a file of
@@ -76,14 +76,15 @@ def from_pretrained(
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
-            weights stored with more bits are requantised. All others go to the from_pretrained of the class.
+            packed weights, but those of GGUF and FP8, stay as they are. All others go to the from_pretrained
+            of the class.
 
     Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
         quantised.
 
     Raises: ValueError for importance of another model, without bits, or of too little text, for a format that
-        does not exist, does not fit the weights, or has more bits than the checkpoint, for parameters that it
+        does not exist, does not fit the weights, or would change packed ones, for parameters that the file
         lacks, for a file that is truncated, for a checkpoint of MLX of a type of model that transformers does
         not know, and for a `distributed_config` that spreads layers over processes.
     """

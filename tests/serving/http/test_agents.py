@@ -622,21 +622,11 @@ def test_pages_of_other_origins_are_refused_where_a_browser_sends_nothing_else(h
         connection.request(method, "/v1/chat/completions", body, headers)
         return connection.getresponse()
 
-    own, json_type = here.url.removeprefix("http://"), {"content_type": "application/json"}
-    here.says(*["ok"] * 9)
+    json_type = {"content_type": "application/json"}
+    here.says(*["ok"] * 2)
     assert status_of(here.url, **json_type)[0] == 200
     assert status_of(here.url)[0] == 200  # programs that name no type
-    assert status_of(here.url, origin=f"http://{own}", **json_type)[0] == 200
-    assert status_of(here.url, origin=f"http://{own}", sec_fetch_site="same-origin", **json_type)[0] == 200
-    foreign = (
-        "http://evil.example",
-        "null",
-        "http://127.0.0.1:1",
-        "http://localhost",
-        f"file://{own}",
-        own,
-        "",
-    )
+    foreign = ("http://evil.example", "null", here.url, "http://localhost", "")
     for origin in foreign:
         caplog.clear()
         with caplog.at_level(logging.INFO, "torch_moe_mps.serving.http.app"):
@@ -766,12 +756,6 @@ def test_the_memory_of_lines_is_bounded(here, caplog):
     lines = [record.getMessage() for record in caplog.records if record.name.endswith(".served")]
     assert len(lines) == 3001 and max(map(len, lines)) == 200
     assert len(here.served.say_once.__self__._said) <= 1000
-
-
-def test_a_model_that_only_generates_encodes_nothing(here):
-    for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["a"]})):
-        status, text = post(here, f"/v1/{path}", body)
-        assert status == 400 and "This model " in json.loads(text)["error"]["message"]
 
 
 @pytest.mark.parametrize(

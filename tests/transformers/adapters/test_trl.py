@@ -1,12 +1,14 @@
 """TRL's trainers over packed models follow their own steps on the dense models with the same values."""
 
 import copy
+import re
 
 import peft
 import pytest
 import torch
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
+from support.processes import REPOSITORY
 
 import torch_moe_mps
 
@@ -114,3 +116,25 @@ def test_sft(tmp_path):
     packed_losses, losses = curves
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.1
     assert (packed_losses - losses).abs().max() <= 1e-4
+
+
+@pytest.mark.sweep
+def test_the_script_of_the_page(tmp_path, monkeypatch):
+    """docs/finetuning.md's GRPO, with a step of short answers."""
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32).save_pretrained(tmp_path / "model")
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="?").save_pretrained(tmp_path / "model")
+    text = (REPOSITORY / "docs" / "finetuning.md").read_text().partition("## Preferences and rewards")[2]
+    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    own = {
+        "Qwen/Qwen3-30B-A3B": "model",
+        'bits=4, device_map="mps"': 'bits=4, group_size=32, device_map="cpu"',
+        "max_completion_length=256": "max_completion_length=8, max_steps=1, use_cpu=True, report_to=[]",
+    }
+    for shown, here in own.items():
+        assert shown in snippet
+        snippet = snippet.replace(shown, here)
+    monkeypatch.chdir(tmp_path)
+    exec(snippet, found := {})
+    rewards = found["reward"](["it is 41, no\n42", "7", "none", ""], ["42"] * 4)
+    assert rewards == [1.0, 0.1, 0.0, 0.0]

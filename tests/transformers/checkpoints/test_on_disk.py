@@ -74,7 +74,6 @@ CHECKPOINTS = {
     "ours": (of_ours, {}),
     "stacked": (in_safetensors("gpt_oss"), {}),
     "ours in another dtype": (of_ours, {"dtype": torch.float16}),
-    "requantised": (of_ours, {"bits": 2, "group_size": 32}),
     "mlx": (of_mlx, {}),
     "gguf": (of_gguf, {"device_map": "cpu"}),
     "mxfp4": (of_mxfp4, {}),

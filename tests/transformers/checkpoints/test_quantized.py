@@ -377,7 +377,7 @@ def test_arguments_of_from_pretrained(tmp_path):
         load(tmp_path / "nothing here", mode="mxfp4", group_size=64)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"bits": 4, "group_size": 32}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"bits": 8, "group_size": 32}], ids=str)
 def test_a_file_that_is_cut_off_is_named(arguments, tmp_path):
     """The last of several, in a subfolder, and the only one of a model that is quantised already."""
     tiny("qwen3_moe").save_pretrained(tmp_path / "dense", max_shard_size="50KB")

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's and Anthropic's protocols, and the page."""
+"""The HTTP server: OpenAI's and Anthropic's protocols."""

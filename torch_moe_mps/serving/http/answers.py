@@ -3,7 +3,7 @@
 import time
 
 from ..engine.job import Job, Reason
-from ..engine.loop import DeviceThread
+from ..engine.loop import EngineThread
 from .answer import Answer, Times
 
 
@@ -18,7 +18,7 @@ class Answers:
         self.answers.append(answer)
         self.jobs.append(job)
 
-    def submit(self, generator: DeviceThread) -> None:
+    def submit(self, generator: EngineThread) -> None:
         """Submits their jobs."""
         for answer, job in zip(self.answers, self.jobs, strict=True):
             answer.times = Times()

@@ -3,12 +3,10 @@
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
@@ -17,9 +15,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asked
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from ..._faults import is_out_of_memory
 from ..._text import first_line
@@ -34,7 +31,6 @@ from .metrics import Metrics
 from .preparing import count_tokens, media_parts, prepare
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
-from .protocols.embeddings import EMBEDDINGS, RERANK, Texts
 from .protocols.messages import Messages, anthropic_error
 from .protocols.protocol import Protocol, Writer, event, openai_error
 from .protocols.responses import Responses
@@ -51,16 +47,8 @@ from .request import Chat, Refused, Request
 from .served import Served
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Reads = Callable[[dict[str, Any]], Request]  # the request of a body
 PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
-PAGE = Path(__file__).with_name("page")
-# Policy for an answer's Markdown: it runs no script and asks no other machine for a picture.
-_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; script-src 'self'; style-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify"
-)
 
 
 @dataclass(frozen=True)
@@ -89,8 +77,6 @@ class Server:
 
     def application(self) -> Any:
         routes = [
-            Route("/", self._page),
-            Mount("/page", StaticFiles(directory=PAGE)),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/load_model", self._load, methods=["POST"]),
@@ -100,9 +86,6 @@ class Server:
                 Route(f"{start}/models", self._models),
                 Route(f"{start}/models/{{name:path}}", self._model),
             ]
-            for path in (EMBEDDINGS, RERANK):
-                encode = functools.partial(self._encode, path)
-                routes.append(self._counted(start + path.removeprefix("/v1"), encode))
             for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
                 answer = functools.partial(self._answer, protocol)
                 path = start + protocol.path.removeprefix("/v1")
@@ -162,21 +145,15 @@ class Server:
         coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
         return request
 
-    async def _read(
-        self, asked: Asked, client: Client, function: Callable[[dict[str, Any]], T]
-    ) -> tuple[Kind, T]:
-        """(kind of reader thread for the body, result of `function` for its JSON object). Raises: Refused."""
+    async def _requested(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
+        """(kind of thread that prepares it, parsed request). Raises: Refused."""
         context = self.served.context
         limit = limits.TEXT_BYTES + limits.TOKEN_BYTES * context
         if self.served.reads_media:
             limit = limits.MEDIA_BYTES
         data = await body_of(asked, min(limit, 2 * limits.MEDIA_BYTES))
         kind = kind_of(len(data))
-        return kind, await client.run(kind, lambda: function(object_of(data, context)))
-
-    async def _requested(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
-        """(kind of thread that prepares it, parsed request). Raises: Refused."""
-        kind, request = await self._read(asked, client, read)
+        request = await client.run(kind, lambda: read(object_of(data, context)))
         chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
         has_media = any(True for chat in chats for _ in media_parts(chat.messages))
         return "long" if has_media else kind, request
@@ -250,23 +227,7 @@ class Server:
             counted["object"] = "response.input_tokens"
         return JSONResponse(counted)
 
-    async def _encode(self, path: str, asked: Asked) -> Response:
-        def read(body: dict[str, Any]) -> Texts:
-            self._check_model(body)
-            return Texts(path, body, self.served)
-
-        async with self.reading.place(asked) as client:
-            _, texts = await self._read(asked, client, read)
-        begun = time.monotonic()
-        result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
-        count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
-        _say("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
-        return await _in_json(lambda: texts.answer(result))
-
     # The server itself
-
-    async def _page(self, asked: Asked) -> Response:
-        return FileResponse(PAGE / "index.html", headers={"content-security-policy": _POLICY})
 
     async def _health(self, asked: Asked) -> Response:
         generator = self.served.generator

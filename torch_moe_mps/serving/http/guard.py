@@ -14,7 +14,6 @@ from .request import Refused
 
 # The request that is being answered, as its answer's header x-request-id and the lines of the log name it.
 REQUEST: ContextVar[str] = ContextVar("request", default="-")
-_OPEN = ("/", "/health")  # need no key
 
 
 class Guard:
@@ -27,7 +26,7 @@ class Guard:
     Args:
         hosts: further accepted Host headers.
         key: API key, as bearer token or `x-api-key`; None for none.
-        origins: allowed web origins beside the server's, "*" for any.
+        origins: allowed web origins, "*" for any.
         refuse: makes the error response of a path.
     """
 
@@ -64,10 +63,9 @@ class Guard:
         if not self._is_own(host):
             message = f"The Host header must name this machine, got {host!r}; --allow-host adds a name."
             return Refused(message, None, "host_not_allowed", 403)
-        is_checked = path != "/" and "*" not in self.origins
-        if is_checked and (refused := self._of_page(host, headers)) is not None:
+        if "*" not in self.origins and (refused := self._of_page(headers)) is not None:
             return refused
-        if self.key is not None and not _is_open(path) and method != "OPTIONS":
+        if self.key is not None and path != "/health" and method != "OPTIONS":
             bearer = headers.get(b"authorization", "")
             shown = bearer[7:] if bearer[:7].lower() == "bearer " else headers.get(b"x-api-key", "")
             if not secrets.compare_digest(shown.encode(), self.key.encode()):
@@ -75,10 +73,10 @@ class Guard:
                 return Refused(message, None, "invalid_api_key", 401)
         return None
 
-    def _of_page(self, host: str, headers: dict[bytes, str]) -> Refused | None:
+    def _of_page(self, headers: dict[bytes, str]) -> Refused | None:
         """Error for a request that a page of another origin may have sent, or None."""
         origin = headers.get(b"origin")
-        if origin is not None and origin not in self.origins and not _is_of(origin, host):
+        if origin is not None and origin not in self.origins:
             message = (
                 f"A page of another origin must not ask this server, got {origin!r}; --allow-origin lets it."
             )
@@ -104,16 +102,6 @@ class Guard:
         except ValueError:
             return False
         return True
-
-
-def _is_open(path: str) -> bool:
-    return path in _OPEN or path.startswith("/page/")
-
-
-def _is_of(origin: str, host: str) -> bool:
-    """True if an origin matches the Host header."""
-    scheme, _, place = origin.partition("://")
-    return scheme in ("http", "https") and place.lower() == host.lower()
 
 
 async def _until_left(app: Any, scope: Any, receive: Any, send: Any) -> None:

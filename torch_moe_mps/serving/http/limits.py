@@ -15,7 +15,7 @@ CONTEXT = 1 << 18  # tokens of a context that count, at most
 # Parts of a body
 CHARACTERS = 1 << 23  # in the texts of a field: more than any context has
 MESSAGES, TOOLS = 10_000, 1024  # in a chat; parts of messages count as messages
-PROMPTS, TEXTS = 64, 2048  # in a completion; in embeddings and rankings
+PROMPTS = 64  # in a completion
 ANSWERS = 32  # to one request
 STOPS, STOP_CHARACTERS = 16, 1024
 

@@ -12,13 +12,11 @@ import torch
 from jinja2 import TemplateError
 
 from ..._text import first_line
-from ..engine.abilities import reason_for_own_generate, reason_of_settings
 from ..engine.defaults import settings_of_answer
-from ..engine.encoder import NO_TEXT
 from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
-from ..engine.ranges import check_settings, unserved_settings, vocabulary_of
+from ..engine.ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
 from ..media.decoding import File, decoded
 from ..media.loading import opened
 from ..prefix_cache.memory import Images
@@ -36,7 +34,8 @@ from .template import tensor
 
 log = logging.getLogger(__name__)
 Show = Callable[[int, Event], None]
-_OF_BEAMS = {"num_beams", "num_return_sequences"}  # settings
+# Settings of a checkpoint that no client has wished for, and their values here
+_UNASKED: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None}
 
 
 @dataclass
@@ -94,7 +93,8 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     if config.suppress_tokens:  # transformers' processor compares all logits with all of them
         banned = dict.fromkeys([(token,) for token in config.suppress_tokens], -math.inf)
         config.sequence_bias, config.suppress_tokens = (config.sequence_bias or {}) | banned, None
-    served.check_tokens(read["input_ids"], request.prompt_field)
+    if (token := unknown_token(served.model, read["input_ids"])) is not None:
+        raise wrong(request.prompt_field, f"of tokens below {vocabulary_of(served.model)}", token)
     inputs = {name: tensor(value) for name, value in read.items()}
     form, text, begin = served.template.form, None, None
     if isinstance(prompt, Chat) and form is not None:
@@ -106,8 +106,6 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
     """Model inputs of a prompt: tensors [1, T] from a processor, otherwise lists [T]. Raises: Refused."""
-    if not served.generates:
-        raise Refused(NO_TEXT, "model")
     if isinstance(prompt, Chat):
         return _templated(served, prompt, field)
     ids: Any = prompt
@@ -226,19 +224,14 @@ def _settings(served: Served, request: Request, length: int) -> Any:
         config = settings_of_answer(model, tokenizer, asked, length, context, request.max_tokens, whole)
     except (TypeError, ValueError, AttributeError) as error:
         raise wrong("generation_config", "of settings that exist", first_line(error)) from None
-    for name in _OF_BEAMS - {*asked} if whole is None else ():
-        setattr(config, name, 1)  # a checkpoint's wish, which no client has
+    if whole is None:
+        config.update(**{name: value for name, value in _UNASKED.items() if name not in asked})
     for name in unserved_settings(whole or {}):
         raise wrong("generation_config", "of settings that this server knows", name)
     try:
         check_settings(config, model.generation_config, vocabulary)
     except ValueError as error:
         raise Refused(f"'generation_config': {error}.", "generation_config", "invalid_value") from None
-    if (config.num_return_sequences or 1) > 1:
-        got = config.num_return_sequences
-        raise wrong("generation_config", "of num_return_sequences 1 (see 'n')", got)
-    if (config.num_beams or 1) > 1:
-        raise wrong("generation_config", "of num_beams 1: the server searches no beams", config.num_beams)
     for tokens in config.sequence_bias or ():
         if tokens[0] >= vocabulary:
             raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
@@ -304,9 +297,6 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None
     if request.logprobs is not None:
-        alone = reason_of_settings(prompt.config) or reason_for_own_generate(served.model)
-        if alone is not None:  # generate() shows no logits before its own processors
-            raise Refused(f"'logprobs' must be left out: {alone}.", "logprobs", "invalid_value")
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
         made.append(logprobs)
     return made, logprobs

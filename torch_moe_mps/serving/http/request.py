@@ -258,19 +258,6 @@ class Fields:
             raise Refused(line, self.needed, "missing_required_parameter")
 
 
-def texts_or_tokens(value: Any, field: str, limit: int) -> list[str | list[int]]:
-    """List of texts or token lists from a field with one or up to `limit` of them. Raises: Refused."""
-    if _is_text_or_tokens(value):
-        return [value]
-    if isinstance(value, list) and 0 < len(value) <= limit and all(map(_is_text_or_tokens, value)):
-        return [*value]
-    raise wrong(field, f"a text, a list of tokens, or a list of at most {limit} of these", value)
-
-
-def _is_text_or_tokens(value: Any) -> bool:
-    return isinstance(value, str) or (bool(value) and is_list_of(int, value))
-
-
 def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> dict[str, Any]:
     """Request arguments common to all protocols, from a validated body: sampling and streaming options.
 

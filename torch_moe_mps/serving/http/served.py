@@ -6,11 +6,9 @@ import threading
 import time
 from typing import Any
 
-from ..engine.encoder import Encoder
-from ..engine.loop import DeviceThread
-from ..engine.ranges import unknown_token, vocabulary_of
+from ..engine.loop import EngineThread
 from ..media.decoding import Limits, limits_of
-from .request import Request, wrong
+from .request import Request
 from .structured import Grammars
 from .template import NOT_READ, READERS, ChatTemplate
 
@@ -26,21 +24,11 @@ class Served:
         processor: a tokenizer, or a processor that contains one.
         context: context length, LONGEST for unlimited.
         generator: device thread that runs all jobs.
-        encoder: embeddings and scores; None for a generative model.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: Any,
-        processor: Any,
-        context: int,
-        generator: DeviceThread,
-        encoder: Encoder | None = None,
-    ):
-        self.name, self.model, self.context = name, model, context
-        self.generator, self.encoder, self.generates = generator, encoder, bool(model.can_generate())
-        self.template = ChatTemplate(processor, name if self.generates else None)
+    def __init__(self, name: str, model: Any, processor: Any, context: int, generator: EngineThread):
+        self.name, self.model, self.context, self.generator = name, model, context, generator
+        self.template = ChatTemplate(processor, name)
         self.grammars, self.created = Grammars(), int(time.time())
         self.say_once = _Lines().say_once
 
@@ -59,11 +47,6 @@ class Served:
         """Response field that warns that tool calls or reasoning are not parsed."""
         is_read = self.template.form is not None or not request.tools
         return {} if is_read else {"warning": NOT_READ}
-
-    def check_tokens(self, ids: Any, field: str) -> None:
-        """Raises: Refused for tokens outside the vocabulary."""
-        if (token := unknown_token(self.model, ids)) is not None:
-            raise wrong(field, f"of tokens below {vocabulary_of(self.model)}", token)
 
 
 class _Lines:

@@ -35,20 +35,20 @@ class ChatTemplate:
 
     Args:
         processor: a tokenizer, or a processor that contains one.
-        name: of the model, for a warning about a missing chat template; None for an encoder.
+        name: of the model, for warnings.
 
     Attributes:
         form: answer format of tool calls and reasoning; None for plain text.
     """
 
-    def __init__(self, processor: Any, name: str | None):
+    def __init__(self, processor: Any, name: str):
         self.processor, self._lock = processor, threading.Lock()
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        if name is not None and getattr(processor, "chat_template", None) is None:
+        if getattr(processor, "chat_template", None) is None:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
             processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
         self.form = form_of(processor)
-        if name is not None and self.form is None and self.shows_tools:
+        if self.form is None and self.shows_tools:
             print(f"{name}: {NOT_READ}", file=sys.stderr)
 
     @functools.cached_property

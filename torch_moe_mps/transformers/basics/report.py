@@ -9,17 +9,13 @@ from ...quantization import Format
 
 
 class QuantizedProjection(NamedTuple):
-    """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|.
-
-    `stored` is the format that it had before; the error then adds to the error of `stored`.
-    """
+    """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|."""
 
     projection: str
     error: float
     dense_bytes: int
     quantized_bytes: int
     format: Format
-    stored: Format | None = None
 
 
 @dataclass
@@ -58,15 +54,14 @@ class QuantizationReport:
     def rows(self) -> list[list[Any]]:
         """Rows for `add_rows`, as JSON has them."""
         return [
-            [name, *entry[:4], str(entry.format), None if entry.stored is None else str(entry.stored)]
+            [name, *entry[:4], str(entry.format)]
             for name, entries in self.modules.items()
             for entry in entries
         ]
 
     def add_rows(self, rows: Sequence[Sequence[Any]]) -> None:
-        for name, projection, error, before, after, format, stored in rows:
-            formats = Format.named(format), None if stored is None else Format.named(stored)
-            entry = QuantizedProjection(projection, error, before, after, *formats)
+        for name, projection, error, before, after, format in rows:
+            entry = QuantizedProjection(projection, error, before, after, Format.named(format))
             self.modules.setdefault(name, []).append(entry)
 
     def __str__(self) -> str:
@@ -106,12 +101,9 @@ class QuantizationReport:
         for name, entries in self.modules.items():
             for entry in entries:
                 parameter = any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
-                format = str(entry.format) if entry.stored is None else f"{entry.stored} -> {entry.format}"
-                groups.setdefault((parameter, format), []).append(entry)
+                groups.setdefault((parameter, str(entry.format)), []).append(entry)
         show = in_unit(self.dense_bytes)
-        added = any(entry.stored is not None for entries in groups.values() for entry in entries)
-        error = "added error" if added else "mean error"
-        rows = [("weights", "format", "n", error, "largest", "before", "after")]
+        rows = [("weights", "format", "n", "mean error", "largest", "before", "after")]
         for key, entries in groups.items():
             errors = [entry.error for entry in entries]
             before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)

@@ -76,7 +76,7 @@ def experts_file(
     checkpoint = files[0] if source.gguf is not None else source.folder
     with (
         written(path, key, layers) as new,
-        Parts(checkpoint, model_class=model_class, recipe=recipe, packs=True, **how) as parts,
+        Parts(checkpoint, model_class=model_class, recipe=recipe, **how) as parts,
     ):
         for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
             name = layers[number].name
@@ -126,7 +126,7 @@ def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
 def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A checkpoint's dense model on the meta device, and its quantizer, which has placed nothing yet."""
     model = source.skeleton()
-    return model, quantizer_for(source, model, _files(source), recipe, True, packs=True)
+    return model, quantizer_for(source, model, _files(source), recipe)
 
 
 def layers_of(model: nn.Module, on_mps: bool = False) -> list[Layer]:

@@ -17,6 +17,7 @@ from torch_moe_mps_autoload import GGUF_FAMILIES, NAME, PACKAGES, is_for_us, sto
 from ...ops._checks import Check
 from ...quantization import Format
 from ..basics.report import QuantizationReport
+from ..modules.linears import formats_in
 from ..upstream.models import cached_file
 from ..upstream.weights import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -37,14 +38,18 @@ from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
 from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .own.reading import OwnLayout
-from .quantize.decision import weights_of
+from .quantize.decision import drop_packed, weights_of
 from .quantize.importance import Importance
-from .quantize.in_place import finish_loading, refuse_dequantizing, refuse_second_method
+from .quantize.in_place import (
+    finish_loading,
+    quantize_targets,
+    refuse_dequantizing,
+    refuse_second_method,
+)
 from .quantize.sizes import bytes_a_token
 from .quantize.streaming import QuantizeParameters, one_by_one, threads_crash
-from .quantize.target import present
+from .quantize.target import Target, present
 from .quantize.tied import tie_quantized
-from .quantize.wanted import Wanted
 from .quantize.weights import empty_weight, replace, store_empty
 
 if TYPE_CHECKING:
@@ -126,7 +131,7 @@ class Quantizer(HfQuantizer):
     Attributes:
         layout: the part of the checkpoint still to read.
         report: the weights quantised or packed while loading; None for none.
-        wanted: the weights still to quantise.
+        wanted: {name: target} of the checkpoint's dense weights that are still to quantise.
         device: where the model is moved once it is quantised; None if it is there.
         section: of the files that the model is; None is all of them.
     """
@@ -140,7 +145,8 @@ class Quantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized |= quantization_config.gguf
-        self.layout, self.wanted = Layout(), Wanted()
+        self.layout = Layout()
+        self.wanted: dict[str, Target] = {}
 
     @property
     def streams(self) -> bool:
@@ -188,11 +194,11 @@ class Quantizer(HfQuantizer):
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
             weights = weights_of(model, config.recipe())
-            dense, report.skipped, report.sizes, report.notes = weights
-            self.wanted, self.report = Wanted(dense), report
+            self.wanted, report.skipped, report.sizes, report.notes = weights
+            self.report = report
+            drop_packed(self.wanted, self.layout.targets, report, config.may_leave)
             if config.importance is not None:
-                report.importance = config.importance.assign(model, dense)
-        self.wanted.compare(self.layout.targets, self.report, config.requantize)
+                report.importance = config.importance.assign(model, self.wanted)
         for target in self.layout.targets.values():
             store_empty(target)
         tie_quantized(model)
@@ -201,13 +207,13 @@ class Quantizer(HfQuantizer):
         self._start(model)
 
     def _start(self, model: nn.Module) -> None:
-        self.report = self.layout.start(self.wanted.dense, self.report)
+        self.report = self.layout.start(self.wanted, self.report)
         if self.report is not None:
             self.report.bytes_before = self.layout.dense_bytes or bytes_a_token(model)
 
     def forget_absent(self, model: nn.Module) -> None:
         """Drops weights that the model no longer has."""
-        self.wanted.dense = present(model, self.wanted.dense)
+        self.wanted = present(model, self.wanted)
         self.layout.forget_absent(model)
         if self.streams:
             self._start(model)
@@ -240,7 +246,10 @@ class Quantizer(HfQuantizer):
         check_scales(model, stored.__contains__)
         if self.layout.has_other_names:
             model._weight_conversions = None  # saved under the names of transformers
-        self.wanted.quantize(model, stored, loaded, self.report)
+        dense = {name: self.wanted.pop(name) for name in filter(loaded, [*self.wanted])}
+        if self.report is not None:
+            left = {name: target for name, target in dense.items() if not formats_in(target.module)}
+            quantize_targets("quantize", model, left, self.report, progress=False)
 
     def close(self, model: Any) -> None:
         """Ends loading, once the model has all its weights."""
@@ -256,8 +265,8 @@ class Quantizer(HfQuantizer):
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
         """Gives the `done` modules quantised weights on the meta device, in place of real ones."""
-        for name in filter(done, [*self.layout.targets, *self.wanted.dense]):
-            target = self.wanted.resolve(name, self.layout.targets)
+        for name in filter(done, [*self.layout.targets, *self.wanted]):
+            target = self.layout.targets.pop(name, None) or self.wanted.pop(name)
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
@@ -325,26 +334,19 @@ def quantizer_for(
     model: nn.Module,
     files: list[str],
     recipe: Mapping[str, Any] | None,
-    requantize: bool,
     importance: Importance | None = None,
-    packs: bool = False,
 ) -> Quantizer | None:
     """Quantizer that a checkpoint, dense or quantised, needs; None for none.
 
     Args:
         model: on the meta device.
-        packs: False makes FP8 without a recipe dense, True keeps it packed, as `from_pretrained` does.
 
     Raises: ValueError for a checkpoint with a quantisation that holds no other.
     """
-    quantization = source.quantization(recipe, requantize, importance)
-    if recipe is None and not packs and source.stored.get("quant_method") == "fp8":
-        return None
-    if quantization is None:
-        if source.stored and recipe is not None:
-            refuse_second_method("quantize", source.stored["quant_method"])
-        return None
-    return quantizer_of(quantization, source, model, files)
+    quantization = source.quantization(recipe, importance)
+    if quantization is None and source.stored:
+        refuse_second_method("quantize", source.stored["quant_method"])
+    return None if quantization is None else quantizer_of(quantization, source, model, files)
 
 
 def quantizer_of(

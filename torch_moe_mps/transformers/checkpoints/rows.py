@@ -36,7 +36,7 @@ def rows_of(
     if quantizer is not None:
         if type(quantizer.layout) is not OwnLayout:
             return None
-        if {layer.name for layer in layers} & {*quantizer.wanted.dense, *quantizer.wanted.again}:
+        if {layer.name for layer in layers} & {*quantizer.wanted}:
             return None
     wanted = {f"{layer.name}.{name}" for layer in layers for name in layer.tensors}
     found = _found(model, quantizer, files, wanted)

@@ -137,21 +137,17 @@ class Source:
         kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
         self.others = {key: value for key, value in self.others.items() if key in kept}
 
-    def quantization(
-        self, asked: Mapping[str, Any] | None, requantize: bool = True, importance: Any = None
-    ) -> dict[str, Any] | None:
+    def quantization(self, asked: Mapping[str, Any] | None, importance: Any = None) -> dict[str, Any] | None:
         """The arguments of QuantizationConfig; None if no Quantizer of ours reads the checkpoint.
 
         Args:
             asked: the arguments of a recipe.
-            requantize: True applies it to quantised weights, too.
             importance: an Importance, for quantisation.
-
         """
         if self.gguf is not None:
             again = {"source": FROM_GGUF, "importance": importance}
             return {"gguf": True} if asked is None else {**asked, **again}
-        wanted = {"wanted": asked, "requantize": requantize, "importance": importance}
+        wanted = {"wanted": asked, "importance": importance}
         if not self.stored:
             return None if asked is None else {**asked, "importance": importance}
         match self.stored["quant_method"]:
@@ -164,6 +160,11 @@ class Source:
             case method if method in METHODS:
                 return {"other": dict(self.stored), **wanted}
         return None
+
+    @property
+    def is_packed(self) -> bool:
+        """True if weights are quantised, in a format that stays as it is."""
+        return self.stored.get("quant_method", "fp8") != "fp8"
 
     @property
     def by_others(self) -> bool:

@@ -63,10 +63,11 @@ class _Section:
             about.stored["modules"] = packed
         self._mapping = _of_converted(model) if packed else _of_makers(self._layers, model)
         wanted = _arguments(recipe, about.stored, self._layers)
-        quantization = about.quantization(wanted, requantize=False)
+        quantization = about.quantization(wanted)
         self._quantizer: Quantizer | None = None
         if quantization is not None:
             files, section = [*map(str, self._found.files)], Section(self._found.names, self._mapping)
+            quantization["may_leave"] = True
             self._quantizer = quantizer_of(quantization, about, self._layers, files, section)
             self._mapping = self._quantizer.update_weight_conversions(self._mapping, self._layers)
 

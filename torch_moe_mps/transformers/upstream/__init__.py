@@ -19,12 +19,9 @@ _ON_USE = {
     "MinPLogitsWarper": "generation",
     "MtpCache": "cache_utils",
     "MtpModel": "modeling_layers",
-    "PrinterCallback": "trainer_callback",
-    "TRAINER_STATE_NAME": "trainer",
     "TemperatureLogitsWarper": "generation",
     "TopKLogitsWarper": "generation",
     "TopPLogitsWarper": "generation",
-    "TrainerState": "trainer_callback",
     "bytes_to_unicode": "convert_slow_tokenizer",
 }
 _MODULES = ("modeling_gguf_pytorch_utils",)  # imports tokenizers

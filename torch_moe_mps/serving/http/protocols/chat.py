@@ -119,7 +119,7 @@ class ChatCompletions(Protocol):
 
 
 class Chunks(Writer):
-    """Writer of streamed chunks, with usage in the last or every chunk if requested."""
+    """Writer of streamed chunks, with usage in the last one if requested."""
 
     prefix: str
     kind: str
@@ -131,9 +131,7 @@ class Chunks(Writer):
 
     def choice(self, choice: dict[str, Any]) -> str:
         """One entry of `choices`."""
-        is_counted = self._options.get("include_usage") and self._options.get("continuous_usage_stats")
-        counted = {"usage": usage(self.answers)} if is_counted else {}
-        return event(self.envelope | {"choices": [choice]} | counted)
+        return event(self.envelope | {"choices": [choice]})
 
     def end(self) -> str:
         last = ""

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from ...engine.ranges import integer
+from ...engine.ranges import integer, is_list_of
 from .. import limits
 from ..answer import Answer, Item, Piece
 from ..answers import Answers
 from ..logprobs import completion_form
-from ..request import HINTS, OBJECT, SHARED, Fields, Request, common, texts_or_tokens
+from ..request import HINTS, OBJECT, SHARED, Chat, Fields, Request, common, wrong
 from ..served import Served
 from ..structured import schema_of
 from .chat import Chunks, envelope, usage
@@ -34,7 +34,7 @@ class Completions(Protocol):
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
         return Request(
-            prompts=[*texts_or_tokens(body["prompt"], "prompt", limits.PROMPTS)],
+            prompts=_prompts(body["prompt"]),
             prompt_field="prompt",
             max_tokens=body.get("max_tokens"),
             form=schema_of(body.get("response_format"), "response_format"),
@@ -71,6 +71,20 @@ class _Chunks(Chunks):
         if answer.is_cut:
             return ""
         return self.choice(_choice(number, "", None, _reason(answer)))
+
+
+def _prompts(value: Any) -> list[Chat | str | list[int]]:
+    """Prompts of a field with one or several texts or token lists. Raises: Refused."""
+    if _is_prompt(value):
+        return [value]
+    if isinstance(value, list) and 0 < len(value) <= limits.PROMPTS and all(map(_is_prompt, value)):
+        return [*value]
+    expected = f"a text, a list of tokens, or a list of at most {limits.PROMPTS} of these"
+    raise wrong("prompt", expected, value)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (bool(value) and is_list_of(int, value))
 
 
 def _reason(answer: Answer) -> str:

@@ -39,9 +39,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or
             FROM_GGUF.
         gguf: True reads a GGUF file whose blocks stay packed.
-        wanted: arguments of a recipe for a quantised checkpoint: for its dense weights, and for weights
-            with more bits than the recipe says.
-        requantize: False leaves quantised weights unchanged.
+        wanted: arguments of a recipe for the dense weights of a quantised checkpoint.
+        may_leave: True leaves packed weights for which the recipe has another format; False refuses it.
         ordered: names of the linear layers, quantised in a checkpoint, that take their inputs in an order.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: the quantisation of a checkpoint that MLX wrote; {} if that is dense.
@@ -62,7 +61,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         source: Mapping[str, Any] | None = None,
         gguf: bool = False,
         wanted: Mapping[str, Any] | None = None,
-        requantize: bool = True,
+        may_leave: bool = False,
         ordered: Collection[str] = (),
         absent: Collection[str] = (),
         mlx: Mapping[str, Any] | None = None,
@@ -81,7 +80,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.gguf, self.absent, self.mlx, self.other = source, gguf, [*absent], mlx, other
         self.ordered = [*ordered]
-        self.wanted, self.requantize, self.importance = wanted, requantize, importance
+        self.wanted, self.may_leave, self.importance = wanted, may_leave, importance
         self.recipe()  # its errors are raised now
 
     def get(self, key: str, default: Any = None) -> Any:

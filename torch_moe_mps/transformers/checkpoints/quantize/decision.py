@@ -1,13 +1,15 @@
 """Decides which weights are quantised, and to which format, for in place, loading and planning."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ....ops._checks import Check
 from ....quantization import Format
 from ...basics.interface import is_quantized
+from ...basics.report import QuantizationReport
 from ...basics.state import original_class
 from .reasons import Reasons
 from .recipe import Recipe
@@ -60,6 +62,33 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         result.dense[name] = f"{original_class(module).__name__} is no linear layer"
         result.sizes[name] = matrix.nbytes
     return result
+
+
+def drop_packed(
+    wanted: dict[str, Target], stored: Mapping[str, Target], report: QuantizationReport, may_leave: bool
+) -> None:
+    """Drops the weights that a checkpoint has packed from those that are to be quantised.
+
+    Raises: ValueError, unless it `may_leave` them, for a recipe with fewer bits, or that finds nothing dense.
+    """
+    kinds = {target.kind for target in stored.values()}
+    main_kind = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
+    asked: set[Format] = set()
+    smaller = False
+    for name in stored.keys() & wanted.keys():
+        target, formats = wanted.pop(name), stored[name].formats
+        report.skipped[name] = f"already {_named(formats.values())}"
+        if target.kind == main_kind:
+            asked.update({*target.formats.values()} - {*formats.values()})
+        smaller |= any(format.bits < formats[name].bits for name, format in target.formats.items())
+    if not may_leave and (smaller or (asked and not wanted)):
+        has = _named(format for target in stored.values() for format in target.formats.values())
+        expected = f"left out, or those of the checkpoint, which has {has}: quantise the dense one instead"
+        Check("quantize").fail("bits", expected, "others")
+
+
+def _named(formats: Iterable[Format]) -> str:
+    return " and ".join(sorted({*map(str, formats)}))
 
 
 def _formats(target: Target, alike: Sequence[Target], recipe: Recipe) -> dict[str, Format]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import Check
-from ....quantization import TENSORS, Format, QuantizedWeight, dequantize
+from ....quantization import TENSORS, QuantizedWeight
 from ....quantization.formats import ErrorSums, check_finite, quantize_stack
 from ...basics.interface import projections
 from ...basics.report import QuantizedProjection
@@ -30,7 +30,6 @@ from ...modules.linears import (
     QuantizedLayer,
     QuantizedLinear,
     as_codes,
-    hold,
 )
 from .reasons import groups_of
 from .target import Target
@@ -115,42 +114,6 @@ def _stored(target: Target, parameter: str) -> QuantizedWeight:
     tensors: list[Any] = [getattr(target.module, name, None) for name in quantized_names(parameter)]
     packed, scales, biases = tensors
     return QuantizedWeight(packed, scales, biases, target.formats[parameter])
-
-
-def requantize(
-    target: Target, formats: Mapping[str, Format], dtype: torch.dtype
-) -> list[QuantizedProjection]:
-    """Requantises parameters of a quantised module in other formats.
-
-    Args:
-        dtype: of the scales and biases.
-    """
-    module: Any = target.module
-    changed = []
-    for parameter, format in formats.items():
-        stored = _stored(target, parameter)
-        dense = dequantize(stored, dtype)
-        target.formats[parameter] = format
-        stack = dense if target.kind == "experts" else dense.unsqueeze(0)
-        weight, entry = quantize_parameter(target, parameter, stack)
-        for name, tensor in zip(quantized_names(parameter), weight, strict=True):
-            hold(module, name, tensor)
-        release_cache(getattr(module, quantized_names(parameter)[0]).device)
-        changed.append(entry._replace(stored=stored.format, dense_bytes=stored.nbytes))
-    if target.kind == "experts":
-        module.quantization, module.down_quantization = (target.formats[n] for n in projections(module))
-    else:
-        module.format = target.formats["weight"]
-    return changed
-
-
-def share(source: Target, target: Target) -> None:
-    """Shares the quantised weight of a layer, in its format, with another layer."""
-    weight: Any = source.module
-    for name in TENSORS:
-        hold(target.module, name, getattr(weight, name))
-    target.formats = source.formats
-    target.module.__dict__["format"] = weight.format
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:

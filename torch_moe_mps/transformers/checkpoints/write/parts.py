@@ -22,7 +22,6 @@ from ...basics.interface import codes_of, weights_in
 from ...basics.report import QuantizationReport
 from ...upstream.models import logging
 from ...upstream.weights import (
-    AutoHfQuantizer,
     LoadStateDictConfig,
     convert_and_load_state_dict_in_model,
     get_model_conversion_mapping,
@@ -48,10 +47,7 @@ class Parts:
     Args:
         source: a folder, a name on the Hub, or a GGUF file.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
-        recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
-            recipe the checkpoint must be dense, or in FP8, which is dequantised.
-        packs: True keeps what is quantised as `from_pretrained` does, without a recipe, too.
-        requantize: False leaves quantised weights unchanged.
+        recipe: arguments of `accelerate`, by which dense weights are quantised; None leaves them dense.
         importance: for quantisation, as in `accelerate`.
         dtype, trust_remote_code: as for `from_pretrained`.
 
@@ -62,23 +58,17 @@ class Parts:
     Raises: ValueError for a checkpoint with another quantisation, or without safetensors files.
     """
 
-    _conversions: list[Any]
-
     def __init__(
         self,
         source: str,
         model_class: type[PreTrainedModel] | None = None,
         *,
         recipe: Mapping[str, Any] | None = None,
-        requantize: bool = True,
-        packs: bool = False,
         importance: Importance | None = None,
         dtype: Any = "auto",
         trust_remote_code: bool = False,
     ):
         checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
-        if recipe is None and not packs and checkpoint.stored.get("quant_method", "fp8") != "fp8":
-            _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         files = _files_of(checkpoint, source)
         self.model = checkpoint.skeleton().eval()
         self.dtype = self.model.dtype
@@ -89,9 +79,8 @@ class Parts:
             for name, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items()
             if name.endswith(".bias")
         }
-        self._prepare(
-            checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize, importance, packs)
-        )
+        self._quantizer = quantizer_for(checkpoint, self.model, files, recipe, importance)
+        self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         result = dict.fromkeys(layer_of(owner) for owner in owners)
@@ -112,17 +101,6 @@ class Parts:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
             for key, name, _ in names_in(self.model, self._conversions, tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
-
-    def _prepare(self, source: Source, quantizer: Quantizer | None) -> None:
-        """Sets the converters for the stored and the requested quantisation."""
-        self._quantizer = quantizer
-        self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
-        self._reader: Any = quantizer  # keeps transformers from casting codes and scales
-        if quantizer is None and source.stored:
-            self._reader = AutoHfQuantizer.from_config(
-                {**source.stored, "dequantize": True}, pre_quantized=True
-            )
-            self._conversions = self._reader.update_weight_conversions(self._conversions, self.model)
 
     def __enter__(self) -> "Parts":
         return self
@@ -202,7 +180,7 @@ class Parts:
         }
 
     def _load(self, part: str) -> None:
-        missing = read_tensors(self.model, self._keys[part], self._conversions, self._reader, self.dtype)
+        missing = read_tensors(self.model, self._keys[part], self._conversions, self._quantizer, self.dtype)
         optional = may_lack(self.model)
         for name in sorted(self._tie(missing)):
             if self.part_of(name) == part and not optional(name):

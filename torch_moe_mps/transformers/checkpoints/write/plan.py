@@ -69,7 +69,6 @@ def planned(
     model: PreTrainedModel,
     files: list[str],
     recipe: Mapping[str, Any] | None,
-    requantize: bool,
     sizes_of: Callable[[PreTrainedModel], Mapping[Tensor, int]] | None = None,
 ) -> LoadPlan:
     """Plan of quantising a model on the meta device, which then has the planned weights.
@@ -80,7 +79,7 @@ def planned(
     Raises: ValueError for a recipe that does not fit.
     """
     count, tied = len(quantizable(model)), tied_layers(model)
-    quantizer = quantizer_for(source, model, files, recipe, requantize)
+    quantizer = quantizer_for(source, model, files, recipe)
     stored = {} if quantizer is None else quantizer.layout.stored_formats()
     before, token_before = _weights(model, stored, tied), bytes_a_token(model)
     if quantizer is not None:

@@ -1,1 +1,0 @@
-"""LoRA training: examples from a file, the predicted peak of memory, training steps, and the loss curve."""
