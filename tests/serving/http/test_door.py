@@ -61,7 +61,7 @@ def test_beams_of_a_checkpoint_refuse_no_request(here):
         assert ask(here, path, body)[0] == 200, path
     body = ASKED["/v1/completions"] | {"generation_config": '{"num_beams": 4}'}
     status, answer = ask(here, "/v1/completions", body)
-    assert status == 400 and "num_beams 1" in answer["error"]["message"]
+    assert status == 400 and "num_beams must be 1" in answer["error"]["message"]
 
 
 def test_ends_of_a_checkpoint_beyond_its_vocabulary_refuse_no_request(here):

@@ -255,8 +255,8 @@ def attention_kernels(simulated, run) -> list[str]:
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {name: {"sliding_window": 6, **TWO_KINDS} for name in ("gemma2", "gemma4", "gpt_oss")}
 # Architectures whose padded prompts make no mask in any layer.
-WITHOUT_MASKS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4", "inkling2"]
-OFTEN, OFTEN_PADDED = ("deepseek_v3",), ("gemma4", "inkling2")
+WITHOUT_MASKS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4"]
+OFTEN, OFTEN_PADDED = ("deepseek_v3",), ("gemma4",)
 NO_CACHE = ["openai_privacy_filter"]
 OTHERS = sorted(set(tiny_models.architectures()) - {*WITHOUT_MASKS, *NO_CACHE})
 

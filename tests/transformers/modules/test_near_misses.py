@@ -70,7 +70,6 @@ CASES = [
         *("indexer", "deepseek_v32", "model.layers.0.self_attn.indexer", ("index_topk", 2), "wk"),
         (("index_topk", 6),),
     ),
-    Case("relative_bias", "inkling2", "model.layers.0.self_attn.relative_position_bias"),
     Case("compressed_attention", "deepseek_v4", "model.layers.0.self_attn", ("scaling", 2.0), "compressor"),
     Case("hyper_connection", "deepseek_v4", "model.layers.0.attn_hc", ("hc_eps", 0.5), "input_norm"),
     Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),

@@ -12,7 +12,6 @@ import torch
 from jinja2 import TemplateError
 
 from ..._text import first_line
-from ..engine.abilities import reason_for_own_generate, reason_of_settings
 from ..engine.defaults import settings_of_answer
 from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
@@ -35,7 +34,8 @@ from .template import tensor
 
 log = logging.getLogger(__name__)
 Show = Callable[[int, Event], None]
-_OF_BEAMS = {"num_beams", "num_return_sequences"}  # settings
+# Settings of a checkpoint that no client has wished for, and their values here
+_UNASKED: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None}
 
 
 @dataclass
@@ -224,19 +224,14 @@ def _settings(served: Served, request: Request, length: int) -> Any:
         config = settings_of_answer(model, tokenizer, asked, length, context, request.max_tokens, whole)
     except (TypeError, ValueError, AttributeError) as error:
         raise wrong("generation_config", "of settings that exist", first_line(error)) from None
-    for name in _OF_BEAMS - {*asked} if whole is None else ():
-        setattr(config, name, 1)  # a checkpoint's wish, which no client has
+    if whole is None:
+        config.update(**{name: value for name, value in _UNASKED.items() if name not in asked})
     for name in unserved_settings(whole or {}):
         raise wrong("generation_config", "of settings that this server knows", name)
     try:
         check_settings(config, model.generation_config, vocabulary)
     except ValueError as error:
         raise Refused(f"'generation_config': {error}.", "generation_config", "invalid_value") from None
-    if (config.num_return_sequences or 1) > 1:
-        got = config.num_return_sequences
-        raise wrong("generation_config", "of num_return_sequences 1 (see 'n')", got)
-    if (config.num_beams or 1) > 1:
-        raise wrong("generation_config", "of num_beams 1: the server searches no beams", config.num_beams)
     for tokens in config.sequence_bias or ():
         if tokens[0] >= vocabulary:
             raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
@@ -302,9 +297,6 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
         made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
     logprobs = None
     if request.logprobs is not None:
-        alone = reason_of_settings(prompt.config) or reason_for_own_generate(served.model)
-        if alone is not None:  # generate() shows no logits before its own processors
-            raise Refused(f"'logprobs' must be left out: {alone}.", "logprobs", "invalid_value")
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
         made.append(logprobs)
     return made, logprobs

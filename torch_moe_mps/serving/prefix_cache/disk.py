@@ -28,6 +28,7 @@ from ..._faults import Mark, fault_of
 from ..._text import first_line
 from ...transformers.caches.declared import is_in_layers
 from ...transformers.caches.parts import (
+    Classes,
     Joined,
     Part,
     begun_copy,
@@ -79,7 +80,7 @@ class Disk:
         self.seconds = 0.0
         self._writer = Writer(self.files)
         self._pending: deque[_Snapshot] = deque()
-        self._copying: tuple[str, int, Part, dict[int, Any], Mark] | None = None
+        self._copying: tuple[str, int, Part, Classes, Mark] | None = None
         self._keys: dict[Any, str] = {}
         self._key = "unknown"
 
