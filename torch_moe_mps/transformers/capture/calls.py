@@ -61,7 +61,7 @@ class Capture(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
-    handover: Any  # made by an Exchange, or None
+    handover: Any  # None without a pipeline
     operators: tuple[Any, ...]
     seconds: float
 
@@ -93,9 +93,6 @@ class Captures:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Captures, (self._anywhere, self._user_code, self._max_tokens)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
-        return Captures(self._anywhere, self._user_code, self._max_tokens)
 
     def __str__(self) -> str:
         if not self.programs:
