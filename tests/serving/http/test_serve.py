@@ -75,12 +75,9 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
             (responses.create, "truncation", "auto"),
             (responses.create, "background", True),
         ):
-            body = {"model": name, field: value}
-            body |= {chat.create: {"messages": said("a")}, raw.create: {"prompt": "a"}}.get(
-                create, {"input": "a"}
-            )
+            needed = {chat.create: {"messages": said("a")}, raw.create: {"prompt": "a"}}
             with pytest.raises(openai.BadRequestError, match=f"'{field}' is not supported") as raised:
-                create(model=name, extra_body=body)
+                create(model=name, extra_body={field: value}, **needed.get(create, {"input": "a"}))
             assert raised.value.param == field and raised.value.type == "invalid_request_error"
         assert chat.create(**asked | {"model": "another"}).choices[0].message.content == text
 
