@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,93 +11,38 @@ from pathlib import Path
 
 import pytest
 from support import installed
-from support.processes import REPOSITORY, python
+from support.processes import python
 from support.sweep import in_sweep
 
 from torch_moe_mps.ops import OPERATORS
 
-HINT = "from torch_moe_mps._install import install_command, is_from_index as known; "
-SHOW = "print(install_command('serve'), known(), sep='\\n')"
-
-
-def hint(package: Path) -> tuple[list[str], str]:
-    """The words of the command that an installed package gives, and whether it came from an index."""
-    command, known = installed.python(package, HINT + SHOW).splitlines()
-    return shlex.split(command), known
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> tuple[Path, Path]:
-    """A checkout in a folder with a blank in its name, and the folder in which pip has installed it."""
-    folder = tmp_path_factory.mktemp("a checkout")
-    sources = installed.build_wheel.copy_sources(folder / "sources")
-    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", folder / "target")
-    installed.build_wheel.run(sys.executable, "-m", "pip", "install", *options, sources)
-    return sources, folder / "target"
-
-
-def installs(command: list[str]) -> str:
-    """What pip would install, by the command of a hint, of this package alone."""
-    options = ["--dry-run", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, cwd="/")
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+HINT = "from torch_moe_mps._install import install_extra; print(install_extra('serve'))"
 
 
 @pytest.mark.sweep
-def test_of_a_checkout(checkout):
-    sources, target = checkout
-    command, known = hint(target)
-    assert command[-2:] == ["--no-build-isolation", f"{sources}[serve]"] and known == "False"
-    assert "Would install torch-moe-mps" in installs(command)
-
-
-@pytest.mark.sweep
-def test_from_an_index(checkout, tmp_path):
-    """Then pip has left no word on where it came from, and the name is enough."""
-    shutil.copytree(checkout[1], tmp_path / "target")
-    (file,) = (tmp_path / "target").glob("*.dist-info/direct_url.json")
-    file.unlink()
-    command, known = hint(tmp_path / "target")
-    assert command[-2:] == ["install", "torch-moe-mps[serve]"] and known == "True"
-
-
-@pytest.mark.sweep
-def test_of_a_repository(checkout, tmp_path):
-    shutil.copytree(checkout[1], tmp_path / "target")
-    (file,) = (tmp_path / "target").glob("*.dist-info/direct_url.json")
-    about = {"url": "https://host/it", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}}
-    file.write_text(json.dumps(about))
-    command, known = hint(tmp_path / "target")
-    expected = ["--no-build-isolation", "torch-moe-mps[serve] @ git+https://host/it@c0ffee"]
-    assert command[-2:] == expected and known == "False"
-
-
-def test_of_a_wheel(tmp_path_factory):
-    command, known = hint(installed.package(tmp_path_factory))
-    assert command[-1] == f"{installed.wheel(tmp_path_factory)}[serve]" and known == "False"
-    assert "Would install torch-moe-mps" in installs(command)
-
-
-def test_where_the_package_is_edited():
-    command, known = python(HINT + SHOW).splitlines()
-    words = shlex.split(command)
-    assert words[-3:] == ["--no-build-isolation", "-e", f"{REPOSITORY}[serve]"] and known == "False"
+def test_pip_finds_an_extra_in_the_installed_package(tmp_path_factory):
+    """By its name alone, without an index."""
+    home = installed.new_environment(tmp_path_factory)
+    *_, name = shlex.split(run_in(home, HINT))
+    options = ["install", "--dry-run", "--no-index", "--disable-pip-version-check", name]
+    command = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=home)
+    assert "Requirement already satisfied: xgrammar" in result.stdout, result.stderr
 
 
 def test_the_pip_is_that_of_this_python(tmp_path):
     """Where a shell finds another one first, as when nothing is activated."""
     (tmp_path / "pip").write_text("#!/bin/sh\n")
     (tmp_path / "pip").chmod(0o755)
-    command, _ = python(HINT + SHOW, PATH=str(tmp_path)).splitlines()
-    assert shlex.split(command)[:4] == [sys.executable, "-m", "pip", "install"]
+    command = shlex.split(python(HINT, PATH=str(tmp_path)))
+    assert command == [sys.executable, "-m", "pip", "install", "torch-moe-mps[serve]"]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python has no distutils of its own")
 def test_a_hint_leaves_distutils_to_setuptools(tmp_path):
     """Whose finder gives them up for ever in a process that looks for pip."""
     then = "import distutils.core; print(distutils.core.__file__)"
-    *_, file = python(f"{HINT}{SHOW}\n{then}", PATH=str(tmp_path)).splitlines()
+    *_, file = python(f"{HINT}\n{then}", PATH=str(tmp_path)).splitlines()
     assert "setuptools" in file
 
 

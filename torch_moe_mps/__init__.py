@@ -12,12 +12,10 @@ __all__ = [
     "collect_importance",
     "from_pretrained",
     "generate_batch",
-    "load_prompt_cache",
     "ops",
     "quantize_experts",
     "read_importance",
     "restore",
-    "save_prompt_cache",
     "synchronize",
 ]
 
@@ -30,9 +28,7 @@ _LAZY = {
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
     "generate_batch": ".serving.generate_batch",
-    "load_prompt_cache": ".transformers.caches.prompt_cache",
     "quantize_experts": ".transformers",
-    "save_prompt_cache": ".transformers.caches.prompt_cache",
     "synchronize": "._faults",
 }
 
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
     from ._faults import synchronize
     from .serving.generate_batch import generate_batch
     from .transformers.accelerate import accelerate, restore
-    from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
     from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance
     from .transformers.checkpoints.quantize.in_place import quantize_experts
     from .transformers.loading import from_pretrained

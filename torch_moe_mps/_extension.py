@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ._environment import TENSOR_UNITS, choice, commit_interval
-from ._install import install_command, pip_install
+from ._install import pip_install
 from ._weight_formats import ROWS, LikeActivations
 
 # Without MOE_MPS_COMMIT_EVERY, csrc/metal/encoder.mm commits by what dispatches take. Committing early took
@@ -20,11 +20,6 @@ COMMIT_BY_WORK = -1
 PACKAGE = Path(__file__).parent
 _loaded: Path | None = None  # see host_library
 SHADERS = PACKAGE / "shaders"
-
-
-def reinstall() -> str:
-    """Command that installs a library for the installed torch."""
-    return f"`{install_command(None, '--force-reinstall', '--no-deps')}`"
 
 
 def torch_version() -> tuple[int, int]:
@@ -46,14 +41,14 @@ def load_extension() -> bool:
         known = [".".join(map(str, numbers)) for numbers in minors]
         _warn(
             f"has no Metal kernels for torch {torch.__version__}, only for {', '.join(known)}: "
-            f"{reinstall()} may bring them, `{pip_install(f'torch=={known[-1]}.*')}` fits this one"
+            f"a newer torch-moe-mps may bring them, `{pip_install(f'torch=={known[-1]}.*')}` fits this one"
         )
         return False
     library = PACKAGE / f"_C_torch{major}_{minor}.so"
     try:
         activate(library)
     except OSError as error:
-        _warn(f"cannot load {library.name} into torch {torch.__version__} ({error}): {reinstall()}")
+        _warn(f"cannot load {library.name} into torch {torch.__version__}: {error}; install it again")
         return False
     return True
 

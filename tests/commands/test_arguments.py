@@ -13,7 +13,7 @@ import transformers
 from support.processes import environment, python
 
 import torch_moe_mps
-from torch_moe_mps._install import install_command
+from torch_moe_mps._install import install_extra
 from torch_moe_mps._text import one_of
 from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
@@ -83,8 +83,7 @@ EARLY = {
     "generate {here} -p a --adapter {here}": "--adapter must be a folder with an adapter_config.json",
     "generate {here} -p a --prompts {here}/x": "--prompt and --prompts are two ways to give prompts",
     "generate {here} -p a --image {here}/cat.png": "--image must be a file",
-    "generate {here} -p a --prompt-cache {here}/no/file": "--prompt-cache must be a file that can be written",
-    "chat {here} --prompt-cache {here}": "--prompt-cache must be a file that can be written",
+    "chat {here} --prompt-folder {here}/data": "--prompt-folder must be a folder, got the file",
     "convert {here} {here}/new/..": "DST must name a new folder, got '{here}/new/..'",
     "convert {here} {here}/data/new": "DST must be a folder that can be written, got {here}/data/new: Not a",
     "convert {here} {here}": "exists; convert writes a new folder",
@@ -256,7 +255,7 @@ def test_where_an_error_comes_from(capsys):
         ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
         (
             "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')",
-            f"No module named 'accelerate'; `{install_command('transformers')}` installs what",
+            f"No module named 'accelerate'; `{install_extra('transformers')}` installs what",
         ),
     ],
 )

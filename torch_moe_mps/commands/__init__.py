@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from .._environment import prepare_libraries
-from .._install import install_command
+from .._install import install_extra
 from .._text import first_line
 from .arguments import parse, parser
 from .early import check_options, importing_torch
@@ -132,7 +132,7 @@ def _of_import(error: ImportError) -> str:
     text = str(error) if cause is error else f"{error}: {type(cause).__name__}: {cause}"
     missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
     if missing in ("transformers", "accelerate"):
-        text += f"; `{install_command('transformers')}` installs what the commands need"
+        text += f"; `{install_extra('transformers')}` installs what the commands need"
     return " ".join(text.split())
 
 

@@ -7,25 +7,21 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
-from .._install import is_from_index
 
 CARD = "README.md"
 _TAG = "torch-moe-mps"
 # Entries that hold for the converted model, too.
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
 
-_OURS = """{install}
+_OURS = """With torch_moe_mps, as its README installs it:
+
+```
 torch-moe-mps chat {argument}
 ```
 
 ```python
 import torch_moe_mps
 model = torch_moe_mps.from_pretrained("{name}", device_map="mps")
-```"""
-_FROM_PYPI = """```
-pip install 'torch-moe-mps[serve]'"""
-_FROM_SOURCES = """With torch_moe_mps, which its README installs from a checkout:
-
 ```"""
 _MLX = """```
 mlx_lm.chat --model {argument}
@@ -52,8 +48,7 @@ def model_card(name: str, source: str, base: str | None, layout: str, report: st
     library = "mlx" if layout == "mlx" else "transformers"
     data = ModelCardData(library_name=library, tags=[library, _TAG], **result)
     of = f" of [{result['base_model']}](https://huggingface.co/{result['base_model']})" if base else ""
-    begin = _FROM_PYPI if is_from_index() else _FROM_SOURCES
-    use = (_MLX if layout == "mlx" else _OURS).format(name=name, argument=shlex.quote(name), install=begin)
+    use = (_MLX if layout == "mlx" else _OURS).format(name=name, argument=shlex.quote(name))
     errors = f"\n```\n{report}\n```\n" if report else ""
     return f"""---
 {data.to_yaml()}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._extension import reinstall
 from ._checks import Check
 from ._declared import Declared
 
@@ -334,7 +333,7 @@ def _contiguous(outputs: Outputs) -> Outputs:
 def _warn_mps_reference() -> None:
     warnings.warn(
         "torch_moe_mps: the Metal extension is not loaded; operators on MPS tensors run their reference in "
-        f"plain PyTorch, which is slow. {reinstall()}",
+        "plain PyTorch, which is slow. Install torch-moe-mps again",
         stacklevel=2,
     )
 
