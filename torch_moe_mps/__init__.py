@@ -14,7 +14,6 @@ __all__ = [
     "generate_batch",
     "load_prompt_cache",
     "ops",
-    "quantize_experts",
     "read_importance",
     "restore",
     "save_prompt_cache",
@@ -31,7 +30,6 @@ _LAZY = {
     "from_pretrained": ".transformers.loading",
     "generate_batch": ".serving.generate_batch",
     "load_prompt_cache": ".transformers.caches.prompt_cache",
-    "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.caches.prompt_cache",
     "synchronize": "._faults",
 }
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from .transformers.accelerate import accelerate, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
     from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance
-    from .transformers.checkpoints.quantize.in_place import quantize_experts
     from .transformers.loading import from_pretrained
 
 
