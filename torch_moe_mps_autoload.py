@@ -36,10 +36,8 @@ PACKAGES = {
     "awq": "gptqmodel",
     "compressed-tensors": "compressed_tensors",
     "gptq": "gptqmodel",
-    "metal": "kernels",
 }
-# Methods that transformers dequantises on a Mac, and that it dequantises elsewhere, without the package.
-_DENSE_ON_MPS, _DENSE_ELSEWHERE = ("fp8", "mxfp4"), ("metal",)
+_DENSE_ON_MPS = ("fp8", "mxfp4")  # methods that transformers dequantises on a Mac
 
 
 def autoload() -> None:
@@ -149,8 +147,7 @@ def is_for_us(stored: Any, asked: Any = None, gguf_file: Any = None) -> bool:
     if method is None:
         return stored.get("library") == _PACKAGE or ("bits" in stored and "group_size" in stored)
     if method in PACKAGES:
-        is_read = method in _DENSE_ELSEWHERE and not _has_apple_gpu()
-        return not is_read and find_spec(PACKAGES[method]) is None
+        return find_spec(PACKAGES[method]) is None
     # transformers takes a checkpoint of ModelOpt for a dense one.
     return method in (NAME, "modelopt") or (method in _DENSE_ON_MPS and _has_apple_gpu())
 

@@ -12,11 +12,9 @@ __all__ = [
     "collect_importance",
     "from_pretrained",
     "generate_batch",
-    "load_prompt_cache",
     "ops",
     "read_importance",
     "restore",
-    "save_prompt_cache",
     "synchronize",
 ]
 
@@ -29,8 +27,6 @@ _LAZY = {
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
     "generate_batch": ".serving.generate_batch",
-    "load_prompt_cache": ".transformers.caches.prompt_cache",
-    "save_prompt_cache": ".transformers.caches.prompt_cache",
     "synchronize": "._faults",
 }
 
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
     from ._faults import synchronize
     from .serving.generate_batch import generate_batch
     from .transformers.accelerate import accelerate, restore
-    from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
     from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance
     from .transformers.loading import from_pretrained
 

@@ -174,18 +174,3 @@ def test_serve(folders, options):
         tokens = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         right.append(tokenizer.decode(tokens, skip_special_tokens=True))
     assert asked(folders, *options) == right
-
-
-def test_a_kept_prompt_is_for_the_adapter_that_computed_it(folders, tmp_path, capsys):
-    """A file that the model without the adapter reads is ignored with a line, and the answers stay."""
-    model, adapter = folders
-    options = ("--raw", "-p", "hello world hello world", "--max-tokens", 6, "--device", "cpu")
-    kept = ("--prompt-cache", tmp_path / "prompt.safetensors")
-    answers = []
-    for own in ((), kept):
-        for adapters in (("--adapter", adapter), ()):
-            assert run("generate", model, *options, *own, *adapters) == 0
-            out, err = capsys.readouterr()
-            answers.append(out)
-    assert answers[:2] == answers[2:] and answers[0] != answers[1]
-    assert "is for another model, or for other weights of this one; it is ignored" in err

@@ -15,14 +15,13 @@ import torch
 import transformers
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from support.disk import files_of
 from support.processes import environment
 from support.sweep import in_sweep
 from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps.commands import generate, main
-from torch_moe_mps.serving.prefix_cache import memory as kept_prompts
+from torch_moe_mps.serving.prefix_cache import disk
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
 
@@ -112,28 +111,26 @@ def draft(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("way", in_sweep(("draft", "itself", "lookup"), ("draft",)))
-def test_speculation_gives_the_same_text(way, checkpoint, draft, tmp_path, capsys):
-    """Greedily; the model as its own draft drafts all tokens. With a prompt that is kept, too."""
+def test_speculation_gives_the_same_text(way, checkpoint, draft, capsys):
+    """Greedily; the model as its own draft drafts all tokens."""
     arguments = {
         "draft": ["--speculative", draft],
         "itself": ["--speculative", checkpoint],
         "lookup": ["--speculative", "lookup"],
     }[way]
     text = expected(checkpoint, "abcabcabc", 40)
-    for _ in range(2):
-        kept = ["--prompt-cache", tmp_path / "prompt.safetensors"]
-        assert run(checkpoint, "--raw", "-p", "abcabcabc", "--max-tokens", 40, *arguments, *kept) == 0
-        out, err = capsys.readouterr()
-        assert out == text + "\n"
-        accepted, drafted = (int(err.splitlines()[-1].split()[i]) for i in (0, 2))
-        assert 0 <= accepted <= drafted and drafted > 0
-        assert way != "itself" or drafted - accepted <= 1  # the last draft is one too many
+    assert run(checkpoint, "--raw", "-p", "abcabcabc", "--max-tokens", 40, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert out == text + "\n"
+    accepted, drafted = (int(err.splitlines()[-1].split()[i]) for i in (0, 2))
+    assert 0 <= accepted <= drafted and drafted > 0
+    assert way != "itself" or drafted - accepted <= 1  # the last draft is one too many
 
 
 def test_a_prompt_is_computed_once(checkpoint, tmp_path, capsys, monkeypatch):
     """In a second call that begins alike, only the rest; the text is that of one call."""
-    monkeypatch.setattr(kept_prompts, "_WORTH", 40)
-    file, counts = tmp_path / "prompt.safetensors", []
+    monkeypatch.setattr(disk, "BLOCK", 16)
+    counts = list[int]()
     own = transformers.MixtralModel.forward
 
     def counted(self, input_ids=None, **kwargs):
@@ -142,55 +139,18 @@ def test_a_prompt_is_computed_once(checkpoint, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(transformers.MixtralModel, "forward", counted)
     document = "thequickbrownfoxjumpsoverthelazydog" * 3
-    written = []
-    for question, computed in (("why", 108), ("who", 1), ("when", 2)):
+    for question, computed in (("why", 108), ("who", 12), ("when", 13)):
         text = expected(checkpoint, document + question)
         del counts[:]
-        arguments = ["--raw", "-p", document + question, "--max-tokens", 12, "--prompt-cache", file]
+        arguments = ["--raw", "-p", document + question, "--max-tokens", 12, "--prompt-folder", tmp_path]
         assert run(checkpoint, *arguments) == 0
         assert capsys.readouterr().out == text + "\n"
         assert counts[0] == computed
-        written.append(file.stat().st_mtime_ns)
-    assert len({*written}) == 1  # little was new
-
-
-def something_else(file):
-    file.write_text("my notes")
-    return "is damaged or not a prompt cache"
-
-
-@pytest.mark.parametrize("change", [something_else, None])
-def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, checkpoint, tmp_path, capsys):
-    file = tmp_path / "prompt.safetensors"
-    arguments = ["--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file]
-    other = tmp_path / "other"
-    write(other, seed=5)
-    assert run(checkpoint, *arguments) == 0
-    message = "is for another model, or for other weights" if change is None else change(file)
-    asked = other if change is None else checkpoint
-    before = file.read_bytes()
-    capsys.readouterr()
-    assert run(asked, *arguments) == 0
-    out, err = capsys.readouterr()
-    assert out == expected(asked, "hello") + "\n"
-    assert f"torch-moe-mps: {file} {message}" in err and "ignored" in err
-    if change is something_else:
-        assert file.read_bytes() == before and "is not a prompt cache; it was not changed" in err
-    else:
-        assert file.read_bytes() != before
-
-
-def test_a_full_disk_does_not_lose_the_answer(checkpoint, tmp_path, capsys):
-    file = tmp_path / "prompt.safetensors"
-    with files_of(2000):
-        assert run(checkpoint, "--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file) == 0
-    out, err = capsys.readouterr()
-    assert out == expected(checkpoint, "hello") + "\n" and not [*tmp_path.iterdir()]
-    assert f"the prefix is not cached in {file}: " in err and "File too large" in err
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_the_prompt(checkpoint, tmp_path, capsys, monkeypatch):
     own, calls = transformers.MixtralModel.forward, []
+    monkeypatch.setattr(disk, "BLOCK", 4)
 
     def interrupted(self, input_ids=None, **kwargs):
         calls.append(input_ids.shape[1])
@@ -198,7 +158,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_prompt(checkpoint, tmp_path, capsy
             os.kill(os.getpid(), signal.SIGINT)
         return own(self, input_ids=input_ids, **kwargs)
 
-    arguments = ["--raw", "-p", "hello", "--prompt-cache", tmp_path / "prompt.safetensors"]
+    arguments = ["--raw", "-p", "hello", "--prompt-folder", tmp_path]
     text = expected(checkpoint, "hello", 5)
     capsys.readouterr()
     monkeypatch.setattr(transformers.MixtralModel, "forward", interrupted)

@@ -14,6 +14,7 @@ from support.speculative import Answered, prompts, settings
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import draft_cache, drafts_of
+from torch_moe_mps.serving.prefix_cache import disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.dflash import DFlash
 from torch_moe_mps.serving.speculative.drafter import Row
@@ -42,21 +43,26 @@ def answers(capsys, *arguments) -> str:
     return out
 
 
-def test_generate_with_an_assistant(folders, tmp_path, capsys):
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(disk, "BLOCK", 4)
+
+
+def test_generate_with_an_assistant(folders, tmp_path, capsys, small_blocks):
     """In a prompt that is kept, too, of which it needs all states."""
     model, assistant = folders
     own = answers(capsys, model)
     for _ in range(2):
-        kept = ("--prompt-cache", tmp_path / "kept.safetensors")
+        kept = ("--prompt-folder", tmp_path / "kept")
         assert answers(capsys, model, "--speculative", assistant, *kept) == own
 
 
-def test_generate_with_layers_of_the_checkpoint(tmp_path, capsys):
+def test_generate_with_layers_of_the_checkpoint(tmp_path, capsys, small_blocks):
     with with_mtp("deepseek_v3", tmp_path / "model", vocab_size=27):
         letters().save_pretrained(tmp_path / "model")
         own = answers(capsys, tmp_path / "model")
         for _ in range(2):
-            kept = ("--prompt-cache", tmp_path / "kept.safetensors")
+            kept = ("--prompt-folder", tmp_path / "kept")
             assert answers(capsys, tmp_path / "model", "--speculative", "mtp", *kept) == own
 
 

@@ -106,7 +106,7 @@ def restored(simulated, folder) -> list[str]:
         while engine.has_work:
             engine.step()
             prompts.store()
-        prompts.write(model)
+        prompts.close()
     assert asked.job.usage.disk_tokens
     return simulated.called_aten()
 

@@ -18,11 +18,6 @@ JOBS = [
     {"ids": [4, 4, 4, 4], **SAMPLED, "seed": 8},
     {"ids": [4, 4, 4, 4], **GREEDY, "repetition_penalty": 1.7},
 ]
-OWN = {**GREEDY, "eos_token_id": 95, "pad_token_id": 1}
-BY_GENERATE = [
-    {"ids": [*PROMPT, 3], **OWN, "num_beams": 3},
-    {"ids": [3, 4], **OWN, "cache_implementation": "static"},
-]
 # The first is drafted for the second, rightly, and for the third, wrongly.
 AGAIN = [JOBS[2], JOBS[2], {**JOBS[2], "repetition_penalty": 1.1}]
 # {name: (architecture, arguments)}
@@ -35,7 +30,6 @@ SCENARIOS = {
     "stages with other modules": ("glm5_next", {"jobs": JOBS[:3], "together": 3}),
     "in turn": ("mixtral", {"jobs": JOBS[:4], "memory": 0}),
     "cancelled": ("mixtral", {"jobs": JOBS[1:3], "together": 2, "cancelled": 0}),
-    "by generate": ("mixtral", {"jobs": [JOBS[0], *BY_GENERATE, JOBS[2]], "together": 2}),
     "not batchable": ("mixtral", {"jobs": JOBS[:3], "together": 3, "patched": "not_batchable"}),
     "not batchable there": ("mixtral", {"jobs": JOBS[:3], "together": 3, "patched": "second_has_no_rows"}),
 }
@@ -88,7 +82,7 @@ def test_sequences_are_batched(outcomes):
     assert most == {
         "batched": 4, "with drafts": 4, "states": 3, "states with drafts": 1, "a layer each": 3,
         "stages with other modules": 3,
-        "in turn": 1, "cancelled": 2, "by generate": 3, "not batchable": 1,
+        "in turn": 1, "cancelled": 2, "not batchable": 1,
         "not batchable there": 1,
     }  # fmt: skip
 

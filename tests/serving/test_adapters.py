@@ -97,7 +97,7 @@ def test_another_adapter_of_the_same_name_and_scale_has_prompts_of_its_own(resta
     for weights in (first, second, first):
         peft.set_peft_model_state_dict(adapted, weights, adapter_name="default")
         if restarts:
-            prompts.write(model)
+            prompts.close()
             disk = Disk(tmp_path, 1 << 30)
             prompts = PrefixCache(1 << 30, disk=disk)
         answers.append(in_a_batch(model, PrefixCache(0)))
@@ -106,4 +106,4 @@ def test_another_adapter_of_the_same_name_and_scale_has_prompts_of_its_own(resta
             prompts.store()
     assert answers[0] == answers[2] != answers[1]
     assert disk.hits == 1  # the first one's own, behind the other
-    prompts.write(model)
+    prompts.close()

@@ -8,7 +8,7 @@ import torch
 from support.jobs import Asked, ids_of, model_of, on_thread, run
 from support.sweep import covering
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig
 
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
@@ -21,42 +21,6 @@ from torch_moe_mps.transformers.caches.batched import capacity
 from torch_moe_mps.transformers.trials import batching, memory
 
 MEMORY = 1 << 30
-
-
-def test_own_generate_has_no_logits_before_its_processors():
-    """A job that asks for them ends with the reason, and another one has its tokens."""
-
-    class First(LogitsProcessor):
-        is_first = True
-
-    model = model_of()
-    good, bad = (Asked(ids_of(1, 5), 3, processors=each) for each in ([], [First()]))
-    for asked in (good, bad):
-        asked.config.num_beams = 2
-    run(Engine(model, None, 4), good, bad)
-    assert good.reasons == ["length"] and good.tokens == good.expected(model)
-    (error,) = bad.reasons
-    assert type(error) is ValueError and not bad.tokens
-    assert str(error).endswith("logprobs must be left out for Qwen3MoeForCausalLM, which generates by itself")
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_own_generate_leaves_how_a_model_prepares_inputs(is_replaced):
-    """A function that the user has put on the model is called for each token of beams, and stays on it."""
-    model, called, name = model_of(), [], "prepare_inputs_for_generation"
-    before = model.prepare_inputs_for_generation
-
-    def own(*args, **kwargs):
-        called.append(1)
-        return before(*args, **kwargs)
-
-    if is_replaced:
-        model.prepare_inputs_for_generation = own
-    beams, other = Asked(ids_of(1, 5), 4), Asked(ids_of(2, 5), 6)
-    beams.config.num_beams = 2
-    run(Engine(model, None, 4), other, beams)
-    assert vars(model).get(name) is (own if is_replaced else None)
-    assert len(called) == 4 * is_replaced and beams.reasons == other.reasons == ["length"]
 
 
 def test_an_error_of_the_model_ends_all_and_the_next_jobs_run(monkeypatch):
@@ -417,9 +381,9 @@ def test_requests_take_turns():
     assert all(each.reasons == ["length"] for each in (*asked, *later))
 
 
-def test_the_engine_on_its_thread(tmp_path):
+def test_the_engine_on_its_thread():
     model = model_of()
-    prompts = PrefixCache(MEMORY, file=str(tmp_path / "prompt.safetensors"))
+    prompts = PrefixCache(MEMORY)
     engine, names = EngineThread(model, prompts, 4), []
     jobs = [Asked(ids_of(n, 3 + n), 4 + n) for n in range(6)]
     for each in jobs:
@@ -441,30 +405,6 @@ def test_the_engine_on_its_thread(tmp_path):
     assert began.wait(60)
     engine.close()
     assert endless.reasons == ["cancelled"]
-    assert (tmp_path / "prompt.safetensors").exists()
     late = Asked(ids_of(9, 4), 3)
     engine.submit(late.job)
     assert late.reasons == ["cancelled"]
-
-
-@pytest.mark.slow("beams of forty tokens, twice")
-def test_jobs_that_come_while_beams_are_searched():
-    """They begin between its tokens; a cancelled search ends within a step."""
-    model, ended = model_of(), []
-    engine = EngineThread(model, PrefixCache(MEMORY), 4)
-    beams, plain, gone, after = (Asked(ids_of(n, 5 + n), new) for n, new in enumerate((40, 5, 40, 5)))
-    for each in (beams, gone):
-        each.config.num_beams = 3
-    for name, each in (("beams", beams), ("plain", plain), ("gone", gone), ("after", after)):
-        own = each.job.on_end
-        each.job.on_end = lambda reason, own=own, name=name: (ended.append(name), own(reason))
-    beams.job.on_progress = lambda read, of: engine.submit(plain.job)
-    after.until = lambda token: gone.job.cancel()
-    gone.job.on_progress = lambda read, of: engine.submit(after.job)
-    for each in (beams, gone):
-        engine.submit(each.job)
-    assert all(each.done.wait(120) for each in (beams, plain, gone, after))
-    engine.close()
-    assert ended[:2] == ["plain", "beams"] and gone.reasons == ["cancelled"] and not gone.tokens
-    for each in (beams, plain, after):
-        assert each.tokens == each.expected(model)

@@ -10,7 +10,7 @@ from support.checkpoints import tokenizer_of
 from support.launches import Launches
 from support.models import eager
 from tokenizers import decoders
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, T5Config, T5ForConditionalGeneration
 
 import torch_moe_mps
 from torch_moe_mps.serving.engine.job import Job
@@ -157,16 +157,14 @@ def test_an_answer_is_as_long_as_that_of_generate():
 
 
 def test_a_prompt_that_is_too_long_says_so():
-    for count in (1, 2):
-        settings = GenerationConfig(max_length=9, pad_token_id=0, num_beams=count)
-        with pytest.raises(ValueError, match="Input length of input_ids is 14, but `max_length` is set to 9"):
-            torch_moe_mps.generate_batch(model_of(), [torch.arange(14)], settings, progress=False)
+    settings = GenerationConfig(max_length=9, pad_token_id=0)
+    with pytest.raises(ValueError, match="Input length of input_ids is 14, but `max_length` is set to 9"):
+        torch_moe_mps.generate_batch(model_of(), [torch.arange(14)], settings, progress=False)
 
 
 @pytest.mark.slow("nine answers of generate()")
 def test_a_stop_string_may_begin_in_the_prompt():
-    """And end in the first token, or a later one, or within one; one that the prompt has ends nothing. A beam
-    ends by its own."""
+    """And end in the first token, or a later one, or within one; one that the prompt has ends nothing."""
     tokens = [chr(33 + number) + "~" * (number < 60) for number in range(97)]
     tokenizer = tokenizer_of(tokens, unk_token="!~")
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
@@ -181,9 +179,6 @@ def test_a_stop_string_may_begin_in_the_prompt():
             model_of(), [ids], settings, tokenizer=tokenizer, progress=False
         )
         assert torch.equal(found, expected)
-    ids, beams = prompts(4)[3], config(8, num_beams=3, stop_strings="{")
-    (found,) = torch_moe_mps.generate_batch(model_of(), [ids], beams, tokenizer=tokenizer, progress=False)
-    assert torch.equal(found, alone(own_of(), ids, generation_config=beams, tokenizer=tokenizer))
 
 
 class Only(LogitsProcessor):
@@ -214,32 +209,19 @@ def test_a_model_that_cannot_be_batched_runs_sequentially(caplog):
     assert "cannot be batched" in line
 
 
-def test_a_model_without_a_cache(caplog):
-    """One answer after the other, by the model's own `generate`."""
-    own, model, many = tiny_models.tiny_model("rwkv"), model_of("rwkv"), prompts(3)
-    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
-        answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
-    for ids, answer in zip(many, answers, strict=True):
-        assert torch.equal(answer, alone(own, ids, generation_config=config(4)))
-    (line,) = [record.getMessage() for record in caplog.records if "sequentially" in record.getMessage()]
-    assert "has states that are in no cache" in line
-
-
-@pytest.mark.sweep
-def test_beams_are_searched_one_prompt_at_a_time(caplog):
-    """While the others go on."""
-    model, many = model_of(), prompts(4)
-    as_dict = {"return_dict_in_generate": True, "output_scores": True}
-    configs = [config(30), config(12, num_beams=3), config(6), config(4, num_beams=2, **as_dict)]
-    answers = Answers(4)
-    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
-        found = torch_moe_mps.generate_batch(model, many, configs, streamer=answers.streamers, progress=False)
-    for number, (ids, own) in enumerate(zip(many, configs, strict=True)):
-        plain = GenerationConfig(**{**own.to_diff_dict(), **dict.fromkeys(as_dict, False)})
-        assert torch.equal(found[number], alone(model, ids, generation_config=plain)), number
-    assert answers.ended == [2, 1, 3, 0]
-    (line,) = [record.getMessage() for record in caplog.records if "sequentially" in record.getMessage()]
-    assert "beam search is generate()'s" in line
+def test_a_model_that_only_its_generate_runs_is_refused():
+    own = tiny_models.tiny_model("qwen3_moe")
+    own.generate = print
+    seq2seq = T5ForConditionalGeneration(
+        T5Config(vocab_size=97, d_model=8, d_ff=8, num_layers=1, num_heads=1)
+    )
+    for model, reason in (
+        (model_of("rwkv"), "RwkvForCausalLM has states that are in no cache"),
+        (seq2seq, "T5ForConditionalGeneration is an encoder with a decoder"),
+        (own, r"Qwen3MoeForCausalLM has a generate\(\) of its own"),
+    ):
+        with pytest.raises(ValueError, match=f"^torch_moe_mps: {reason}: call model.generate$"):
+            torch_moe_mps.generate_batch(model, prompts(1), config(4), progress=False)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"repetition_penalty": 1.1}], ids=str)
@@ -295,22 +277,11 @@ def test_what_a_sampled_token_launches(simulated, draws):
     assert [line.split()[0] for line in commands if " grid " in line] == ["sample_rows_f32"]
 
 
-@pytest.mark.slow("six answers, of beams")
 def test_numbers_of_a_seed_are_those_of_its_answer():
-    """Of beams, too, which generate() draws: they depend on no neighbour, and leave torch's numbers alone."""
-    model, many = model_of(), prompts(2)
-    beams = config(5, num_beams=3, do_sample=True, temperature=2.0)
-    drawn = config(9, do_sample=True, temperature=2.0)
-    expected = [alone(own_of(), many[0], 4, generation_config=beams)]
-    expected.append(alone(own_of(), many[1], 6, generation_config=drawn))
-    for beside in (6, None):
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        found = torch_moe_mps.generate_batch(model, many, [beams, drawn], seed=[4, beside], progress=False)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(torch.get_rng_state(), before)
-    again = torch_moe_mps.generate_batch(model, many, [beams, drawn], seed=[4, None], progress=False)
-    assert torch.equal(again[0], expected[0]) and not torch.equal(again[1], found[1])
+    """They depend on no neighbour, and leave torch's numbers alone."""
+    model, many, drawn = model_of(), prompts(2), config(9, do_sample=True, temperature=2.0)
+    found = [torch_moe_mps.generate_batch(model, many, drawn, seed=[4, n], progress=False) for n in (6, None)]
+    assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][1], found[1][1])
 
 
 BAD = [
@@ -324,9 +295,11 @@ BAD = [
     ({"generation_config": [config()]}, "generation_config must be a list of 2"),
     ({"generation_config": {}}, "generation_config must be a list of 2, .* got a dict"),
     (
-        {"generation_config": config(num_beams=2, num_return_sequences=2)},
-        "must have num_return_sequences 1, got 2",
+        {"generation_config": config(num_beams=2)},
+        r"num_beams must be 1 \(model.generate searches beams\), got 2",
     ),
+    ({"generation_config": config(prompt_lookup_num_tokens=2)}, "assisted_generation is generate"),
+    ({"generation_config": config(cache_implementation="quantized")}, "the cache 'quantized' is generate"),
     ({"generation_config": config(stop_strings="a")}, "tokenizer must be there for stop_strings"),
 ]
 

@@ -159,7 +159,7 @@ def test_a_prompt_that_is_kept_looks_at_no_other_ones_tensors(tmp_path, monkeypa
         assert prompts.kept == made[-9:] and prompts.nbytes == sum(map(octets_of, prompts.kept))
     prompts.shrink(3 * octets_of(made[0]))
     assert prompts.kept == made[-3:]
-    prompts.write(small())
+    prompts.close()
 
 
 def _counting(counts: list[int], own):

@@ -13,7 +13,6 @@ from support.waits import Waits
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps import _environment
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.http.logprobs import Logprobs
@@ -145,41 +144,6 @@ def test_log_probabilities_of_two_answers(simulated):
         torch.testing.assert_close(found, chosen, atol=1e-4, rtol=0)
         top = torch.tensor([[entry.logprob for entry in each.top] for each in kept]).double()
         torch.testing.assert_close(top, wanted.topk(3).values, atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow("beams of a model in the simulator")
-def test_beams_are_encoded_behind_a_step_of_the_others(simulated, monkeypatch):
-    """The GPU works on that step while the host encodes the beams' forward: it waits for nothing between."""
-    monkeypatch.setenv(_environment.CAPTURE, "0")
-    plain, model = models("qwen3_moe")
-    going, beams = Asked(0, settings(12)), Asked(1, settings(4, num_beams=2))
-    batch, events, inside = Engine(model, None, 2), [], []
-    step = batch.decoding.step
-
-    def noted() -> None:
-        inside.append(True)
-        step()
-        inside.pop()
-        events.append(("step", waits.count, len(going.tokens)))
-
-    def before(module, inputs) -> None:
-        if not inside and len(batch.pool.sequences) > 1 and batch.pool.is_decoding:
-            events.append(("forward", waits.count, len(going.tokens)))
-
-    batch.submit(going)
-    batch.step()
-    monkeypatch.setattr(batch.decoding, "step", noted)
-    hook = model.register_forward_pre_hook(before)
-    with Waits() as waits:
-        batch.submit(beams)
-        while batch.has_work:
-            batch.step()
-    hook.remove()
-    forwards = [place for place, event in enumerate(events) if event[0] == "forward"]
-    assert len(forwards) == 4  # of the prompt, and of three tokens
-    assert all(events[place - 1] == ("step", *events[place][1:]) for place in forwards), events
-    assert len({events[place][2] for place in forwards}) == 4  # each step gave the other answer a token
-    assert going.tokens == expected(plain, going) and beams.tokens == expected(plain, beams)
 
 
 @pytest.mark.slow("captures a program in the simulator")

@@ -142,13 +142,13 @@ def test_the_last_row_takes_the_place_of_one_that_leaves():
     assert batch.computed(b) == [2, 2]
 
 
-def test_an_error_of_all_spares_those_of_generate_and_those_that_wait():
+def test_an_error_of_all_spares_those_that_wait():
     pool, _ = pool_of()
-    decoding, beams, waiting = sequence_of(pool), sequence_of(pool), sequence_of(pool)
-    beams.alone, waiting.prefill, waiting.phase = "beams", None, "waiting"
+    decoding, waiting = sequence_of(pool), sequence_of(pool)
+    waiting.prefill, waiting.phase = None, "waiting"
     pool.groups.append(Single(decoding))
     pool.fail_all(error := ValueError())
-    assert decoding.ends == [error] and pool.sequences == [beams, waiting] and not beams.ends
+    assert decoding.ends == [error] and pool.sequences == [waiting]
     assert len(pool.groups) == 1 and not pool.batch.sequences
 
 
@@ -178,13 +178,12 @@ def test_answers_with_images_are_not_computed_again():
     assert short.ends == long.ends == [error]
 
 
-def test_cancelled_answers_end_but_those_that_generate_ends():
+def test_cancelled_answers_end():
     pool, _ = pool_of()
-    gone, beams, other = sequence_of(pool), sequence_of(pool), sequence_of(pool)
-    beams.alone = "beams"
-    gone.job.cancel(), beams.job.cancel()
+    gone, other = sequence_of(pool), sequence_of(pool)
+    gone.job.cancel()
     pool.end_cancelled()
-    assert gone.ends == ["cancelled"] and not beams.ends and not other.ends
+    assert gone.ends == ["cancelled"] and not other.ends
 
 
 # {case: (longest answers, whose processors see no token behind their last, is read late, sequences of each

@@ -16,7 +16,6 @@ class One:
     prompt_tokens: int = 10
     turn: int = 0
     place: int = 0
-    alone: str | None = None
     has_begun: bool = field(init=False)
     is_batched: bool = field(init=False)
     request: object = None
@@ -24,7 +23,7 @@ class One:
 
     def __post_init__(self):
         self.has_begun = self.phase in ("prefill", "decoding") or self.tokens > 0
-        self.is_batched = self.phase == "decoding" and self.alone is None
+        self.is_batched = self.phase == "decoding"
         self.request = self.request or object()
 
     @property
@@ -65,12 +64,6 @@ CASES = {
     "first answers where half are later": (
         [*(One(f"d{n}", "decoding", place=n) for n in (1, 2)), One("a", place=3), One("b", turn=9)],
         4,
-        "b",
-        None,
-    ),
-    "none of generate() beside another": (
-        [One("g", "decoding", alone="beams"), One("a", alone="beams"), One("b")],
-        8,
         "b",
         None,
     ),
@@ -126,7 +119,8 @@ def test_prefixes_are_evicted_for_a_sequence_that_fits(case):
 
 def test_sequences_that_decode_alone_take_memory():
     """Beside a batch of 2 x 15 tokens, one of its own of 25: 45 of 100 bytes are left for cached prefixes."""
-    alone = One("g", "decoding", prompt_tokens=20, alone="not batchable", tokens=5)
+    alone = One("g", "decoding", prompt_tokens=20, tokens=5)
+    alone.is_batched = False
     batched = decoding(2)
     assert budget(8, 100).cached([*batched, alone]) == 100 - 2 * 15 - 25
     assert budget(8, 100).cached(batched) == 100 - 2 * 15

@@ -7,13 +7,12 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations import metal_quantization
 
 from support import tiny_models
 from support.checkpoints import changed
 from torch_moe_mps.ops._formats import QuantizedWeight
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
-from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
+from torch_moe_mps.transformers.modules.linears import formats_in
 
 E4M3 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -153,21 +152,6 @@ class AutoRound(Writer):
         if "gptqmodel" not in self.config["packing_format"]:
             tensors.pop("g_idx", None)
         return tensors, values
-
-
-class Metal(Writer):
-    """transformers' MetalConfig: its own code quantises and dequantises."""
-
-    def __init__(self, bits: int = 4, group: int = 32):
-        super().__init__("metal", group, bits, symmetric=False, modules_to_not_convert=["lm_head"])
-        self.config |= {"bits": bits, "group_size": group}
-
-    def __call__(self, weight):
-        how = (self.group, self.bits)
-        packed, *others = metal_quantization._affine_quantize_tensor(weight, *how)
-        scales, biases = (tensor.bfloat16() for tensor in others)
-        values = metal_quantization._affine_dequantize_tensor(packed, scales, biases, *how)
-        return {"weight": packed, "scales": scales, "qbiases": biases}, values
 
 
 class Fp4(Writer):
@@ -348,8 +332,6 @@ def weights(model, expected):
         for parameter, format in formats_in(module).items():
             tensors = [getattr(module, part, None) for part in quantized_names(parameter)]
             values = QuantizedWeight(*tensors, format).values(slice(None))
-            if isinstance(module, OrderedLinear):
-                values = values[:, module.order.argsort()]
             other = getattr(expected.get_submodule(name), parameter)
             yield values, other.mT if getattr(module, "is_transposed", False) else other
 

@@ -261,7 +261,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--prompt-folder": {
         "metavar": "DIR",
-        "help": "the prefix cache on the disk: what memory has no room for, over restarts (the user's cache)",
+        "help": "the prefix cache on the disk: what memory has no room for, over restarts ({})",
     },
     "--prompt-disk": {
         "type": _number("of at least 0", lambda value: value >= 0),
@@ -279,7 +279,7 @@ _HOW_TO_RUN = (
     "--bits", "--group-size", "--kv-bits", "--experts-memory", "--device", "--dtype", *_FROM_THE_HUB
 )  # fmt: skip
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
-_KEPT = ("--prompt-memory", "--prompt-folder", "--prompt-disk")
+_KEPT = ("--prompt-memory", "--prompt-disk")
 
 
 def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
@@ -502,14 +502,11 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
       torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
-      torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
+      torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-folder prompts
       torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b              # which are verified together
     """
-    add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
-    kept = "keep the computed chat there, for the next one that begins alike"
-    add("--prompt-cache", metavar="FILE", help=kept)
-    _add(command, "--prompt-memory")
+    _add(command, "--prompt-folder", *_KEPT, of="none")
     _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
     command.set_defaults(parallel=1)
 
@@ -517,8 +514,8 @@ def _chat(command: argparse.ArgumentParser) -> None:
 def _generate(command: argparse.ArgumentParser) -> None:
     """Answer a prompt once, for scripts.
 
-    Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-cache keeps its prompt then,
-    too.
+    Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-folder keeps its prompt
+    then, too.
 
     examples:
       torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
@@ -538,8 +535,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
     _add(command, "--max-tokens", "--set")
-    kept = "keep the computed prompt there, for the next call that begins alike"
-    add("--prompt-cache", metavar="FILE", help=kept)
+    _add(command, "--prompt-folder", "--prompt-disk", of="none")
     _add(command, "--adapter", *_HOW_TO_RUN)
     _add(command, "--speculative", of=NO_DRAFTS)
     command.set_defaults(shares=None)  # it is for one process
@@ -561,6 +557,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--adapter", *_KEPT)
+    _add(command, "--prompt-folder", of="the user's cache")
     _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
     together = "sequences in a batch, at most (8 where memory takes them); 1 as generate() does"
     add("--parallel", type=_integer(1), metavar="N", help=together)
@@ -608,3 +605,4 @@ def _launch(command: argparse.ArgumentParser) -> None:
     _add(command, "model", nargs="?", help="folder, name on the Hub, or a GGUF file (as the server has it)")
     add("--port", type=_integer(1, 65535), default=8000, help="port of the server (8000)")
     _add(command, *_HOW_TO_RUN, "--adapter", *_KEPT)
+    _add(command, "--prompt-folder", of="the user's cache")

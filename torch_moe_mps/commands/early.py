@@ -61,7 +61,7 @@ def importing_torch(command: str) -> Iterator[None]:
 def _chat(options: argparse.Namespace) -> None:
     _check_settings(options)
     _check_adapter(options)
-    check_writable("--prompt-cache", options.prompt_cache)
+    _check_prompt_folder(options)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -69,12 +69,16 @@ def _generate(options: argparse.Namespace) -> None:
     _check_prompt(options)
     look_for_files(options)
     _check_adapter(options)
-    check_writable("--prompt-cache", options.prompt_cache)
+    _check_prompt_folder(options)
 
 
 def _serve(options: argparse.Namespace) -> None:
     _check_server("serve")
     _check_adapter(options)
+    _check_prompt_folder(options)
+
+
+def _check_prompt_folder(options: argparse.Namespace) -> None:
     if options.prompt_folder is not None and Path(options.prompt_folder).is_file():
         raise ValueError(f"--prompt-folder must be a folder, got the file {options.prompt_folder}")
 
@@ -173,8 +177,8 @@ def _check_settings(options: argparse.Namespace) -> None:
 def _check_prompt(options: argparse.Namespace) -> None:
     if options.prompt and options.prompts:
         raise ValueError("--prompt and --prompts are two ways to give prompts; leave one out")
-    if options.prompts is not None and (options.image or options.prompt_cache):
-        raise ValueError("--image and --prompt-cache are for one prompt, got --prompts")
+    if options.prompts is not None and options.image:
+        raise ValueError("--image is for one prompt, got --prompts")
     if options.image and options.raw:
         raise ValueError("--image needs the chat template, got --raw")
     for file in options.image:

@@ -4,6 +4,7 @@ Ctrl-C ends an answer; what was computed of its prompt is kept.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from ..serving.engine.job import Job
 from ..serving.generate_batch import Answer, generate_all
 from ..serving.prefix_cache.memory import PrefixCache
 from .arguments import NO_DRAFTS
+from .prefixes import disk_of
 from .settings import settings_of
 from .sources import (
     check_adapter,
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     limit = context_of(model.config)
     if max(lengths) >= limit:
         raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {max(lengths)}")
-    cache, drafting = PrefixCache(machine_memory(), file=options.prompt_cache), None
+    cache, drafting = PrefixCache(machine_memory(), disk_of(options)), None
     if options.speculative not in (None, NO_DRAFTS):
         drafting = drafts_of(options, model, folder, device, cache)
     engine = Engine(model, cache, options.batch, drafting=drafting)
@@ -64,18 +66,18 @@ def run(options: argparse.Namespace) -> None:
         answers.append(answer)
         jobs.append(Job(dict(given), config, answer.take, answer.end))
     engine.submit(*jobs)
-    if streamer is None:
-        for prompt, answer in zip(options.texts, answers, strict=True):
-            generate_all(engine, answers, until=answer)
-            text = reader.decode(answer.tokens, skip_special_tokens=True)
-            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
-    else:
-        with at_ctrl_c(jobs[0].cancel):
-            generate_all(engine, answers)
-            print(streamer, file=sys.stderr)
-            cache.write(model)
-        if jobs[0].is_cancelled:
-            raise KeyboardInterrupt
+    with contextlib.closing(cache):
+        if streamer is None:
+            for prompt, answer in zip(options.texts, answers, strict=True):
+                generate_all(engine, answers, until=answer)
+                text = reader.decode(answer.tokens, skip_special_tokens=True)
+                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
+        else:
+            with at_ctrl_c(jobs[0].cancel):
+                generate_all(engine, answers)
+                print(streamer, file=sys.stderr)
+            if jobs[0].is_cancelled:
+                raise KeyboardInterrupt
     if drafting is not None:
         print(drafting, file=sys.stderr)
 

@@ -1,7 +1,6 @@
 """Shared by serve and chat: loads a model, which answers until the command ends."""
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,13 +10,12 @@ from typing import Any
 from .._environment import processes
 from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
-from ..selfcheck.machine import cache_folder
 from ..serving.engine.loop import EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served
-from ..serving.prefix_cache.disk import Disk
 from ..serving.prefix_cache.memory import PrefixCache
 from .caches import kv_cache
+from .prefixes import disk_of
 from .sources import (
     check_adapter,
     check_generates,
@@ -31,8 +29,6 @@ from .sources import (
     with_adapter,
 )
 from .speculative import draft_cache, drafts_of
-
-_DISK = 16.0  # GB of cached prefixes, by default
 
 
 @contextmanager
@@ -48,6 +44,7 @@ def served_by(options: argparse.Namespace) -> Iterator[Served]:
     with ExitStack() as stack:
         check_adapter(options, folder)
         model = with_adapter(options, load(options, folder, device))
+        model = getattr(model, "thinker", model)  # Qwen3-Omni's model of text
         generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
         context = context_of(model.config)
@@ -108,23 +105,4 @@ def prompts_of(options: argparse.Namespace) -> PrefixCache:
     """The prefix cache of chat and serve."""
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
     memory = int(gigabytes * 1e9)
-    if options.command == "chat":
-        return PrefixCache(memory, file=options.prompt_cache)
-    return PrefixCache(memory, disk=disk_of(options))
-
-
-def disk_of(options: argparse.Namespace) -> Disk | None:
-    """Disk tier of the server's prefix cache, or None; logs its folder, or why there is none."""
-    if options.prompt_disk == 0:
-        return None
-    try:
-        folder = Path(options.prompt_folder or cache_folder() / "prompts")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        gigabytes = options.prompt_disk or min(_DISK, shutil.disk_usage(folder).free / 4e9)
-        disk = Disk(folder, int(gigabytes * 1e9))
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"torch-moe-mps: no prefixes are cached on the disk: {error}", file=sys.stderr)
-        return None
-    line = f"The prefix cache is in {folder}, {disk.files.nbytes / 1e9:.1f} of at most {gigabytes:.1f} GB"
-    print(f"{line}; --prompt-disk 0 disables it", file=sys.stderr)
-    return disk
+    return PrefixCache(memory, disk_of(options))

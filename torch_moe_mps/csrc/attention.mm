@@ -90,7 +90,6 @@ struct AttentionArguments {
   Gate gate;
   int64_t lookahead = 0;
   Tail tail = {};
-  OptionalTensor relative = {};
   c10::ScalarType dtype;
 
   // The same for a block of tokens.
@@ -156,15 +155,6 @@ OptionalTensor readable_mask(const OptionalTensor& mask) {
   return near ? mask : std::optional(mask->contiguous());
 }
 
-// [B, T, Hq, distances], whose heads kernels count in 32 bits.
-OptionalTensor readable_relative(const OptionalTensor& given) {
-  if (!given) return given;
-  const Tensor relative = rows_contiguous(*given);
-  const bool near =
-      relative.size(2) * relative.stride(2) <= kMostElements && relative.stride(1) <= kMostElements;
-  return near ? relative : relative.clone(at::MemoryFormat::Contiguous);
-}
-
 void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional<int64_t> window,
               int64_t lookahead) {
   const int64_t keys = params.keys, first = keys - params.tokens;
@@ -184,13 +174,6 @@ void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional
   params.mask_head_stride = mask->size(1) == 1 ? 0 : mask->stride(1);
   params.mask_token_stride = mask->stride(2);
   params.mask_key_stride = mask->stride(3);
-}
-
-void set_relative(AttentionParams& params, const Tensor& relative) {
-  params.relative_batch_stride = relative.stride(0);
-  params.relative_token_stride = relative.stride(1);
-  params.relative_head_stride = relative.stride(2);
-  params.relative_extent = relative.size(3);
 }
 
 void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) {
@@ -243,9 +226,7 @@ struct Duration {
     const double seen = in_order ? std::min(most, sizes.keys - 0.5 * (sizes.tokens - 1)) : sizes.keys;
     slots = kSlotsOfAttention * static_cast<double>(sizes.batch * sizes.heads * sizes.tokens) * seen *
             static_cast<double>(given.q.size(3) + sizes.value_width);
-    const bool is_simple = sizes.selected == 0 && !given.relative && given.lookahead == 0 &&
-                           (!given.softmax.sinks || given.softmax.sinks->dim() == 1);
-    const bool splits = is_simple && is_too_long(slots);
+    const bool splits = sizes.selected == 0 && given.lookahead == 0 && is_too_long(slots);
     at_once = splits ? tokens_at_once(sizes.tokens, slots * most / seen) : sizes.tokens;
   }
 };
@@ -254,14 +235,13 @@ struct Duration {
 struct Readable {
   Tensor q;
   Cache k, v;
-  OptionalTensor mask, relative, key_range, sinks, indices, gate;
+  OptionalTensor mask, key_range, sinks, indices, gate;
 
   explicit Readable(const AttentionArguments& given)
       : q(rows_contiguous(given.q)),
         k(given.k),
         v(given.v),
         mask(readable_mask(given.mask)),
-        relative(readable_relative(given.relative)),
         key_range(contiguous(given.order.key_range)),
         sinks(contiguous(given.softmax.sinks)),
         indices(rows_contiguous(given.selected.indices)),
@@ -284,7 +264,6 @@ AttentionParams params_of(const AttentionArguments& given, const Sizes& sizes, c
   params.position = given.tail.position;
   if (!sizes.has_tail) set_mask(params, readable.mask, given.order.window, given.lookahead);
   if (readable.indices) set_indices(params, *readable.indices, given.selected.block);
-  if (readable.relative) set_relative(params, *readable.relative);
   params.gate = token_strides(readable.gate);
   if (readable.gate) {
     params.gate_width = readable.gate->size(3);
@@ -293,7 +272,7 @@ AttentionParams params_of(const AttentionArguments& given, const Sizes& sizes, c
   params.output_is_float = given.dtype == at::kFloat;
   params.has_key_range = readable.key_range.has_value();
   const OptionalTensor& sinks = readable.sinks;
-  params.sinks = !sinks ? SINKS_NONE : sinks->dim() == 1 ? SINKS_OF_HEADS : SINKS_OF_TOKENS;
+  params.has_sinks = sinks.has_value();
   params.sinks_dtype = dtype_code(sinks);
   params.rows = sizes.batch * sizes.tokens * sizes.heads;
   params.scale = static_cast<float>(given.scale);
@@ -306,9 +285,8 @@ AttentionShape shape_of(const Sizes& sizes, const Readable& readable, const Atte
   const char* const file = turns               ? "attention_turned"
                            : sizes.has_tail    ? "attention_tailed"
                            : readable.indices  ? "attention_selected"
-                           : readable.relative ? "attention_relative"
                                                : "attention";
-  const bool is_plain = !readable.mask && !readable.relative && !readable.k.scales && !turns;
+  const bool is_plain = !readable.mask && !readable.k.scales && !turns;
   return {sizes.batch,
           sizes.tokens,
           sizes.heads,
@@ -339,7 +317,7 @@ void bind_operands(Command& command, const Sizes& sizes, const Readable& readabl
   const bool has_keys = sizes.stored > 0, selects = sizes.selected > 0 && readable.indices;
   command
       .bind_strided(readable.q, has_keys ? k.values : output, has_keys ? v.values : output,
-                    readable.mask ? readable.mask : readable.relative)
+                    readable.mask)
       .bind(readable.sinks, output, partials)
       .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
                     selects ? readable.indices : readable.key_range, readable.gate)
@@ -405,10 +383,10 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const OptionalTensor& mask,
                  const Order& order, const Softmax& softmax, const CacheScales& scales,
                  const Selected& selected, const Gate& gate, int64_t lookahead, const Tail& tail,
-                 const OptionalTensor& relative, std::optional<std::string_view> dtype) {
+                 std::optional<std::string_view> dtype) {
   const CacheArguments keys{k, scales.k_scales, scales.k_biases, tail.keys};
   const CacheArguments values{v, scales.v_scales, scales.v_biases, tail.values};
-  return attend({q, keys, values, scale, mask, order, softmax, selected, gate, lookahead, tail, relative,
+  return attend({q, keys, values, scale, mask, order, softmax, selected, gate, lookahead, tail,
                  dtype ? dtype_named(*dtype) : q.scalar_type()});
 }
 

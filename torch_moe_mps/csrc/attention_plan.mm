@@ -47,11 +47,9 @@ bool has_more_queries(const AttentionShape& shape, const Kernel& more) {
 }
 
 // Whether a file has kernels for values of up to so many elements, or narrower ones take wider kernels: one
-// family has a tail, DeepSeek-V4 with heads of 512, and one relative positions, Inkling with heads of 128.
+// family has a tail, DeepSeek-V4 with heads of 512.
 bool has_width(std::string_view file, int64_t width) {
-  if (file == "attention_tailed") return width == 512;
-  if (file == "attention_relative") return width == 128 || width == 512;
-  return true;
+  return file != "attention_tailed" || width == 512;
 }
 
 // Threadgroups that a core runs at once.
@@ -129,7 +127,6 @@ std::vector<Library> attention_libraries(c10::ScalarType dtype) {
   for (const auto& [file, has_quantized] : {std::pair("attention", true),
                                             {"attention_turned", false},
                                             {"attention_selected", true},
-                                            {"attention_relative", true},
                                             {"attention_tailed", false}}) {
     for (const bool quantized : {false, true}) {
       for (const Kernel& kernel : kFew) {

@@ -100,7 +100,6 @@ def _meta_attention(check, q, k, v, mask, indices, k_tail, v_tail, lookahead, ga
         check.between("index_block", index_block, 1, 1, " beside a tail")
     if lookahead > 0 and not (indices is None and mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
-    check.none("beside a look-ahead", lookahead > 0, relative=given["relative"])
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     if gate is not None and gate.shape[3] != 1:
@@ -149,16 +148,6 @@ def _seen_of_tail(
     return seen if indices is None else _times_selected(indices, 1, keys).log_() + seen
 
 
-def _of_distances(relative: Tensor, keys: int) -> Tensor:
-    """[B, Hq, T, S] float32: what `relative` adds to the scores of the last T of S tokens."""
-    tokens, extent = relative.shape[1], relative.shape[3]
-    key = torch.arange(keys, device=relative.device)
-    distance = torch.arange(keys - tokens, keys, device=relative.device)[:, None] - key
-    place = torch.where((distance >= 0) & (distance < extent), distance, extent)
-    padded = F.pad(relative.float(), (0, 1)).transpose(1, 2)
-    return padded.gather(3, place.expand(*padded.shape[:3], keys))
-
-
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
     key = torch.arange(keys, device=mask.device)
@@ -183,9 +172,9 @@ def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Te
 
 @operator(
     f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any mask[_, _, T, _]:mask "
-    "key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] k_scales[B, Hk, S, _]:q k_biases[B, Hk, S, _]:q "
+    "key_range[B, 2]:int32 sinks[Hq] k_scales[B, Hk, S, _]:q k_biases[B, Hk, S, _]:q "
     "v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q indices[B, 1, T, K]|[B, Hk, T, K]:int32 "
-    "gate[B, T, Hq, _]:q k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v relative[B, T, Hq, E>=1]:q",
+    "gate[B, T, Hq, _]:q k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v",
     _meta_attention,
     allowed={
         "gate_activation": tuple(GATES),
@@ -196,9 +185,6 @@ def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Te
     dependences=(
         "mask key_range k_scales not beside k_tail (beside a tail)",
         "window key_range not beside mask (beside a mask, which holds it)",
-        "relative not beside mask (beside a mask)",
-        "relative not beside indices",
-        "relative not beside k_tail (beside a tail)",
     ),
     symbols=("position",),
 )
@@ -226,12 +212,11 @@ def attention(
     v_tail: Tensor | None = None,
     tail_rate: int = 1,
     position: int = 0,
-    relative: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a KV cache, with windows, sinks, soft caps, sparse keys, gates and biases.
+    """Grouped-query attention over a KV cache, with windows, sinks, soft caps, sparse keys and gates.
 
-    score[s] = cap(scale * q . k[s]) + mask[s] + relative[t - s]
+    score[s] = cap(scale * q . k[s]) + mask[s]
     cap(x) = softcap * tanh(x / softcap) where it is given
     out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
     out *= gate_activation(gate), where there is a gate
@@ -258,8 +243,8 @@ def attention(
             the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
             above S mean S. None beside a mask.
         softcap: above 0 and finite.
-        sinks: [Hq] or [B, T, Hq], any of the three dtypes: a logit for each head, or each head of a token,
-            that takes part in the softmax and has no value.
+        sinks: [Hq], any of the three dtypes: a logit for each head that takes part in the softmax and has no
+            value.
         k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of 32, 64
             or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
             `k` is [B, Hk, S, D / 4] int32 or uint32.
@@ -280,9 +265,6 @@ def attention(
         tail_rate: at least 1.
         position: the number of tokens before the new ones. New token t sees the first
             (position + t + 1) // tail_rate keys of the tail, however many of them `k` still holds.
-        relative: [B, T, Hq, E] in the dtype of `q`: element e is added to the score of the key e positions
-            before the token's own. Keys E and more positions before it get nothing. None beside mask,
-            indices, lookahead and a tail.
         dtype: of the result: "float32", or the name of the dtype of `q` (also None).
 
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
@@ -317,8 +299,6 @@ def attention(
     logits = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
         logits = (logits / softcap).tanh_() * softcap
-    if relative is not None:
-        bias = bias + _of_distances(relative, keys).unflatten(1, queries.shape[1:3])
     logits = (logits + bias).masked_fill(hidden, -torch.inf)  # a hidden key may hold NaN
     sink = torch.full((heads,), -torch.inf, device=q.device) if sinks is None else sinks.float()
     sink = sink.expand(batch, tokens, heads).mT.reshape(*queries.shape[:4], 1)
@@ -339,14 +319,14 @@ def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
     turned = check_rope_cache(check, q, k, v, keys_, values_, **given)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = dict.fromkeys((*SCALES, "mask", "indices", "k_tail", "v_tail", "relative", "dtype"))
+    none = dict.fromkeys((*SCALES, "mask", "indices", "k_tail", "v_tail", "dtype"))
     return _meta_attention(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
 
 
 @operator(
     f"q[B, T, Hq>=1, D<={MAX_HEAD}] k[B, T, Hk>=1, D]:q v[B, T, Hk, Dv<={MAX_VALUE_HEAD}]:q "
     "keys_[B, Hk, S, D]:q values_[B, Hk, S, Dv]:q cos[A, T, W] sin[A, T, W]:cos q_norm_weight[D] "
-    "k_norm_weight[D] v_norm_weight[Dv] key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] gate[B, T, Hq, _]:q",
+    "k_norm_weight[D] v_norm_weight[Dv] key_range[B, 2]:int32 sinks[Hq] gate[B, T, Hq, _]:q",
     _meta_rope_attention,
     allowed={"pairs": PAIRS, "gate_activation": tuple(GATES), "window": 1},
     dependences=WRITTEN,
@@ -496,9 +476,6 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
         {"sinks": None, "window": 4, "softcap": 20.0},
         {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=s.device)},
         s.of("q[2, 4, 9, D]", window=3, lookahead=2),
-        *(s.of(f"relative[2, {n}, 4, 5] sinks[2, {n}, 4] q[2, 4, {n}, D]") for n in (1, 9)),
-        _in_8_bits(s, s.T, 9) | s.of("relative[2, T, 4, 20]"),
-        _in_8_bits(s, 9, 9) | s.of("relative[2, 9, 4, 3]"),
         s.of("mask[2, 1, T, 9] gate[2, T, 4, V]"),
         {"mask": s.values(1, 1, s.T, 9) > 0.0, "gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"},
         {"mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
@@ -508,7 +485,6 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
         {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
         over_many,
         over_many | s.of("gate[2, 20, 4, V]"),
-        over_many | s.of("relative[2, 20, 4, 40] sinks[2, 20, 4]", window=290),
         s.of("q[1, 32, 1, D] k[1, 2, 9, D] v[1, 2, 9, V]", sinks=None),
         compressed,
         compressed | {"indices": selected, "position": 20},  # 8 is no key of the tail

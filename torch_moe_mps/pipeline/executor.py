@@ -18,8 +18,6 @@ from ..serving.engine.abilities import Abilities
 from ..serving.engine.drafts import Drafts
 from ..serving.engine.executor import Executor
 from ..serving.engine.groups import Group, Single
-from ..serving.engine.job import Job, Reason
-from ..serving.engine.own_generate import generate_alone
 from ..serving.engine.prefill import Prefill
 from ..serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from ..transformers.basics.state import Beside
@@ -201,18 +199,6 @@ class PipelineExecutor(Executor):
             is_copy=prefix.cache is not prefill.cached.cache,
             held=_numbers(prefill.prefix_cache),
         )
-
-    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
-        """Runs a job through `model.generate` in every process, without steps of other sequences.
-
-        Raises: ValueError for a job with processors or stop strings, which only this process has.
-        """
-        if job.processors or job.config.stop_strings:
-            expected = "without logits processors and stop strings where generate() generates in a pipeline"
-            raise ValueError(f"torch_moe_mps: a job must be {expected}, got some")
-        self._leader.note("generate", job.inputs, config=job.config.to_dict(), seed=job.own_seed)
-        self._leader.send()
-        return generate_alone(self._model, job, None)  # each process samples alike, and none learns of an end
 
     def _begun(
         self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None

@@ -1,6 +1,5 @@
 """The processes that follow: each does to its layers' caches what the first process orders."""
 
-import contextlib
 import functools
 import sys
 from dataclasses import replace
@@ -8,14 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from ..serving.engine.executor import call_model, prefill_of, step_of
 from ..serving.engine.inputs import images_of
-from ..serving.engine.own_generate import call_generate
 from ..serving.engine.prefill import Prefill, turning
 from ..serving.prefix_cache.memory import PrefixCache
-from ..transformers.basics.scoped import Seeded
 from ..transformers.caches.batched import BatchedCache, NotBatchable
 from ..transformers.deferred_states import deferrable_layers
 from .peers import as_bytes, from_bytes
@@ -144,8 +140,3 @@ class Following:
     def _evict(self, held: list[int]) -> None:
         """Evicts the prefixes that the first process does not hold."""
         self._prefix_cache.kept = [each for each in self._prefix_cache.kept if each.number in held]
-
-    def _generate(self, inputs: dict[str, Tensor], config: dict[str, Any], seed: int) -> None:
-        # The first process has an error of arguments, too, and tells.
-        with Seeded(self._model.device, seed), contextlib.suppress(ValueError, TypeError):
-            call_generate(self._model, inputs, GenerationConfig.from_dict(config))

@@ -45,7 +45,7 @@ def generate_batch(
         prompts: N token tensors [T] or [1, T], or texts, which need `tokenizer`.
         generation_config: one for all or N: lengths, time limit, end tokens, `stop_strings` and sampling
             settings; None is the model's. As with `generate`, an answer has at most 20 tokens if no length is
-            set. Beam search runs one prompt at a time, beside the others. `num_return_sequences` must be 1.
+            set. `num_beams` and `num_return_sequences` must be 1.
         tokenizer: for texts and stop strings.
         seed: one for each prompt, or a single number, to which prompt n adds n. Each answer has a private
             random generator, independent of the other answers and of torch's; without a seed it is seeded
@@ -64,7 +64,8 @@ def generate_batch(
     Returns: N tensors of new tokens [M], on the CPU, in the order of the prompts, end tokens included.
 
     Raises: ValueError for invalid arguments, a prompt as long as `max_length`, which includes it, and a model
-        in a pipeline; exceptions of processors and streamers; torch.AcceleratorError if the GPU fails.
+        in a pipeline or one that only its `generate` runs; exceptions of processors and streamers;
+        torch.AcceleratorError if the GPU fails.
     """
     many = len(prompts)
     if isinstance(prompts, (str, Tensor)):
@@ -82,12 +83,10 @@ def generate_batch(
     answers, jobs = list[Answer](), list[Job]()
     with Progress("Generating", many, "answer", wanted=progress) as bar:
         for number, prompt in enumerate(prompts):
-            config = _config(model, configs[number])
+            config = copy.deepcopy(configs[number] or model.generation_config)
             ids = _ids(prompt, number, tokenizer)
-            before = [] if model.config.is_encoder_decoder else ids[0].tolist()
-            answer = Answer(before, config, tokenizer, streamers[number], bar.update)
-            if (config.num_beams or 1) == 1:
-                config.stop_strings = None  # the answer looks for them
+            answer = Answer(ids[0].tolist(), config, tokenizer, streamers[number], bar.update)
+            config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
             job = Job(
                 {"input_ids": ids},
@@ -96,7 +95,6 @@ def generate_batch(
                 answer.end,
                 seed=seeds[number],
                 processors=own,
-                tokenizer=tokenizer,
             )
             check_job(model, job)
             answers.append(answer)
@@ -172,14 +170,6 @@ class Answer:
             except Exception as error:
                 self.error = error
         self._count()
-
-
-def _config(model: PreTrainedModel, config: GenerationConfig | None) -> GenerationConfig:
-    """Copy of a GenerationConfig, or of the model's if None. Raises: ValueError."""
-    config = copy.deepcopy(config or model.generation_config)
-    if (count := config.num_return_sequences or 1) > 1:
-        raise ValueError(f"{_NAME}: generation_config must have num_return_sequences 1, got {count}")
-    return config
 
 
 def _ids(prompt: Any, number: int, tokenizer: Any) -> Tensor:

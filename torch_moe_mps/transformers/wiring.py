@@ -15,7 +15,7 @@ from torch_moe_mps_autoload import NAME, extend_when_imported
 from . import families
 from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
-from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES, NEEDS_OUR_KERNEL
+from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES
 from .attention.indexer import rewrite_indexer
 from .caches.declared import GROWING_CLASSES
 from .caches.layers import FORGETS
@@ -34,7 +34,6 @@ FAMILIES = (
     "gemma4",
     "glm5_next",
     "gpt_oss",
-    "inkling2",
     "minimax_m3",
     "qwen4_exp",
 )
@@ -78,7 +77,6 @@ for name in FAMILIES:
     MODULE_RULES.extend(family.rules)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
-    NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
     MASKS_CHOICES.extend(filter(None, [family.masks_choices]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)

@@ -26,18 +26,12 @@ class Attention(Case):
     dtype: str
     bits: int = 16
     gated: bool = False
-    extent: int = 0  # of a bias of relative positions
     latent: bool = False  # values are the first columns of the keys
 
     @property
     def name(self) -> str:
         sizes = f"{self.heads}/{self.key_heads} of {self.width}/{self.value_width}"
-        others = (
-            " kv8" * (self.bits == 8)
-            + " gated" * self.gated
-            + f" relative to {self.extent}" * (self.extent > 0)
-            + " latents" * self.latent
-        )
+        others = " kv8" * (self.bits == 8) + " gated" * self.gated + " latents" * self.latent
         return f"attention {sizes} T {self.tokens} S {self.keys} {self.dtype}{others}"
 
     def weights(self, values):
@@ -62,8 +56,6 @@ class Attention(Case):
         given, of_heads = {"q": q}, (1, self.tokens, self.heads)
         if self.gated:
             given["gate"] = values.normal(*of_heads, self.value_width, dtype=dtype)
-        if self.extent > 0:
-            given["relative"] = values.normal(*of_heads, self.extent, dtype=dtype)
         return given
 
     def call(self, t):
@@ -88,22 +80,16 @@ class Attention(Case):
         out = torch.empty(1, self.heads, self.tokens, self.value_width, dtype=torch.float64, device=k.device)
         seen = torch.ones(self.tokens, self.keys, dtype=torch.bool, device=k.device)
         hidden = ~seen.tril(self.keys - self.tokens)
-        key = torch.arange(self.keys, device=k.device)
-        distance = (key[self.keys - self.tokens :, None] - key).clamp(0)
         for head in range(self.heads):
             of_head = head // (self.heads // self.key_heads)
             scores = t["q"][:, head].double() @ k[:, of_head].mT * self.scale
-            if self.extent > 0:
-                near = distance < self.extent
-                place = distance.clamp(max=self.extent - 1)[None]
-                scores += t["relative"][:, :, head].double().gather(2, place) * near
             out[:, head] = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ v[:, of_head]
         return out * t["gate"].transpose(1, 2).double().sigmoid() if self.gated else out
 
     def bytes_moved(self, t, part=""):
         out = self.heads * self.tokens * self.value_width * DTYPES[self.dtype].itemsize
         parts = ("", "_scales", "_biases") if self.bits == 8 else ("",)
-        others = ["gate"] * self.gated + ["relative"] * (self.extent > 0)
+        others = ["gate"] * self.gated
         names = ["q", *others, *(name + part for name in self.held for part in parts)]
         return out + sum(t[name].nbytes for name in names)
 
@@ -148,9 +134,6 @@ def sanitizer_attention() -> list[Case]:
     widths = ((64, 64), (128, 128), (256, 256), (576, 512))
     cases = [SmallAttention(4, 1, t, 300, *width, "f32") for width in widths for t in (1, 3)]
     cases += [SmallAttention(2, 1, t, 300, 128, 128, "f16", 8) for t in (1, 12)]
-    cases += [
-        SmallAttention(4, 1, t, 300, 64, 64, "f16", bits, extent=70) for t in (1, 12) for bits in (16, 8)
-    ]
     return [*cases, *(SmallAttention(4, 1, t, 300, 64, 64, "f16", gated=True) for t in (1, 40))]
 
 

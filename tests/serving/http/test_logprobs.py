@@ -138,10 +138,6 @@ def test_a_stop_that_is_held_back(client):
         ({"logprobs": True, "top_logprobs": True}, f"{MOST}, got True."),
         ({"logprobs": True, "top_logprobs": -1}, f"{MOST}, got -1."),
         ({"top_logprobs": 2}, "'top_logprobs' must be with 'logprobs' true, got 2."),
-        (
-            {"logprobs": True, "extra_body": {"generation_config": '{"num_beams": 2}'}},
-            "'generation_config' must be of num_beams 1: the server searches no beams, got 2.",
-        ),
     ],
 )
 def test_bad_values_are_400(client, asked, message):

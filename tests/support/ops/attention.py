@@ -56,9 +56,6 @@ def draw_attention(d):
         bits = torch.randint(-(2**31), 2**31, (*rows, -(-keys // 32)), generator=d.generator).int()
         mask = d.one(shown, added.masked_fill(~shown, hidden), bits)
     lookahead = d.one(0, 3, 2**40) if kind == "order" else 0
-    relative = None
-    if kind == "order" and lookahead == 0:
-        relative = d.maybe(lambda: d.values(batch, tokens, heads, d.one(5, 1, 200), dtype=dtype))
     block = d.one(1, 1, 7, 32) if kind == "indices" else 1
     indices, tail = None, d.one(5, 1, 70, 0)
     if kind == "indices" or (kind == "tail" and d.flag()):
@@ -73,12 +70,11 @@ def draw_attention(d):
         "mask": mask,
         "window": d.one(None, 1, 4, 128) if kind in ("order", "tail") else None,
         "lookahead": lookahead,
-        "relative": relative,
         "key_range": None if kind != "order" else d.maybe(lambda: key_range(d, batch, keys)),
         "indices": indices,
         "index_block": block,
         "softcap": d.one(None, 2.0),
-        "sinks": d.maybe(lambda: d.one(d.values(heads), d.values(batch, tokens, heads))),
+        "sinks": d.maybe(lambda: d.values(heads)),
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
         **(tail_of(d, (batch, key_heads, tail), (width, value_width), dtype) if kind == "tail" else {}),
@@ -152,18 +148,6 @@ def with_tail(a, seen: np.ndarray) -> np.ndarray:
     return np.concatenate((np.broadcast_to(seen[:, None], (*shape, seen.shape[-1])), of_tail), -1)
 
 
-def of_distances(relative, keys: int) -> np.ndarray:
-    """[B, Hq, T, S]: what [B, T, Hq, E] adds to the scores of the last T of S positions."""
-    batch, tokens, heads, extent = relative.shape
-    added = np.zeros((batch, heads, tokens, keys))
-    for token in range(tokens):
-        for key in range(keys):
-            distance = keys - tokens + token - key
-            if 0 <= distance < extent:
-                added[:, :, token, key] = relative[:, token, :, distance]
-    return added
-
-
 def expected_attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
@@ -182,8 +166,6 @@ def expected_attention(a):
     else:
         seen = (a.mask > torch.finfo(a.mask.dtype).min).numpy()
         added = np.where(seen, exact(a.mask), 0.0)
-    if a.relative is not None:
-        added = of_distances(exact(a.relative), keys)
     k, k_size = cached(a.k, a.k_scales, a.k_biases)
     v, v_size = cached(a.v, a.v_scales, a.v_biases)
     if a.k_tail is not None:
@@ -230,7 +212,7 @@ def expected__rope_attention_(a):
     turned, keys, values = expected_rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
     named = dict(zip("qkv", (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)), strict=True))
-    none = ("mask", "indices", "relative", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
+    none = ("mask", "indices", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
     (out,) = expected_attention(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
     errors = (oracles.spacing(x, a.q.dtype) + each.error for x, each in ((q, turned), (k, keys), (v, values)))
     q_error, k_error, v_error = (np.broadcast_to(e, x.shape) for e, x in zip(errors, (q, k, v), strict=True))
@@ -260,11 +242,9 @@ def invalid_attention(zeros):
     }
     beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
     mask = zeros(1, 1, T, 9)
-    relative = zeros(2, T, 4, 5)
     indices = zeros(2, 1, T, 4, dtype=torch.int32)
     return [
         wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
-        wrong("None beside a look-ahead", relative=relative, lookahead=1),
         wrong("between 1 and 1024", index_block=0, indices=indices),
         wrong("1 without indices", index_block=2),
         wrong("None beside indices, which hold it", window=4, indices=indices),

@@ -255,8 +255,8 @@ def attention_kernels(simulated, run) -> list[str]:
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {name: {"sliding_window": 6, **TWO_KINDS} for name in ("gemma2", "gemma4", "gpt_oss")}
 # Architectures whose padded prompts make no mask in any layer.
-WITHOUT_MASKS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4", "inkling2"]
-OFTEN, OFTEN_PADDED = ("deepseek_v3",), ("gemma4", "inkling2")
+WITHOUT_MASKS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4"]
+OFTEN, OFTEN_PADDED = ("deepseek_v3",), ("gemma4",)
 NO_CACHE = ["openai_privacy_filter"]
 OTHERS = sorted(set(tiny_models.architectures()) - {*WITHOUT_MASKS, *NO_CACHE})
 
@@ -405,7 +405,7 @@ def test_windows(simulated, name):
 def with_sdpa(simulated, monkeypatch):
     """A simulated M5 whose torch has a kernel for its tensor units, which was faster."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setattr(units, "sdpa_was_faster", lambda: True)
+    monkeypatch.setattr(units, "was_faster", lambda way: True)
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     chunks_run_sdpa.cache_clear()
     yield monkeypatch
@@ -415,7 +415,7 @@ def with_sdpa(simulated, monkeypatch):
 
 LACKING = {
     "nothing": lambda patch: None,
-    "the measurement": lambda patch: patch.setattr(units, "sdpa_was_faster", lambda: False),
+    "the measurement": lambda patch: patch.setattr(units, "was_faster", lambda way: False),
     "units": lambda patch: patch.setenv("SIMULATED_GPU", "Apple M4 Max"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.14.1"),
     "macOS": lambda patch: patch.setattr(units, "macos", lambda: (26, 1)),

@@ -13,7 +13,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine import prefill as prompt_reader
 from torch_moe_mps.serving.engine.prefill import Prefill
 from torch_moe_mps.serving.prefix_cache import memory as prompts
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
+from torch_moe_mps.transformers.caches.prompt_cache import reads_whole
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
@@ -68,8 +68,6 @@ def test_prompts_that_are_read_whole(architecture, monkeypatch):
         expected = model.generate(**turns(length))[0, length:].tolist()
         assert answer_of(model, prefixes, IDS[:, :length], 5) == expected
     assert not prefixes.kept
-    with pytest.raises(ValueError, match=f"moe_mps::save_prompt_cache: .*{architecture}"):
-        torch_moe_mps.save_prompt_cache("unused", model, IDS, new_cache(model))
 
 
 @pytest.mark.parametrize(

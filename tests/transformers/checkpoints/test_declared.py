@@ -26,7 +26,6 @@ from support.other_libraries import (
     Gptq,
     Int8,
     Library,
-    Metal,
     together,
     write,
 )
@@ -81,7 +80,6 @@ LAYOUTS = {
     "awq": of(Awq()),
     "gptq": of(Gptq()),
     "gptq v2, asymmetric": of(Gptq(version=2, symmetric=False)),
-    "gptq in order": of(Gptq(order=True), "llama"),
     "mxfp4": of(Fp4("compressed-tensors", 32)),
     "nvfp4": of(Fp4("compressed-tensors", 16, 2.0**-3)),
     "nvfp4 of modelopt": of(Fp4("modelopt", 16, 0.0003)),
@@ -96,7 +94,6 @@ LAYOUTS = {
     "fp8 of transformers": lambda folder: fp8_blocks(tiny(), folder),
     "mxfp4 of gpt-oss": lambda folder: mxfp4_blocks(tiny("gpt_oss"), folder),
     "auto-round": of(AutoRound("auto_gptq", Gptq())),
-    "metal": of(Metal()),
     "mlx": of_mlx("affine", 4, 32),
     "mlx mxfp4": of_mlx("mxfp4", 4, 32),
     "ours": of_ours("affine", 4, 32),

@@ -20,7 +20,6 @@ from support.other_libraries import (
     Gptq,
     Int8,
     Library,
-    Metal,
     together,
     weights,
     write,
@@ -36,7 +35,7 @@ from torch_moe_mps.transformers.checkpoints.others.layouts import Matrix, alike
 from torch_moe_mps.transformers.checkpoints.others.schemes import METHODS, Scheme, Schemes
 from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.source import Source
-from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
+from torch_moe_mps.transformers.modules.linears import formats_in
 
 
 class Positive(Gptq):
@@ -82,8 +81,6 @@ CASES = {
     "auto-round": (AutoRound("auto_gptq", Gptq()), "affine4_32", True),
     "auto-round of gptqmodel": (AutoRound("gptqmodel", Gptq(version=2, bits=8)), "affine8_32", True),
     "auto-round of awq": (AutoRound("auto_awq", Awq()), "affine4_32", False),
-    "metal": (Metal(), "affine4_32", True),
-    "metal of 2 bits": (Metal(bits=2, group=64), "affine2_64", True),
 }
 
 
@@ -135,18 +132,19 @@ def test_mps_gets_the_codes_of_the_cpu(name, simulated, tmp_path):
     assert all(torch.equal(tensor, state[name].cpu()) for name, tensor in model.state_dict().items())
 
 
-def test_an_order_of_columns_is_one_of_the_inputs(tmp_path):
-    """GPTQ's act-order, of linear layers; experts take no inputs in an order."""
-    expected = write(tmp_path / "dense", Gptq(order=True, group=32), "llama")
-    model = torch_moe_mps.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    # One group of columns has no order: each o_proj.
-    assert sum(isinstance(module, OrderedLinear) for module in model.modules()) == 12
-    assert all(torch.equal(*pair) for pair in weights(model, expected))
-    assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
-
-    write(tmp_path / "experts", Gptq(order=True))
-    with pytest.raises(ValueError, match="must be made of matrices whose columns are in order"):
-        torch_moe_mps.from_pretrained(tmp_path / "experts")
+@pytest.mark.parametrize("order", [False, True])
+def test_columns_must_be_in_the_order_of_their_groups(order, tmp_path):
+    """GPTQ's act-order is refused, by what is stored and not by what the config says."""
+    write(tmp_path, Gptq(order=order))
+    with changed(tmp_path / "config.json") as config:
+        config["quantization_config"]["desc_act"] = True
+    if not order:
+        assert torch_moe_mps.from_pretrained(tmp_path).hf_quantizer.report.modules
+        return
+    with pytest.raises(
+        ValueError, match="g_idx must be of 32 columns of each group, in their order, got oth"
+    ):
+        torch_moe_mps.from_pretrained(tmp_path)
 
 
 def test_matrices_of_one_parameter_have_one_format():
@@ -358,19 +356,6 @@ def test_each_method_of_a_missing_package_is_read():
     assert {*torch_moe_mps_autoload.PACKAGES} <= {*METHODS}
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "has_kernels", "is_ours"),
-    [(True, False, True), (True, True, False), (False, False, False), (False, True, False)],
-)
-def test_metal_is_ours_where_transformers_refuses_it(has_gpu, has_kernels, is_ours, monkeypatch):
-    """Without an Apple GPU it dequantises such a checkpoint, and needs no kernels."""
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(
-        torch_moe_mps_autoload, "find_spec", lambda package: object() if has_kernels else None
-    )
-    assert torch_moe_mps_autoload.is_for_us(CASES["metal"][0].config) == is_ours
-
-
 def test_layers_of_auto_round_have_their_own_bits(tmp_path):
     """By a name, which goes before a pattern; those of 16 bits are dense."""
     usual = AutoRound("auto_gptq", Gptq())
@@ -426,14 +411,12 @@ def change(folder, part: str, function) -> None:
             "int4", "weight_packed", lambda t: t[:, :7].contiguous(),
             r"weight_packed must be of shape \((\d+), 8\), got \(\1, 7\)$",
         ),
-        ("gptq", "g_idx", lambda t: t * 0, "g_idx must be 32 columns of each group, got others"),
         ("awq", "qweight", lambda t: t.T.contiguous(), r"qweight must be of shape \(64, \d+\), got"),
         (
             "mxfp4", "weight_scale", lambda t: t[:, :1].contiguous(),
             r"weight_scale must be of shape \((\d+), 2\), got \(\1, 1\)$",
         ),
         ("fp8 of all", "weight_scale", lambda t: None, "weight_scale must be in the checkpoint"),
-        ("metal", "qbiases", lambda t: t.float(), "qbiases must be of BF16, as the scales, got F32$"),
         (
             "fp8 of rows", "weight", lambda t: torch.full(t.shape, 127, dtype=torch.uint8).view(E4M3),
             " must be finite, got NaN",
@@ -553,7 +536,6 @@ SCHEMES = {
         ("auto-round", {"act_bits": 8}, "act_bits of .* must be None or 16 or 32, got 8$"),
         ("auto-round", {"rotation_config": {"a": 1}}, "rotation_config of .* must be absent, got rotations"),
         ("auto-round of awq", {"bits": 8}, "bits of .* must be 4, got 8$"),
-        ("metal", {"bits": 3}, "bits of .* must be 2 or 4 or 8, got 3$"),
         (
             "int8 of channels",
             None,

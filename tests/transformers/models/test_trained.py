@@ -128,7 +128,7 @@ def run(*arguments) -> int:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "options", [[], ["--speculative", "lookup"], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
+    "options", [[], ["--speculative", "lookup"], ["--kv-bits", 8], ["--prompt-folder", "prompts"]]
 )
 def test_the_command_answers_as_transformers_does(parts, expected, options, tmp_path, monkeypatch, capsys):
     """Twice: the second time with the prompt that is kept."""

@@ -14,12 +14,12 @@ from ...transformers.caches.deferred_states import bytes_beside
 from ...transformers.caches.state import LayerState
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from ..speculative.drafting import Drafting
-from .abilities import Abilities
+from .abilities import Abilities, check_model
 from .decoding import Decoding
 from .drafts import Drafts
 from .executor import executor_of
 from .groups import Single
-from .job import Counts, Job, Reason
+from .job import Counts, Job
 from .pool import Pool
 from .ranges import check_job
 from .sampling import Sampled, Sampler, sample
@@ -50,17 +50,17 @@ class _Chunk(NamedTuple):
 class Engine:
     """Runs jobs with continuous batching, on the thread that calls `step`.
 
-    Sequences are batched if the model's cache allows it; otherwise each decodes in a separate call. Beam
-    search and models that override `generate` run one at a time through `generate`; other sequences step
-    between its tokens. `isolation` defines which sequences an error ends.
+    Sequences are batched if the model's cache allows it; otherwise each decodes in a separate call.
+    `isolation` defines which sequences an error ends.
 
     Args:
         prefix_cache: None disables prefix caching.
         max_sequences: maximum number of concurrent sequences.
         memory: bytes for sequences and cached prefixes; the least recently used prefixes are evicted first.
             None is no limit. One sequence always runs.
-        take: admits new jobs between the tokens of a `generate` call. Returns False to stop.
         drafting: speculative decoding of batched sequences; None disables it.
+
+    Raises: ValueError for a model that only its `generate` runs.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Engine:
         prefix_cache: PrefixCache | None,
         max_sequences: int,
         memory: int | None = None,
-        take: Callable[[], bool] = lambda: True,
         drafting: Drafting | None = None,
     ):
+        check_model(model)
         self.model, self.prefix_cache, self.counts = model, prefix_cache, Counts()
         self.budget, self.times = Budget(max_sequences, memory, capacity, batch_capacity), Times()
         self.abilities, self.drafts = Abilities(model), Drafts(model, drafting, self.budget)
@@ -80,7 +80,7 @@ class Engine:
         self.pool = Pool(self.executor, prefix_cache, self.drafts)
         others = self.drafts, prefix_cache, self.budget, self.times
         self.decoding = Decoding(self.pool, self.executor, *others)
-        self._scheduler, self._take_jobs = Scheduler(), take
+        self._scheduler = Scheduler()
         self._encoded: Mark | None = None  # a module in front of the decoder, of the prompt that is computed
 
     @property
@@ -104,14 +104,10 @@ class Engine:
             self.pool.sequences.append(sequence)
             with self.pool.isolation.one(sequence):
                 check_job(self.model, job)
-                sequence.alone = self.abilities.alone(job.config)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Runs one engine step: at most one prefill chunk, then one token for each decoding sequence.
-
-        A sequence that needs `generate` runs to its end; the others step between its tokens.
-        """
+        """Runs one engine step: at most one prefill chunk, then one token for each decoding sequence."""
         self.run(self._step)
 
     def run(self, work: Callable[[], None]) -> None:
@@ -188,13 +184,8 @@ class Engine:
         sequence.restoring = None
         self._scheduler.admitted(plan)
         with self.pool.isolation.one(sequence):
-            if sequence.phase == "ended":
-                return True
-            if sequence.alone is None:
+            if sequence.phase != "ended":
                 self._begin(sequence)
-            else:
-                self.pool.enter(sequence, "decoding")
-                self.pool.end(sequence, self._generate(sequence, sequence.alone))
         return True
 
     def _is_restored(self, sequence: Sequence) -> bool:
@@ -320,14 +311,3 @@ class Engine:
         if self.drafts.drafting is not None:
             kinds = [[k] if (k := self.drafts.deferrable.get(n)) else [] for n in range(len(layers))]
             self.budget.state = max(self.budget.state, sum(map(bytes_beside, layers, kinds)))
-
-    def _generate(self, sequence: Sequence, reason: str) -> Reason:
-        """Runs a sequence through `model.generate`, with a step of the others before each forward."""
-        self.abilities.say_alone(reason)
-        job = sequence.job
-
-        def ends() -> bool:
-            return not self._take_jobs() or job.is_cancelled
-
-        self.counts.computed += sequence.prompt_tokens
-        return self.executor.generate(job, ends, self._step)  # a fault of a step ends this one, too

@@ -18,8 +18,7 @@ from .between import Between
 from .drafts import Drafts
 from .groups import Batched, Group, Single
 from .inputs import images_of, is_one_prompt
-from .job import Job, Reason
-from .own_generate import generate_alone
+from .job import Job
 from .prefill import Prefill, turned, turning
 from .sequence import Sequence
 
@@ -48,15 +47,6 @@ class Executor:
         """Caches the prefix of a prefill, or that prefix extended by generated tokens."""
         if prefill.prefix_cache is not None:
             prefill.prefix_cache.put(prefix)
-
-    def generate(self, job: Job, ends: Callable[[], bool], step: Callable[[], None]) -> Reason:
-        """Runs a job through `model.generate`.
-
-        Args:
-            ends: called between tokens; True stops generation.
-            step: steps the other sequences; called once per token.
-        """
-        return generate_alone(self._model, job, ends, step)
 
     def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """Prefill of a job, after its cached prefix."""

@@ -72,8 +72,7 @@ class Isolation:
         """Context whose error is passed to `end`; a GPU fault is re-raised.
 
         Args:
-            is_of_one: passes a GPU fault to `end`, too: `fail_all` does not end a sequence that runs by
-                `generate`.
+            is_of_one: passes a GPU fault to `end`, too: `fail_all` ends no sequence that has not begun.
         """
         try:
             with as_errors():

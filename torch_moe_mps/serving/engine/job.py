@@ -64,8 +64,7 @@ class Job:
     Args:
         inputs: processor outputs for `generate`, on the CPU: `input_ids` [1, T], and tensors of images or
             audio.
-        config: `max_new_tokens`, end tokens and sampling settings. Stop strings are left to `on_token`,
-            except with beam search.
+        config: `max_new_tokens`, end tokens and sampling settings. Stop strings are left to `on_token`.
         on_token: called with each generated token, the end token included. Returns True if the answer is
             complete. An exception ends the job, as does one of `on_progress` or the processors.
         on_end: called once after the last token with the reason: "stop" for an end token or a complete
@@ -75,7 +74,6 @@ class Job:
         seed: for sampling; None takes one from the system's entropy.
         processors: logits processors of this job, such as a grammar mask. Their `input_ids` [1, T] are the
             prompt with the tokens generated so far. Those with `is_first` run before those of `config`.
-        likely: probable tokens of the answer, in order; they are drafted first.
         place: index among the answers to one request; later ones yield to other requests.
         request: that it answers, compared by identity.
         images: in the inputs, from `images_of`; None leaves hashing to the device thread.
@@ -88,8 +86,6 @@ class Job:
     on_progress: Callable[[int, int], None] = _no_progress
     seed: int | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
-    tokenizer: Any = None
-    likely: list[int] = field(default_factory=list)
     place: int = 0
     request: object = None
     images: "Images | None" = None

@@ -49,7 +49,7 @@ class EngineThread:
         self.max_sequences, self.memory, self._prompts = max_sequences, memory, prefix_cache
         self.death: DeviceThreadError | None = None
         room = None if memory is None else memory.free
-        self._engine = Engine(model, prefix_cache, max_sequences, room, self._take_jobs, drafting)
+        self._engine = Engine(model, prefix_cache, max_sequences, room, drafting)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
         if not self._engine.abilities.reads_whole:  # trials that would hold the first answers up
@@ -129,7 +129,7 @@ class EngineThread:
                 self._engine.run(partial(prefix_cache.store, is_short(self.memory)))
         self._engine.end_all()
         if prefix_cache is not None:
-            prefix_cache.write(self._engine.model)
+            prefix_cache.close()
         if self.counts.accepted + self.counts.rejected:
             print(self._engine.drafts.drafting, file=sys.stderr)
 

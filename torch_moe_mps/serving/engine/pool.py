@@ -90,8 +90,8 @@ class Pool:
             sequence.job.end(reason)
 
     def fail_all(self, error: Exception) -> None:
-        """Ends all admitted sequences except those run by `generate`; the engine's caches may be wrong."""
-        failed = [each for each in self.sequences if each.has_begun and each.alone is None]
+        """Ends all admitted sequences; the engine's caches may be wrong."""
+        failed = [each for each in self.sequences if each.has_begun]
         self.groups = [self._new_batch()]
         self.sequences = [each for each in self.sequences if each not in failed]
         for sequence in failed:
@@ -100,8 +100,7 @@ class Pool:
 
     def end_cancelled(self) -> None:
         for sequence in [each for each in self.sequences if each.job.is_cancelled]:
-            if sequence.alone is None or sequence.phase != "decoding":  # else `generate` ends it
-                self.end(sequence, "cancelled")
+            self.end(sequence, "cancelled")
 
     def preempt(self, error: Exception) -> None:
         """Ends the batched sequence with the fewest tokens, and queues the others for recomputation.

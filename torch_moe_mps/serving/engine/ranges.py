@@ -1,13 +1,14 @@
 """Valid ranges of generation settings, shared by jobs and protocols."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig
 
 from ..._text import shown
+from ...transformers.upstream import GenerationMode
 from .job import Job
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
@@ -49,9 +50,8 @@ SETTINGS: dict[str, Check] = {
     "min_length": integer(0),
     "min_new_tokens": integer(0),
     "no_repeat_ngram_size": integer(0),
-    "num_beam_groups": integer(1, 1024),
-    "num_beams": integer(1, 1024),
-    "num_return_sequences": integer(1, 1024),
+    "num_beams": ((lambda value: value == 1), "1 (model.generate searches beams)"),
+    "num_return_sequences": integer(1, 1),
     "remove_invalid_values": _FLAG,
     "renormalize_logits": _FLAG,
     "repetition_penalty": number(0, open_at_low=True),
@@ -70,8 +70,8 @@ DRAWS: dict[str, Check] = {
 }
 
 
-_ALONE = {"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups"}
-_NO_MATTER = {"_from_model_config", "stop_strings", "transformers_version"}
+# Values of `cache_implementation` whose keys and values are those of the engine's cache
+_CACHES = (None, "dynamic", "hybrid", "static")
 
 
 def is_list_of(kind: type, value: Any) -> bool:
@@ -145,21 +145,18 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
         own: the model's settings; tokens equal to these are not checked.
         vocabulary: the vocabulary size.
 
-    Raises: ValueError for the first setting out of range.
+    Raises: ValueError for the first setting out of range, and for a search or a cache of `generate` alone.
     """
     for name, check in (SETTINGS | DRAWS if config.do_sample else SETTINGS).items():
         _check(name, check, getattr(config, name, None))
     for name, check in tokens(vocabulary).items():
         if (value := getattr(config, name, None)) != getattr(own, name, None):
             _check(name, check, value)
-
-
-def unserved_settings(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Names of settings that are not served: other caches, search strategies and assisted decoding."""
-    served = {*SETTINGS, *DRAWS, *tokens(1)} - _ALONE
-    for name, value in settings.items():
-        if value is not None and value is not False and name not in served and name not in _NO_MATTER:
-            yield name
+    mode, cache = config.get_generation_mode(), config.cache_implementation
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"torch_moe_mps: {mode.value} is generate()'s: call model.generate")
+    if cache not in _CACHES:
+        raise ValueError(f"torch_moe_mps: the cache {cache!r} is generate()'s: call model.generate")
 
 
 def check_job(model: Any, job: Job) -> None:

@@ -26,8 +26,6 @@ class Candidate(Protocol):
     @property
     def request(self) -> object: ...
     @property
-    def alone(self) -> str | None: ...
-    @property
     def prompt_tokens(self) -> int: ...
     @property
     def has_begun(self) -> bool: ...
@@ -191,8 +189,6 @@ class Scheduler:
         ]
         if not self._later_may_begin(sequences, max_sequences):
             waiting = [each for each in waiting if each.place == 0]
-        if any(each.phase == "decoding" and each.alone is not None for each in sequences):
-            waiting = [each for each in waiting if each.alone is None]
         return sorted(waiting, key=lambda each: each.turn)
 
     def _later_may_begin(self, sequences: Sequence[Candidate], max_sequences: int) -> bool:

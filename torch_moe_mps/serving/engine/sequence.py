@@ -20,7 +20,6 @@ class Sequence:
     """State of one job: its phase, prefill, and generated tokens.
 
     Attributes:
-        alone: reason why it must run through `model.generate`; None if the engine decodes it.
         phase: "waiting" to be admitted, for the first time or preempted; "restoring" its prefix from the
             disk; "prefill"; "decoding"; or "ended".
         turn: its admission turn.
@@ -32,7 +31,6 @@ class Sequence:
     """
 
     job: Job
-    alone: str | None = None
     phase: Phase = "waiting"
     turn: int = 0
     restoring: Restoring | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._text import first_line
-from ...transformers.caches.parts import Part, octets_of
+from ...transformers.caches.parts import Classes, Part, octets_of
 
 log = logging.getLogger(__name__)
 _MARKER, _VERSION = "torch_moe_mps prompts", "1"
@@ -157,7 +157,7 @@ class Writer:
         """Marks a file as queued before its content is ready."""
         self._queued.add(name)
 
-    def put(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:
+    def put(self, name: str, end: int, part: Part, classes: Classes) -> None:
         """Queues a part for writing; blocks while the queue is full."""
         self._queue.put((name, end, part, classes))
 
@@ -188,7 +188,7 @@ class Writer:
                 line = f"torch-moe-mps: no prefixes are cached in {folder} any more: {reason}"
                 print(line, file=sys.stderr)
 
-    def _write(self, name: str, end: int, part: Part, classes: dict[int, Any]) -> None:
+    def _write(self, name: str, end: int, part: Part, classes: Classes) -> None:
         self._files.write(name, octets_of(part, classes, header(name, end)))
         self._queued.discard(name)
 
@@ -217,7 +217,7 @@ def _owned(folder: Path) -> int:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(held)
-        why = "another server uses it" if isinstance(error, BlockingIOError) else error.strerror
+        why = "another process uses it" if isinstance(error, BlockingIOError) else error.strerror
         raise OSError(f"{folder} cannot be used: {why}") from None
     version = os.pread(held, 64, 0).decode(errors="replace")
     if not version:

@@ -4,9 +4,7 @@ Sequences share common prefixes, such as a system prompt. The least recently use
 """
 
 import logging
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,7 @@ from ..._text import first_line
 from ...transformers.caches.prompt_cache import (
     adapters_of,
     can_be_cut,
-    load_with_states,
     prefix,
-    save_prompt_cache,
 )
 from ...transformers.caches.state import storages_of
 from .disk import Disk, Restoring, tensors_of
@@ -27,7 +23,6 @@ from .disk import Disk, Restoring, tensors_of
 log = logging.getLogger(__name__)
 
 LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
-_WORTH = 256  # tokens that are worth a new file
 _MOST = 512  # cached prefixes: a new one is compared with each of them
 _BETWEEN_PARTS, _BETWEEN_LOOKS = 0.01, 1.0  # seconds: parts of a prompt for the disk; looks at the memory
 
@@ -92,15 +87,12 @@ class PrefixCache:
 
     Args:
         memory: capacity in bytes; the latest prefix always stays.
-        file: `read` and `write` keep the latest prefix in it.
         disk: second tier, which survives a restart.
     """
 
-    def __init__(self, memory: int, file: str | None = None, disk: Disk | None = None):
-        self.memory, self.kept, self.file, self.disk = memory, list[CachedPrefix](), file, disk
-        self.computed = 0  # tokens of prompts that no cached prefix had
+    def __init__(self, memory: int, disk: Disk | None = None):
+        self.memory, self.kept, self.disk = memory, list[CachedPrefix](), disk
         self.put_so_far = 0
-        self._is_read = self._is_in_file = False
         self._adapters: Any = ()
 
     def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> CachedPrefix:
@@ -112,7 +104,6 @@ class PrefixCache:
         """
         best = max(reversed(self.kept), key=lambda kept: kept.usable(ids, images), default=None)
         tokens = 0 if best is None else best.usable(ids, images)
-        self.computed += len(ids) - tokens
         if best is None or tokens == 0:
             return CachedPrefix(ids[:0], new, adapters=self._adapters)
         whole = tokens == len(best.ids)
@@ -199,36 +190,14 @@ class PrefixCache:
             self.put(CachedPrefix(restored.ids, restored.cache, adapters=self._adapters))
 
     def read(self, model: Any) -> None:
-        """Reads the file once, and drops prefixes computed with other than the current adapters.
-
-        A damaged file, or one of another model, is reported on stderr and ignored.
-        """
+        """Selects the model, and drops prefixes computed with other than its current adapters."""
         if (adapters := adapters_of(model)) != self._adapters:
             self.kept, self._adapters = [], adapters
         if self.disk is not None:
             self.disk.use(model, adapters)
-        if self._is_read:
-            return
-        self._is_read = True
-        if self.file is None:
-            return
-        try:
-            ids, cache, states = load_with_states(self.file, model)
-        except FileNotFoundError:
-            return
-        except (ValueError, OSError) as error:
-            print(f"torch-moe-mps: {error}; it is ignored", file=sys.stderr)
-            return
-        self.put(CachedPrefix(ids[0].cpu(), cache, states))
-        self._is_in_file = True
 
-    def write(self, model: Any) -> None:
-        """Writes the file and the prefixes queued for the disk; failures are reported on stderr.
-
-        The file is rewritten only if enough new tokens were computed.
-        """
-        if self.file is not None and self.kept and (self.computed >= _WORTH or not self._is_in_file):
-            _write(Path(self.file), model, self.kept[-1])
+    def close(self) -> None:
+        """Writes the prefixes queued for the disk; failures are reported on stderr."""
         if self.disk is not None:
             self.disk.close()
 
@@ -260,15 +229,6 @@ class PrefixCache:
         if self.is_storing:
             return _BETWEEN_PARTS
         return _BETWEEN_LOOKS if self.kept and is_watched else None
-
-
-def _write(file: Path, model: Any, kept: CachedPrefix) -> None:
-    try:
-        if kept.images is not None:
-            raise ValueError("files cache only text, but it has images")
-        save_prompt_cache(file, model, kept.ids, kept.cache, kept.states)
-    except (ValueError, OSError) as error:
-        print(f"torch-moe-mps: the prefix is not cached in {file}: {error}", file=sys.stderr)
 
 
 def _begins(kept: CachedPrefix, other: CachedPrefix) -> bool:

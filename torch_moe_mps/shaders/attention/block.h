@@ -110,7 +110,7 @@ struct Block {
     int lowest, highest;
   };
 
-  // Bias of scores: a number for each key, or where C is relative for each distance.
+  // Bias of scores, a number for each key.
   struct Mask {
     device const uchar* values;
     ulong start;
@@ -216,12 +216,7 @@ struct Block {
   }
 
   static ulong mask_start(Queries queries, constant AttentionParams& params) {
-    if constexpr (C::kRelative) {
-      return queries.batch * params.relative_batch_stride +
-             ulong(queries.key_head * (params.heads / params.key_heads)) * params.relative_head_stride;
-    } else {
-      return queries.batch * params.mask_batch_stride + queries.key_head * params.mask_head_stride;
-    }
+    return queries.batch * params.mask_batch_stride + queries.key_head * params.mask_head_stride;
   }
 
   static Range range_of(Queries queries, device const int* key_range, uint chunk,
@@ -323,8 +318,6 @@ struct Block {
           const uint key = tile + place.first_key() + 8 * n;
           float x = any ? scores.v[n][t][e] * params.scale : 0.0f;
           if (params.softcap != 0.0f) x = params.softcap * precise::tanh(x / params.softcap);
-          if constexpr (C::kRelative)
-            x += of_distance(mask, queries.first + query_of(t, e, place), positions[t][e], key, params);
           if (!inside) {
             float bias = -INFINITY;
             if (key < end && seen[n] != 0) bias = bias_of_key(keys, mask, positions[t][e], key, params);
@@ -453,7 +446,7 @@ struct Block {
         const uint head = queries.head(r, token), row = queries.row(r, token, params);
         const Total own = {sums.highest[t][e], totals[t][e]};
         const bool merged = params.chunks > 1;
-        const float factor = merged ? 1.0f : final_factor(own, sinks, head, row, params);
+        const float factor = merged ? 1.0f : final_factor(own, sinks, head, params);
         device float* partial = merged ? partial_values(partials, chunk, row, params) : partials;
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = place.first_value() + f;
@@ -488,24 +481,10 @@ struct Block {
     return uint(position - params.first_position);
   }
 
-  // Bias that the relative position of a key adds, for query r of the key head; 0 for hidden keys.
-  static float of_distance(thread const Mask& relative, uint r, int position, uint key,
-                           constant AttentionParams& params) {
-    const int distance = position - int(key);
-    if (distance < 0 || distance >= int(params.relative_extent)) return 0.0f;
-    const uint token = token_at(position, params);
-    const uint head = r - token * (params.heads / params.key_heads);
-    const ulong row =
-        relative.start + head * params.relative_head_stride + ulong(token) * params.relative_token_stride;
-    return float(reinterpret_cast<device const T*>(relative.values)[row + distance]);
-  }
-
   static float bias_of_key(C keys, thread const Mask& mask, int position, uint key,
                            constant AttentionParams& params) {
     if constexpr (C::kSelects) {
       return keys.has(key) ? 0.0f : -INFINITY;
-    } else if constexpr (C::kRelative) {
-      return bias_in_order(position, key, params);
     } else {
       return bias_of(mask.values, mask.start, position, key, params);
     }

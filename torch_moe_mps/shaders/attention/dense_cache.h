@@ -18,7 +18,6 @@ struct DenseCache {
   typedef DenseCache Stored;
   typedef T Element;
   static constant constexpr bool kSelects = false;
-  static constant constexpr bool kRelative = false;
   static constant constexpr int kPerWord = 4 / sizeof(T);
   static constant constexpr bool kQuantized = false;
   static constant constexpr int kRunsAtOnce = kPerWord;

@@ -54,7 +54,7 @@ template <typename T, bool kGated>
     total.sum += shared_sums[s];
     value += shared_values[s][thread_index];
   }
-  const float factor = final_factor(total, sinks, row % params.heads, row, params);
+  const float factor = final_factor(total, sinks, row % params.heads, params);
   if constexpr (kGated) value *= gate_factor(gate, row, column, params);
   store_result(output, ulong(row) * params.v.width + column, value * factor, params);
 }

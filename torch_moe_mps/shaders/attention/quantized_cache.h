@@ -9,7 +9,6 @@ struct QuantizedCache {
   typedef QuantizedCache Stored;
   typedef T Element;
   static constant constexpr bool kSelects = false;
-  static constant constexpr bool kRelative = false;
   static constant constexpr bool kQuantized = true;
   static constant constexpr int kRunsAtOnce = 2;
 

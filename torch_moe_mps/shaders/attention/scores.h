@@ -47,10 +47,10 @@ struct Total {
 };
 
 // The factor of the summed values; 0 if the query saw no key.
-inline float final_factor(Total total, device const uchar* sinks, uint head, uint row,
+inline float final_factor(Total total, device const uchar* sinks, uint head,
                           constant AttentionParams& params) {
-  if (params.sinks == SINKS_NONE) return total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
-  const float sink = load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? head : row);
+  if (!params.has_sinks) return total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
+  const float sink = load_one(sinks, params.sinks_dtype, head);
   const float highest = max(total.highest, sink);
   const float factor = precise::exp(total.highest - highest);
   const float sum = total.sum * factor + precise::exp(sink - highest);

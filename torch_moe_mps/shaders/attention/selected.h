@@ -7,7 +7,6 @@ template <typename C>
 struct Selected {
   typedef C Stored;
   static constant constexpr bool kSelects = true;
-  static constant constexpr bool kRelative = false;
 
   C all;
   device const int* indices;

@@ -9,7 +9,6 @@ struct Tailed {
   typedef C Stored;
   typedef typename C::Element T;
   static constant constexpr bool kSelects = true;
-  static constant constexpr bool kRelative = false;
 
   C window;
   device const T* tail;

@@ -1,14 +1,12 @@
-// Keys or values of which one token sees all that it is given. Or, relative ones, of which each adds to its
-// score by its distance from the token.
+// Keys or values of which one token sees all that it is given.
 #pragma once
 #include "common.h"
 #include "params/attention.h"
 
-template <typename C, bool kRelative_ = false>
+template <typename C>
 struct Whole {
   typedef C Stored;
-  static constant constexpr bool kSelects = !kRelative_;
-  static constant constexpr bool kRelative = kRelative_;
+  static constant constexpr bool kSelects = true;
 
   C all;
 

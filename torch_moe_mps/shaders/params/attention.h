@@ -6,10 +6,6 @@
 #define MASK_ADDITIVE 2
 #define MASK_BITS 3  // of words of 32 keys
 
-#define SINKS_NONE 0
-#define SINKS_OF_HEADS 1
-#define SINKS_OF_TOKENS 2
-
 // Keys or values. Strides are in elements, for quantised ones in words.
 struct CacheParams {
   TokenStrides values;
@@ -27,7 +23,6 @@ struct AttentionParams {
   TokenStrides q;
   uint64_t mask_batch_stride;
   uint64_t mask_head_stride;
-  uint64_t relative_batch_stride;
   TokenStrides index;
   TokenStrides gate;
   uint32_t gate_width;        // elements of a head's gate: 1 for all of its values, 0 without one
@@ -39,9 +34,6 @@ struct AttentionParams {
   uint32_t tail_slots;  // of a token: indices, or all
   uint32_t tail_rate;   // tokens of a key
   uint32_t position;    // tokens before the new ones
-  uint32_t relative_head_stride;
-  uint32_t relative_token_stride;
-  uint32_t relative_extent;  // distances that have a bias
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;
@@ -55,7 +47,7 @@ struct AttentionParams {
   uint32_t mask_dtype;
   uint32_t window;  // keys that a token sees in order, its look-ahead included; 0: all
   uint32_t has_key_range;
-  uint32_t sinks;
+  uint32_t has_sinks;
   uint32_t sinks_dtype;
   uint32_t rows;    // queries of all heads: B * T * Hq
   uint32_t chunks;  // more than 1: attention_merge adds up partial results

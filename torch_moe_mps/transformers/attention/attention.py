@@ -44,14 +44,12 @@ class Scores(NamedTuple):
     Attributes:
         scaling: None for D ** -0.5.
         softcap: above 0.
-        sinks: [Hq] or [B, T, Hq].
-        relative: [B, T, Hq, E], summands by distance.
+        sinks: [Hq].
     """
 
     scaling: float | None
     softcap: float | None = None
     sinks: Tensor | None = None
-    relative: Tensor | None = None
 
 
 @functools.cache
@@ -278,7 +276,7 @@ def attend(
     Keys that an indexer chooses are chosen here, for some tokens of a prompt at a time.
     """
     seen, window, lookahead, key_range, mask, indices, block, choice = visible
-    scaling, softcap, sinks, relative = scores
+    scaling, softcap, sinks = scores
     if choice is not None:
         outs = [
             attend(query if tokens is None else query[:, :, tokens], key, value, some, scores, dtype)
@@ -288,7 +286,7 @@ def attend(
     key, value = _first(key, seen), _first(value, seen)
     asked: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range, "dtype": dtype}
     asked |= {"indices": indices, "index_block": block if block > 1 else None, "lookahead": lookahead or None}
-    asked |= {"softcap": softcap, "sinks": sinks, "relative": relative}
+    asked |= {"softcap": softcap, "sinks": sinks}
     options = {name: arguments for name, arguments in asked.items() if arguments is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}

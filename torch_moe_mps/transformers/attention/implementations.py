@@ -17,7 +17,6 @@ from .attention import IMPLEMENTATION, NAME, wrap_sdpa
 
 KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
-NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
 MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
 
@@ -88,5 +87,4 @@ def _implementation_for(module: nn.Module) -> str | None:
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
-    needs_ours = capped or isinstance(getattr(module, "sinks", None), Tensor)
-    return NAME if needs_ours or any(needs(module) for needs in NEEDS_OUR_KERNEL) else None
+    return NAME if capped or isinstance(getattr(module, "sinks", None), Tensor) else None

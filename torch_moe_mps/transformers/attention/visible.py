@@ -72,11 +72,6 @@ class Visible(NamedTuple):
         for tokens, seen, bits in self.choice.slices():
             yield tokens, Visible(seen, mask=bits)
 
-    @property
-    def is_order(self) -> bool:
-        """True if visibility is causal and depends on the position alone."""
-        return self.mask is self.indices is self.choice is None and self.lookahead == 0
-
 
 def with_choice(
     module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any], by_operator: bool

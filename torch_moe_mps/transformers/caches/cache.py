@@ -197,12 +197,6 @@ def hands_cache_on(model: PreTrainedModel) -> bool:
     return takes_cache(model) and not keeps_states(model)
 
 
-def counts_tokens(cache: Any) -> bool:
-    """True if a cache has keys, or takes them, to count its tokens by. Mamba's have none."""
-    layers = getattr(cache, "layers", ())
-    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
-
-
 def keeps_states(model: nn.Module) -> bool:
     """True if a model's modules keep the states of a conversation, as RecurrentGemma's do."""
     return any(hasattr(module, STATE_OF_MODULE) for module in model.modules())

@@ -5,26 +5,36 @@ the tensors that grow are cut to the tokens of the part (`Grows`); the others ar
 """
 
 import json
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache
 
 from ..._faults import host_copy
 from . import growing
+from .buffer import changed
 from .layers import growing_class
 from .prompt_cache import copied, fits_one_prefix, plain_class
 from .quantized_states import QuantizedStates
 from .state import OWN, LayerState, Name, copy_of_layer
-from .stored import Grows, checksum, reader, stored
 
-_FORM = "torch_moe_mps part of a prompt"
 Part = Mapping[int, dict[str, Any]]
+Classes = Mapping[int, tuple[str, int | None]]  # name in transformers, bits of keys and values
+
+
+class Grows(NamedTuple):
+    """A part of a tensor that grows with the tokens along a dimension."""
+
+    dim: int
+    tensor: Tensor
 
 
 def block(cache: DynamicCache, start: int, end: int) -> Part:
@@ -69,7 +79,7 @@ class Joined:
     def __init__(self, cache: DynamicCache, tokens: int):
         self.cache, self.tokens, self._most = cache, 0, tokens
 
-    def add(self, part: Part, classes: Mapping[int, tuple[str, int | None]], end: int) -> None:
+    def add(self, part: Part, classes: Classes, end: int) -> None:
         """Adds a part, whose tensors are copied: to all layers, or to none if it raises.
 
         Args:
@@ -122,7 +132,7 @@ class Joined:
         return joined
 
 
-def classes_of(cache: DynamicCache) -> dict[int, tuple[str, int | None]]:
+def classes_of(cache: DynamicCache) -> Classes:
     """{index of a layer: its class in transformers, the bits of its keys and values}"""
     return {
         index: (plain_class(layer).__name__, getattr(layer, "bits", None))
@@ -130,22 +140,22 @@ def classes_of(cache: DynamicCache) -> dict[int, tuple[str, int | None]]:
     }
 
 
-def octets_of(part: Part, classes: Mapping[int, tuple[str, int | None]], header: str) -> bytes:
-    """The file of a part.
+def octets_of(part: Part, classes: Classes, header: str) -> bytes:
+    """The file of a part: safetensors, whose metadata has all but the tensors in JSON, and a checksum.
 
     Args:
+        part: on the CPU, without views.
         header: tells the part from all others; `read_part` must be given the same.
 
     Raises: ValueError for a value that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    layers = [[index, *classes[index], stored(values, tensors)] for index, values in part.items()]
-    about = {"form": _FORM, "header": header, "layers": json.dumps(layers)}
-    about["sum"] = str(checksum(about, tensors))
-    return save(tensors, metadata=about)
+    layers = [[index, *classes[index], _stored(values, tensors)] for index, values in part.items()]
+    about = {"header": header, "layers": json.dumps(layers)}
+    return save(tensors, metadata={**about, "sum": _checksum(about, tensors)})
 
 
-def read_part(file: Path, header: str) -> tuple[Part, dict[int, tuple[str, int | None]]]:
+def read_part(file: Path, header: str) -> tuple[Part, Classes]:
     """A part and the classes of its layers; its tensors lie in the file, on the CPU.
 
     Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, something else, or of
@@ -154,55 +164,81 @@ def read_part(file: Path, header: str) -> tuple[Part, dict[int, tuple[str, int |
     with safe_open(file, framework="pt") as held:
         about = held.metadata() or {}
         tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-    if about.get("form") != _FORM or str(checksum(about, tensors)) != about["sum"]:
+    if about.pop("sum", None) != _checksum(about, tensors):
         raise ValueError("its checksum is another")
-    if about.get("header") != header:
-        raise ValueError(f"its header must be {header}, got {about.get('header')}")
-    read, part, classes = reader(tensors, torch.device("cpu")), {}, {}
+    if about["header"] != header:
+        raise ValueError(f"its header must be {header}, got {about['header']}")
+    part, classes = {}, {}
     for index, name, bits, values in json.loads(about["layers"]):
-        part[index], classes[index] = read(values), (name, bits)
+        part[index], classes[index] = _read(values, tensors), (name, bits)
     return part, classes
+
+
+def _checksum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of a file's metadata, and of its tensors in the order of names."""
+    kinds = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
+    total = zlib.crc32(json.dumps([about, kinds], sort_keys=True).encode())
+    for _, tensor in sorted(tensors.items()):
+        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+    return str(total)
+
+
+def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A value in JSON, with its tensors aside. Raises: ValueError for any other type."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case dict():
+            return {"dict": [[key, _stored(item, tensors)] for key, item in value.items()]}
+        case Grows():
+            return {"grows": [value.dim, _stored(value.tensor, tensors)]}
+        case QuantizedStates():
+            return {"quantized": [_stored(part, tensors) for part in value.parts()]}
+        case Tensor():
+            name = str(len(tensors))
+            tensors[name] = value.detach()
+            return {"tensor": name}
+        case torch.dtype():
+            return {"dtype": str(value).removeprefix("torch.")}
+        case torch.device():
+            return {"device": str(value)}
+    raise ValueError(f"a cache with a {type(value).__name__} cannot be written")
+
+
+def _read(held: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value of which `_stored` made this JSON."""
+    if not isinstance(held, dict):
+        return held
+    ((kind, value),) = held.items()
+    match kind:
+        case "dict":
+            return {key: _read(item, tensors) for key, item in value}
+        case "grows":
+            return Grows(value[0], _read(value[1], tensors))
+        case "quantized":
+            return QuantizedStates(*(_read(part, tensors) for part in value))
+        case "tensor":
+            return tensors[value]
+        case "dtype":
+            return getattr(torch, value)
+    return torch.device(value)
 
 
 def on_device(part: Part, device: torch.device) -> Part:
     """A part whose tensors are on a device."""
+    return tree_map_only((Tensor, torch.device), partial(_moved, device), part)
 
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value.to(device)
 
-    return _mapped(part, moved)
+def _moved(device: torch.device, value: Tensor | torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else device
 
 
 def begun_copy(part: Part) -> Part:
     """A copy of a part on the CPU, complete as `host_copy`."""
-
-    def begun(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return value
-        return host_copy(value.clone(memory_format=torch.contiguous_format))
-
-    return _mapped(part, begun)
+    return tree_map_only(Tensor, lambda value: changed(copied(value), host_copy), part)
 
 
 def device_of(part: Part) -> torch.device:
     """The device of a part's tensors; the CPU without any."""
-    devices: list[torch.device] = []
-
-    def noted(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            devices.append(value.device)
-        return value
-
-    _mapped(part, noted)
-    return devices[0] if devices else torch.device("cpu")
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A part, or a value of one, with its tensors and devices changed."""
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, Grows):
-        return Grows(value.dim, _mapped(value.tensor, change))
-    if isinstance(value, QuantizedStates):
-        return value.map(change)
-    return change(value) if isinstance(value, (Tensor, torch.device)) else value
+    tensors = (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

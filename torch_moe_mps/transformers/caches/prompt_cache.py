@@ -1,4 +1,4 @@
-"""The cache of a prompt: cut to a prefix, written to a file and read from it.
+"""The cache of a prompt: cut to a prefix, and the key of the model that it is for.
 
 Keys and values of all tokens can be cut anywhere. Recurrent states, and sliding windows that have moved on,
 only fit the prefix that they were computed for: `kept_states` copies them there.
@@ -7,44 +7,30 @@ only fit the prefix that they were computed for: `kept_states` copies them there
 import hashlib
 import itertools
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, PreTrainedModel
 
-from ..._faults import synchronize
-from ..._text import first_line
 from ..basics.interface import experts_on_disk
 from ..basics.state import kv_bits_of
-from .cache import counts_tokens, keeps_states
-from .declared import Trim, declared, is_in_layers
-from .layers import FORGETS, growing_class
+from .cache import keeps_states
+from .declared import Trim, declared
+from .layers import FORGETS
 from .state import LayerState, copy_of_cache, copy_of_layer
-from .stored import checksum, reader, stored
 
 _PACKAGE = __package__.partition(".")[0]
-_FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
 _counted, _numbers = itertools.count(), WeakIdKeyDictionary()  # {tensor of an adapter: its number}
 _SAMPLES = 64  # bytes of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
-
-
-class Unusable(ValueError):
-    """A file that is no cache for the model, with the reason."""
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -108,119 +94,6 @@ def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
             part = copy_of_layer(layer, **tree_map(copied, states[tokens][index]))
         layers.append(part)
     return copy_of_cache(cache, layers)
-
-
-def save_prompt_cache(
-    file: str | os.PathLike[str],
-    model: PreTrainedModel,
-    ids: Tensor,
-    cache: DynamicCache,
-    states: States = MappingProxyType({}),
-) -> None:
-    """Write the cache of a prompt, for `load_prompt_cache` of the same model.
-
-    The file is written under another name and renamed: it is whole, or as it was.
-
-    Args:
-        file: a safetensors file; one that is not a prompt cache is not replaced.
-        model: that computed the cache.
-        ids: [1, T] or [T], the tokens of the prompt.
-        cache: that the model returned, with T tokens; dense or with kv_bits=8.
-
-    Raises: ValueError for a cache of another length or class, or without keys, for a file that is something
-        else, and for a model that reads prompts whole (`reads_whole`); OSError; torch.AcceleratorError as
-        `synchronize`.
-    """
-    if reads_whole(model):
-        kind = model.config.get_text_config(decoder=True).model_type
-        expected = "one that reads several tokens behind a cache rightly"
-        raise ValueError(f"moe_mps::save_prompt_cache: model must be {expected}, got a {kind}")
-    ids, path = ids.reshape(-1).cpu(), Path(file)
-    if not counts_tokens(cache):
-        expected = "keys, by which generate() counts its tokens"
-        raise ValueError(
-            f"moe_mps::save_prompt_cache: cache must have {expected}, got recurrent states alone"
-        )
-    if not is_in_layers(cache) or cache.get_seq_length() != len(ids):
-        got = f"a {type(cache).__name__} of {cache.get_seq_length()} tokens"
-        raise ValueError(f"moe_mps::save_prompt_cache: cache must be a DynamicCache of {len(ids)}, got {got}")
-    if path.exists() and not _is_ours(path):
-        raise ValueError(f"moe_mps::save_prompt_cache: {path} is not a prompt cache; it was not changed")
-    synchronize(model.device)
-    tensors: dict[str, Tensor] = {"ids": ids}
-    layers = [
-        {
-            "class": plain_class(layer).__name__,
-            "bits": getattr(layer, "bits", None),
-            "state": stored(LayerState(layer).stored(), tensors),
-        }
-        for layer in cache.layers
-    ]
-    kept = [[position, [[i, stored(s, tensors)] for i, s in of.items()]] for position, of in states.items()]
-    about = {
-        "form": _FORM,
-        "key": json.dumps(key_of(model)),
-        "layers": json.dumps(layers),
-        "states": json.dumps(kept),
-    }
-    about["sum"] = str(checksum(about, tensors))
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        whole = Path(folder) / path.name
-        try:
-            save_file(tensors, whole, metadata=about)
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
-        whole.replace(path)
-
-
-def load_prompt_cache(file: str | os.PathLike[str], model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
-    """Read what `save_prompt_cache` wrote.
-
-    Pass both to `generate`: `model.generate(ids_with_more, cache=cache)`; before transformers 5.24 the cache
-    has its older name there. The model computes from them the same bits as from the cache that was saved.
-
-    Returns: the tokens [1, T] and their cache, on the model's device.
-
-    Raises: ValueError for a file that is something else, is damaged, or is of another model, format, kv_bits
-        or version; OSError.
-    """
-    ids, cache, _ = load_with_states(file, model)
-    return ids, cache
-
-
-def load_with_states(
-    file: str | os.PathLike[str], model: PreTrainedModel
-) -> tuple[Tensor, DynamicCache, dict[int, dict[int, dict[str, Any]]]]:
-    """`load_prompt_cache`, with the states of shorter prefixes."""
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"{file} is no file")
-    try:
-        with safe_open(file, framework="pt") as held:
-            about = held.metadata() or {}
-            if about.get("form") != _FORM:
-                raise Unusable(f"{file} is not a prompt cache")
-            _check_key(file, json.loads(about["key"]), model)
-            tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-        if str(checksum(about, tensors)) != about["sum"]:
-            raise Unusable(f"{file} is damaged: its checksum is another")
-        read = reader(tensors, model.device)
-        cache = new_cache(model)
-        layers = json.loads(about["layers"])
-        while len(cache.layers) < len(layers):
-            cache.layers.append(cache.layer_class_to_replicate())
-        for layer, result in zip(cache.layers, layers, strict=True):
-            if type(layer).__name__ != result["class"]:
-                raise Unusable(f"{file} is of a model with other layers")
-            if result["bits"] is not None:
-                plain: Any = type(layer)
-                layer.__class__ = growing_class(plain, result["bits"])
-            LayerState(layer).replace(read(result["state"]))
-        states = {position: {i: read(s) for i, s in of} for position, of in json.loads(about["states"])}
-        return tensors["ids"][None].to(model.device), cache, states
-    except (Unusable, OSError):
-        raise
-    except Exception as error:  # a file may hold anything
-        raise Unusable(f"{file} is damaged or not a prompt cache: {first_line(error)}") from None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -289,24 +162,6 @@ def key_of(model: PreTrainedModel) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _check_key(file: object, stored: Mapping[str, Any], model: PreTrainedModel) -> None:
-    key = key_of(model)
-    for name in key:
-        if stored.get(name) == key[name]:
-            continue
-        if name == "model":
-            raise Unusable(f"{file} is for another model, or for other weights of this one")
-        raise Unusable(f"{file} must be for {name} {key[name]}, got {stored.get(name)}")
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        with safe_open(path, framework="pt") as held:
-            return (held.metadata() or {}).get("form") == _FORM
-    except (SafetensorError, OSError):
-        return False
 
 
 def plain_class(layer: Any) -> type:

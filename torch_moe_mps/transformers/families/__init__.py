@@ -20,7 +20,6 @@ class Family(NamedTuple):
         rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
         growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
         layer_hook: is called with each layer of attention that the operator runs.
-        needs_our_kernel: whether a layer that came with "eager" needs our implementation.
         masks_choices: whether a layer turns what its indexer chose into a mask, for all implementations.
         passes: where passes of a captured token stand.
         introduced: {pass: the operator that it puts in, if modules do not call that}.
@@ -32,7 +31,6 @@ class Family(NamedTuple):
     rules: tuple[ModuleRule, ...] = ()
     growing_class: Callable[[Any], Any] | None = None
     layer_hook: Callable[[nn.Module], None] | None = None
-    needs_our_kernel: Callable[[nn.Module], bool] | None = None
     masks_choices: Callable[[nn.Module], bool] | None = None
     passes: tuple[Place, ...] = ()
     introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})

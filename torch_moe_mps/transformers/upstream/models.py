@@ -34,11 +34,6 @@ def chosen_together(config: Any) -> dict[str, int]:
     return {name: getattr(config, name, None) or 1 for name in _TOGETHER}
 
 
-def as_text(model: Any) -> dict[str, Any]:
-    """Arguments of `generate` by which a model that also speaks answers in text alone."""
-    return {"generation_mode": "text"} if hasattr(model, "has_talker") else {}
-
-
 def block_embedding(embedding: Any, ids: Tensor) -> Tensor:
     """A model's embedding of the tokens of a DFlash block, without the norm that some models have there."""
     from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator  # 5.24 has it

@@ -140,14 +140,6 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
     yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
 
-def relative(dtype: torch.dtype) -> Iterator[Call]:
-    """Of one token, and of more than a block of queries; over the last keys and over all."""
-    for tokens, extent, width, bits in ((1, 1024, 128, 16), (8, 64, 64, 16), (1, 512, 128, 8)):
-        label, call, work, elements = attention_of(dtype, 8, 1, tokens, 1024, width, width, bits)
-        bias = on_device(1, tokens, 8, extent, dtype=dtype)
-        yield f"relative to {extent}, {label}", functools.partial(call, relative=bias), work, elements
-
-
 def cache(dtype: torch.dtype) -> Iterator[Call]:
     for width in (64, 128):
         states = on_device(1, 8, 4, width, dtype=dtype)
@@ -412,7 +404,6 @@ GROUPS = {
     "selected": (selected, of_widths("attention_selected")),
     "tailed": (tailed, of_widths("attention_tailed", ("",), (512,))),
     "turned": (turned, of_widths("attention_turned", ("",))),
-    "relative": (relative, of_widths("attention_relative", widths=(128, 512))),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),

@@ -15,9 +15,7 @@ pytestmark = linux_only
 IN_EACH_DTYPE = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
 ALWAYS = ("affine3_64", "q4_k")
 # Libraries with the code of others, but for types or a constant.
-LIKE_OTHERS = re.compile(
-    r"attention_(\w+_)?(64|256|512)|attention_relative|attention_(\w+_)?affine8|bucket_i64"
-)
+LIKE_OTHERS = re.compile(r"attention_(\w+_)?(64|256|512)|attention_(\w+_)?affine8|bucket_i64")
 
 
 def format_of(library: str) -> str | None:

@@ -1,3 +1,3 @@
 """Reads checkpoints that other libraries quantised: compressed-tensors, AutoAWQ, GPTQModel, AutoRound,
-ModelOpt, transformers' MetalConfig and FP8.
+ModelOpt and FP8.
 """

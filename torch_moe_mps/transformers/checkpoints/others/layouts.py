@@ -2,7 +2,7 @@
 
 Integers stand for (q - zero) * scale, which is q * scale + bias with bias = -zero * scale: exact where zero
 is a power of two, as without zero points, else rounded once to the scales' dtype. The packed codes of
-compressed-tensors and MetalConfig, and of GPTQ once transposed, are ours bit for bit. Floating-point codes
+compressed-tensors, and of GPTQ once transposed, are ours bit for bit. Floating-point codes
 keep their bits where a format's scales can hold their multipliers; elsewhere the values are requantised.
 """
 
@@ -28,7 +28,6 @@ _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
 UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
 _GROUPS = (128, 64, 32)
-_METAL_SCALES = ("scales", "qbiases")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
 _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
@@ -74,7 +73,6 @@ class Matrix(NamedTuple):
         names: of its tensors.
         read: makes the weight of them, and adds what that changes to the sums.
         format: of the weight.
-        order: int32, the order of its inputs that the weight takes, or None.
         again: where the format rests on the values of scales, the same matrix in the format for any.
         values: float32 [rows, columns], where the format holds others.
     """
@@ -82,7 +80,6 @@ class Matrix(NamedTuple):
     names: tuple[str, ...]
     read: Callable[[list[Tensor], ErrorSums], QuantizedWeight]
     format: Format
-    order: Tensor | None = None
     again: Callable[[], "Matrix"] | None = None
     values: Callable[[list[Tensor]], Tensor] | None = None
 
@@ -150,7 +147,7 @@ class Stored:
         return self.files.read(self.name(part))
 
     def matrix(self) -> Matrix:
-        """The matrix as a format of ours; of scales and orders, this reads what the format rests on.
+        """The matrix as a format of ours; of scales, this reads what the format rests on.
 
         Raises: ValueError for zero points that the config says are none, and what no format holds.
         """
@@ -159,7 +156,6 @@ class Stored:
             "int8": self._int8,
             "gptq": self._gptq,
             "awq": self._awq,
-            "metal": self._metal,
             "mxfp4": self._mxfp4,
             "nvfp4": self._nvfp4,
             "fp8": self._fp8,
@@ -170,16 +166,14 @@ class Stored:
             _CHECK.fail(name, "0 where symmetric is true", "others")
         return layouts[self.scheme.layout]()
 
-    def _made(
-        self, read: Callable[..., QuantizedWeight], format: Format, order: Tensor | None = None
-    ) -> Matrix:
-        """A Matrix; `read` takes the error sums and the declared tensors, but for an order of columns."""
+    def _made(self, read: Callable[..., QuantizedWeight], format: Format) -> Matrix:
+        """A Matrix; `read` takes the error sums and the declared tensors, but for the groups of columns."""
 
         def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
             return read(errors, *tensors).map(lambda tensor: as_int32(tensor).contiguous())
 
         parts = (part for part, tensor in self.declared.items() if tensor.needed and part != "g_idx")
-        return Matrix(tuple(map(self.name, parts)), made, format, order)
+        return Matrix(tuple(map(self.name, parts)), made, format)
 
     def _affine(self) -> Format:
         """Group-wise affine format whose groups divide the blocks of the scales."""
@@ -225,9 +219,12 @@ class Stored:
         return self._made(read, format)
 
     def _gptq(self) -> Matrix:
-        """GPTQ: codes packed along columns; a column order becomes an order of inputs."""
+        """GPTQ: codes packed along columns, which must be in the order of their groups."""
         format, half = self._affine(), 2 ** (self.scheme.bits - 1)
-        order = self._order() if "g_idx" in self else None
+        size = self.scheme.block[1] or self.columns
+        if "g_idx" in self and not torch.equal(self.read("g_idx").long(), torch.arange(self.columns) // size):
+            name = self.files.label(self.name("g_idx"))
+            _CHECK.fail(name, f"of {size} columns of each group, in their order", "others, as by desc_act")
 
         def zeros_of(packed: Tensor) -> Tensor:
             zeros = (unpack(packed.contiguous(), format).T + self.scheme.less) % 2**format.bits
@@ -237,22 +234,9 @@ class Stored:
             return zeros
 
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
-            packed = packed.T.contiguous()
-            if order is not None:
-                codes = unpack(packed, format).to(torch.uint8)
-                packed = pack(codes[:, order.to(packed.device)], format.bits)
-            return self._with_zeros(errors, packed, scales.T, zeros_of(zeros), format)
+            return self._with_zeros(errors, packed.T.contiguous(), scales.T, zeros_of(zeros), format)
 
-        return self._made(read, format, order)
-
-    def _order(self) -> Tensor | None:
-        """Order of columns by group, or None if they are in order."""
-        group_of = self.read("g_idx").long()
-        order, columns = group_of.argsort(stable=True), torch.arange(self.columns)
-        size = self.scheme.block[1] or self.columns
-        if not torch.equal(group_of[order], columns // size):
-            _CHECK.fail(self.files.label(self.name("g_idx")), f"{size} columns of each group", "others")
-        return None if torch.equal(order, columns) else order.int()
+        return self._made(read, format)
 
     def _awq(self) -> Matrix:
         """AutoAWQ's gemm: eight codes an int32 along rows, in AutoAWQ's order."""
@@ -261,19 +245,6 @@ class Stored:
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
             codes = pack(_awq_codes(packed).T.contiguous(), 4)
             return self._with_zeros(errors, codes, scales.T, _awq_codes(zeros).T, format)
-
-        return self._made(read, format)
-
-    def _metal(self) -> Matrix:
-        """transformers' MetalConfig: codes, scales and biases of ours; larger groups are split."""
-        format, (scales, biases) = self._affine(), (self.files.dtypes[self.name(p)] for p in _METAL_SCALES)
-        if scales != biases:
-            name = self.files.label(self.name("qbiases"))
-            _CHECK.fail(name, f"of {scales}, as the scales", biases)
-
-        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, biases: Tensor) -> QuantizedWeight:
-            scales, biases = (self._spread(part, format.group_size) for part in (scales, biases))
-            return QuantizedWeight(packed, scales, biases, format)
 
         return self._made(read, format)
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-# Tensors that no converter takes: shapes, orders and zeros, which are read before, and those for activations.
+# Tensors that no converter takes: shapes, groups and zeros, which are read before, and those for activations.
 _UNREAD = rf"[._](g_idx|weight_shape|weight_zero_point)$|{UNREAD}"
 # Tensors of a matrix that is not dense, by what follows the name of the module, or that of a stack.
 _QUANTISED = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight", "qzeros", "scales"}
@@ -134,9 +134,6 @@ class OthersLayout(Layout):
         parts = [part._replace(matrix=m) for part, m in zip(self._parts[name], matrices, strict=True)]
         self._parts[name] = parts
         target.formats[parameter] = matrices[0].format
-        target.has_order = parts[0].matrix.order is not None
-        if target.has_order and len(parts) > 1:
-            _CHECK.fail(name, "made of matrices whose columns are in order", "an order of columns")
         self.targets[target.name] = target
 
     def _of_experts_apart(self) -> list[WeightConverter]:
@@ -278,8 +275,7 @@ class OthersLayout(Layout):
             dense = Operation(lambda tensors: [self._dense(name, parts, tensors)])
             return NamedConverter(names, [name], [dense, Cast()], force_cpu=True)
         ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
-        order = parts[0].matrix.order
-        made = [f"{owner}.{n}" for n in (*ours, *(["order"] if order is not None else []))]
+        made = [f"{owner}.{n}" for n in ours]
 
         def read(tensors: list[Tensor]) -> list[Tensor]:
             try:
@@ -287,7 +283,7 @@ class OthersLayout(Layout):
             except ValueError as error:  # transformers would only mention it in its report
                 self._errors.append(error)
                 return [torch.zeros_like(self.model.get_parameter(n), device="cpu") for n in made]
-            return [tensor for tensor in (*weight, order) if tensor is not None]
+            return [tensor for tensor in weight if tensor is not None]
 
         return NamedConverter(names, made, [Operation(read)], force_cpu=True)
 
@@ -311,8 +307,7 @@ class OthersLayout(Layout):
         """Dense value of a parameter that a quantised layer cannot hold."""
         rest, values = iter(tensors), []
         for _, matrix in parts:
-            dense = matrix.dense([next(rest) for _ in matrix.names])
-            values.append(dense if matrix.order is None else dense[:, matrix.order.argsort()])
+            values.append(matrix.dense([next(rest) for _ in matrix.names]))
         return self._joined(name, parts, values)
 
     def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:

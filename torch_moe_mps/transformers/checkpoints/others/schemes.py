@@ -35,7 +35,6 @@ class Scheme(NamedTuple):
             not said.
         codes, scale: the names of tensors.
         exponents: whether scales may be uint8, the exponents of powers of two; None if they must be.
-        ordered: whether columns are in an order that is stored.
         less: what zero points are stored less.
     """
 
@@ -46,7 +45,6 @@ class Scheme(NamedTuple):
     codes: str = "weight"
     scale: str = "weight_scale"
     exponents: bool | None = False
-    ordered: bool = False
     less: int = 0
 
     def tensors(self, rows: int, columns: int) -> dict[str, Declared]:
@@ -129,7 +127,7 @@ def _gptq(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
         "qweight": Declared(["I32"], [(columns * scheme.bits // 32, rows)]),
         "qzeros": Declared(["I32"], [(groups, rows * scheme.bits // 32)]),
         "scales": Declared(_FLOATS, [(groups, rows)]),
-        "g_idx": Declared(["I32"], [(columns,)], needed=scheme.ordered),
+        "g_idx": Declared(["I32"], [(columns,)], needed=False),
     }
 
 
@@ -142,13 +140,6 @@ def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
     }
 
 
-def _metal(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
-    """MLX's affine codes, with biases of another name."""
-    scales = scheme.scales(rows, columns)
-    codes = Declared(["U32"], [(rows, columns * scheme.bits // 32)])
-    return {"weight": codes, "scales": scales, "qbiases": scales}
-
-
 LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
     "packed": _packed,
     "int8": _int8,
@@ -157,7 +148,6 @@ LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
     "nvfp4": _nvfp4,
     "gptq": _gptq,
     "awq": _awq,
-    "metal": _metal,
 }
 
 
@@ -300,8 +290,7 @@ def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
     def scheme(own: Stored) -> Scheme:
         bits = _one_of("bits", (2, 3, 4, 8), own.get("bits"))
         less = 0 if versions == {"gptq_v2"} else 1
-        ordered = bool(own.get("desc_act"))
-        return Scheme("gptq", bits, _group(own), own.get("sym"), ordered=ordered, less=less)
+        return Scheme("gptq", bits, _group(own), own.get("sym"), less=less)
 
     for pattern, own in (stored.get("dynamic") or {}).items():
         if not pattern.startswith("-"):  # its modules are dense
@@ -339,12 +328,6 @@ def _auto_round(stored: Stored) -> Iterator[tuple[str, Scheme]]:
     yield "Linear", scheme(stored)
 
 
-def _metal_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
-    """Group-wise affine of transformers' MetalConfig, as MLX's."""
-    block = (1, _columns("group_size", stored.get("group_size", 64)))
-    yield "", Scheme("metal", _one_of("bits", (2, 4, 8), stored.get("bits", 4)), block)
-
-
 def _group(stored: Stored) -> tuple[int, int | None]:
     size = stored.get("group_size")
     return 1, None if size == -1 else _columns("group_size", size)
@@ -365,8 +348,6 @@ _MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", 8, (1, None)),
     "FP8_PB_WO": Scheme("fp8", 8, (128, 128)),
     "MXFP8": Scheme("fp8", 8, (1, 32), exponents=None),
-    "W8A16": Scheme("int8", 8, (1, None)),
-    "W8A8_SQ_PER_CHANNEL": Scheme("int8", 8, (1, None)),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), Scheme("mxfp4", 4, (1, 32))),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), Scheme("nvfp4", 4, (1, 16))),
 }
@@ -400,7 +381,6 @@ _METHODS: dict[str, Callable[[Stored], Iterator[tuple[str, Scheme]]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8_of,
     "gptq": _gptq_of,
-    "metal": _metal_of,
     "modelopt": _modelopt,
 }
 METHODS = tuple(_METHODS)
