@@ -32,15 +32,12 @@ class Files:
         folder: created if missing.
         max_bytes: the capacity.
 
-    Attributes:
-        written_bytes: total of all writes.
-
     Raises: OSError, ValueError for a folder with other content, of another version, not writable, or in use
         by another server.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        self.folder, self.max_bytes, self.written_bytes = folder, max_bytes, 0
+        self.folder, self.max_bytes = folder, max_bytes
         self._lock, self._held = threading.Lock(), _owned(folder)
         self._sizes = _found(folder)  # {name: bytes}, unused longest first
 
@@ -73,7 +70,6 @@ class Files:
                 log.warning("the disk is full: %s takes at most %.2f GB from now on", self.folder, gigabytes)
         with self._lock:
             self._sizes[name] = len(data)
-        self.written_bytes += len(data)
 
     def _write_file(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
