@@ -66,6 +66,8 @@ def extended(
     Several tensors lie side by side in one buffer. Into free slots behind `held` only `new`
     is written; else both are copied to a buffer with `slots` free slots, or a share of the tokens.
     """
+    if len(held) == 1 and not quantized and (longer := _written_behind(held[0], new[0])) is not None:
+        return (longer,)
     is_first = _is_empty(held[0])
     if not _may_lie_behind(held, new):
         return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
@@ -95,6 +97,19 @@ def _may_lie_behind(held: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
     """True if new tokens may be written behind the held ones, into their buffer."""
     are_plain = all(type(part) in PLAIN for part in new)
     return are_plain and (_is_empty(held[0]) or all(map(_alike, held, new)))
+
+
+def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:
+    """`extended` for most tokens: one tensor, whose buffer has free slots. None for all others."""
+    buffer = buffer_of(held)
+    if buffer is None or type(buffer.tensor) not in PLAIN or type(new) not in PLAIN:
+        return None
+    if buffer.tensor.shape[-1] != held.shape[-1]:
+        return None
+    longer = slots_behind(held, new)
+    if longer is not None:
+        longer.narrow(-2, held.shape[-2], new.shape[-2]).copy_(new)
+    return longer
 
 
 def slots_behind(held: Any, new: Tensor) -> Tensor | None:
