@@ -28,7 +28,6 @@ from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.older_keys import with_older_keys
 from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
 from ..transformers.checkpoints.quantize.importance import Importance
-from ..transformers.checkpoints.ranges import Largest, key_of, remember
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.write.parts import Parts
 from ..transformers.checkpoints.write.plan import LoadPlan, planned
@@ -71,11 +70,6 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
-    if options.importance is None and (few := _fewest_bits(plan)) is not None:
-        print(
-            f"{few} bits have less error in as many bytes with --importance auto, which runs the model "
-            "over a text first"
-        )
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
@@ -151,12 +145,6 @@ def _sizes(plan: LoadPlan) -> str:
         f"{token(plan.token_after)} of the new one\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
-
-
-def _fewest_bits(plan: LoadPlan) -> int | None:
-    """Least bits of newly quantised weights if 2 to 4, where an importance matrix helps; else None."""
-    bits = {ROWS[each.format].bits for each in plan.weights if each.format in ROWS.keys() - {each.stored}}
-    return min(bits & {2, 3, 4}, default=None)
 
 
 def _size_of_files(folder: Path) -> str:
@@ -248,11 +236,10 @@ def _convert(
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
-        found = _measured(folder, options) if how["dtype"] != options.dtype else None
+        if how["dtype"] != options.dtype:
+            _measure(folder, options)
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
-    if found is not None:  # for commands, which would measure it at their first start
-        remember(key_of(str(destination), None, quantises=False), found)
     return report.rows()
 
 
@@ -276,13 +263,13 @@ def _dtype(source: str, options: argparse.Namespace, recipe: dict[str, Any] | No
     return "float16" if may_change and is_bfloat16 else options.dtype
 
 
-def _measured(folder: Path, options: argparse.Namespace) -> Largest | None:
+def _measure(folder: Path, options: argparse.Namespace) -> None:
     """Measures the range of a checkpoint's activations, and writes their dtype to config.json.
 
-    None, and bfloat16, for a checkpoint that this machine cannot hold or that has no tokenizer.
+    It stays for a checkpoint that this machine cannot hold or that has no tokenizer.
     """
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) > _HELD * machine_memory():
-        return None
+        return
     device = "mps" if torch.backends.mps.is_available() else "cpu"
     about = Source(str(folder), loading_options(options))
 
@@ -297,7 +284,6 @@ def _measured(folder: Path, options: argparse.Namespace) -> Largest | None:
         config["dtype"] = str(activations.dtype).removeprefix("torch.")
         file.write_text(json.dumps(config, indent=2) + "\n")
         print(activations)
-    return found
 
 
 def _config(source: str, model: Any) -> dict[str, Any]:

@@ -30,11 +30,9 @@ from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
-from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
-from .modules.rules.norms import check_traces
+from .modules.linears import QuantizedLayer, has_quantized_weights
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
-from .trials.memory import summary_since, trials_run
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
@@ -97,7 +95,7 @@ def accelerate(
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     _require_known(recipe)
-    report, before = Report(), trials_run()
+    report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
@@ -108,7 +106,7 @@ def accelerate(
 
         capture = wanted_capture(capture)
         formats = wanted is not None and wanted.experts is not None
-        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace_in_small, restore)
+        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace, restore)
         is_unmodified = verdict.reason is not None
         capture = capture if verdict.captures else False
         report.small_model = verdict.said
@@ -123,17 +121,15 @@ def accelerate(
     if is_unmodified:
         restore(model)
     else:
-        _replace(model, report, kv_bits, capture)
+        _replace(model, report, capture, kv_bits)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
     if seconds is not None and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()
-        _replace(model, report, kv_bits, capture)
-    report.trials = summary_since(before)
+        _replace(model, report, capture, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
-    report.kept_on_cpu = kept_on_cpu(model)
     report.own_on_cpu = said_of(model, report.done())
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
@@ -145,24 +141,14 @@ def accelerate(
     return report
 
 
-def _replace_in_small(small: nn.Module, report: Report, captures: bool) -> None:
-    _replace(small, report, None, captures)
-
-
-def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
+def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: int | None = None) -> None:
     """Replaces modules and calls, and adds a row for each module to the report, in the model's order."""
-    check_traces()
     with unchanged():
-        _replace_parts(model, report)
+        _replace_others(model, report, _replace_experts(model, report))
     if _is_of_transformers(model):
         _replace_calls(model, report, kv_bits, capture)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
-
-
-def _replace_parts(model: nn.Module, report: Report) -> None:
-    experts = _replace_experts(model, report)
-    _replace_others(model, report, experts)
 
 
 def _replace_experts(model: nn.Module, report: Report) -> Collection[str]:

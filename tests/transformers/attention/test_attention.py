@@ -405,7 +405,7 @@ def test_windows(simulated, name):
 def with_sdpa(simulated, monkeypatch):
     """A simulated M5 whose torch has a kernel for its tensor units, which was faster."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setattr(units, "sdpa_was_faster", lambda: True)
+    monkeypatch.setattr(units, "was_faster", lambda way: True)
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     chunks_run_sdpa.cache_clear()
     yield monkeypatch
@@ -414,7 +414,7 @@ def with_sdpa(simulated, monkeypatch):
 
 
 LACKING = {
-    "the measurement": lambda patch: patch.setattr(units, "sdpa_was_faster", lambda: False),
+    "the measurement": lambda patch: patch.setattr(units, "was_faster", lambda way: False),
     "units": lambda patch: patch.setenv("SIMULATED_GPU", "Apple M4 Max"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.14.1"),
     "macOS": lambda patch: patch.setattr(units, "macos", lambda: (26, 1)),

@@ -16,7 +16,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.basics.state import Unsupported
 from torch_moe_mps.transformers.trials.branches import Branches
 from torch_moe_mps.transformers.trials.draws import eager as recorded
-from torch_moe_mps.transformers.trials.draws import normal, shows
+from torch_moe_mps.transformers.trials.draws import in_each_draw, normal
 
 SCAN, ROPE = "linear_attention_", "rope"
 
@@ -183,9 +183,10 @@ def test_bounds_are_found(bound):
     def limited(x):
         return torch.where(x.abs() > bound, -x, x)
 
-    assert shows(lambda: compare(lambda x: x)) and not shows(lambda: compare(limited))
+    compared = in_each_draw(compare)
+    assert compared(lambda x: x) and not compared(limited)
 
 
 def test_a_bound_that_no_draw_reaches_is_an_error():
     with pytest.raises(Unsupported, match=r"clamp in test_branches.py:.* was never above 2"):
-        shows(lambda: recorded(lambda x: x.tanh().clamp(max=2.0))(normal(3)) is not None)
+        in_each_draw(lambda: recorded(lambda x: x.tanh().clamp(max=2.0))(normal(3)) is not None)()

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..._faults import gpu_busy
-from ...transformers.modules.experts_on_disk import expert_pools
+from ...transformers.modules.experts_on_disk import reads_of
 from ..engine.memory import memory_in_use
 from .answers import Answers
 from .served import Served
@@ -73,13 +73,12 @@ class Metrics:
             yield _gauge("memory_budget_bytes", "memory that all may take together", memory.total)
             yield _gauge("memory_room_bytes", "memory for answers and the prefix cache", memory.free)
             yield _gauge("memory_level", "1 where the system is short of memory, 2 without", memory.level)
-        if (pools := expert_pools(self._served.model)) is not None:
-            counted = pools.counters
-            yield _counter("experts_hits", "experts that were in memory", counted.hits)
-            yield _counter("experts_misses", "experts that were read from the disk", counted.misses)
-            yield _counter("experts_layers", "layers whose experts were streamed", counted.layers)
-            yield _counter("experts_read_bytes", "bytes of these and of the misses", counted.bytes_read)
-            yield _counter("experts_seconds", "time that steps waited for them", counted.seconds)
+        for what, counted in reads_of(self._served.model).items():
+            yield _counter(f"{what}_hits", f"{what} that were in memory", counted.hits)
+            yield _counter(f"{what}_misses", f"{what} that were read from the disk", counted.misses)
+            yield _counter(f"{what}_layers", f"layers whose {what} were streamed", counted.layers)
+            yield _counter(f"{what}_read_bytes", "bytes of these and of the misses", counted.bytes_read)
+            yield _counter(f"{what}_seconds", "time that steps waited for them", counted.seconds)
         if (disk := generator.disk) is not None:
             yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
             yield _counter("disk_tokens", "tokens of these", disk.tokens)

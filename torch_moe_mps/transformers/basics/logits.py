@@ -6,10 +6,9 @@ overflow: NaN in a model's states stays in its cache, so that the last token of 
 """
 
 import functools
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +30,13 @@ def mark_head(model: nn.Module) -> None:
             head.is_head = True
 
 
-# {first child of a model, which its stand-ins share: called when activations overflow; returns what to do}
-_WATCHED: WeakKeyDictionary[nn.Module, Callable[[], str]] = WeakKeyDictionary()
+_WATCHED: WeakSet[nn.Module] = WeakSet()  # first children of models, which their stand-ins share
+_OVERFLOW = "float16 is too small for its activations: load it with dtype bfloat16"
 
 
-def watch(model: nn.Module, on_overflow: Callable[[], str]) -> None:
-    """Lets `no_distribution` tell of a model whose activations may overflow."""
-    _WATCHED[next(model.children())] = on_overflow
+def watch(model: nn.Module) -> None:
+    """Lets `no_distribution` name the dtype of a model whose activations may overflow."""
+    _WATCHED.add(next(model.children()))
 
 
 def is_watched(model: nn.Module) -> bool:
@@ -50,7 +49,7 @@ def no_distribution(model: nn.Module) -> RuntimeError:
         "moe_mps::sample: logits must be finite or -inf, and not all -inf, to draw a token, "
         "got NaN, +inf or -inf alone: the answer ends there"
     )
-    return RuntimeError(f"{text}; {_WATCHED[next(model.children())]()}" if is_watched(model) else text)
+    return RuntimeError(f"{text}; {_OVERFLOW}" if is_watched(model) else text)
 
 
 def is_missing(largest: Tensor) -> Tensor:

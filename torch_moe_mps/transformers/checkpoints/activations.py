@@ -5,8 +5,8 @@ the largest number that leaves or enters any of its modules while it reads a tex
 few channels of the first token and of separators, and hardly depend on the text: SmolLM2 has 21,500 to 23,700
 over four texts, in 256 tokens as in 2048. So twice the largest one must be below the end.
 
-What was measured is remembered for the next start. So is an overflow that an answer meets all the same: the
-next start computes in bfloat16.
+Nothing is remembered: `convert` writes the dtype that it measured, and elsewhere each start measures. An
+answer that overflows all the same ends with an error.
 
 A CPU computes in float32 whatever the activations are, so that 16 bits only cost conversions there.
 """
@@ -20,14 +20,20 @@ from torch import Tensor, nn
 
 from ..basics.logits import watch
 from .calibration import AUTO, text_for, tokens_of_text
+from .own.config import is_ours
 from .quantize.weights import free
-from .ranges import Largest, key_of, remember, remembered
 from .source import Source
 
 MARGIN = 2
-TOKENS = 2048  # read to measure, at most
-_TOKENS_ON_CPU = 256
+TOKENS = 256  # read to measure, at most
 _END = torch.finfo(torch.float16).max
+
+
+class Largest(NamedTuple):
+    """Largest magnitude of a model's activations over a number of tokens; infinite for NaN."""
+
+    value: float
+    tokens: int
 
 
 class Activations(NamedTuple):
@@ -53,11 +59,7 @@ def load_in_best(
     """
     known = _known(source, quantises, device)
     if known is not None:
-        return load(known.dtype), known
-    key = key_of(source.path, source.gguf, quantises)
-    if (found := remembered(key)) is not None:
-        activations = chosen(found)
-        return _watched(load(activations.dtype), key, activations), activations
+        return _watched(load(known.dtype)), known
     try:
         ids = _tokens(source)
     except (ValueError, OSError):
@@ -66,11 +68,9 @@ def load_in_best(
         model = load(torch.float16)
     except ValueError:  # bfloat16 raises it again, if it is about anything else
         return load(torch.bfloat16), Activations(torch.bfloat16, "weights that float16 does not hold")
-    found = largest(model, ids)
-    remember(key, found)
-    activations = chosen(found)
+    activations = chosen(largest(model, ids))
     if activations.dtype == torch.float16:
-        return _watched(model, key, activations), activations
+        return _watched(model), activations
     del model
     free(torch.device(device))
     return load(torch.bfloat16), activations
@@ -96,13 +96,11 @@ def range_of(source: Source, device: str, load: Callable[[torch.dtype], Any]) ->
         model = load(torch.float32 if is_cpu else torch.float16)
     except ValueError:
         return Largest(torch.inf, len(ids))
-    return largest(model, ids[:_TOKENS_ON_CPU] if is_cpu else ids)
+    return largest(model, ids)
 
 
 def chosen(found: Largest) -> Activations:
     """float16 where a margin is left, else bfloat16."""
-    if found.tokens == 0:
-        return Activations(torch.bfloat16, "in float16 they overflowed in an answer before")
     limit = f"of {_END:,.0f}, while {found.tokens} tokens of a text are read"
     reached = f"reach {found.value:,.0f}" if found.value < torch.inf else "overflow their end"
     if found.value * MARGIN <= _END:
@@ -110,15 +108,9 @@ def chosen(found: Largest) -> Activations:
     return Activations(torch.bfloat16, f"in float16 they {reached} {limit}")
 
 
-def _watched(model: Any, key: str | None, activations: Activations) -> Any:
-    """Watches a float16 model: after an overflow, its next start is in bfloat16."""
-    if activations.dtype == torch.float16:
-
-        def on_overflow() -> str:
-            remember(key, Largest(torch.inf, 0))
-            return "float16 is too small for its activations: start again, in bfloat16 then"
-
-        watch(model, on_overflow)
+def _watched(model: Any) -> Any:
+    if model.dtype == torch.float16:
+        watch(model)
     return model
 
 
@@ -126,6 +118,8 @@ def _known(source: Source, quantises: bool, device: str) -> Activations | None:
     """Activations that need no measurement, or None."""
     if not (quantises or source.stored or source.gguf is not None):
         return Activations(None, "the weights are dense")
+    if is_ours(source.stored) and not quantises and source.skeleton().dtype == torch.float16:
+        return Activations(None, "it was converted so")
     if torch.device(device).type == "cpu":
         return Activations(torch.float32, "16 bits are no faster on a CPU")
     if source.config.is_encoder_decoder:

@@ -219,12 +219,12 @@ class Quantizer(HfQuantizer):
             self._start(model)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        stream = self.layout.stream
-        return not self.pre_quantized and stream is not None and param_name in stream.wanted
+        wanted = self.layout.wanted if isinstance(self.layout, DenseLayout) else {}
+        return not self.pre_quantized and param_name in wanted
 
     def get_quantize_ops(self) -> QuantizeParameters:
-        assert self.layout.stream is not None
-        return QuantizeParameters(self.layout.stream)
+        assert isinstance(self.layout, DenseLayout)
+        return self.layout.operation
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         vars(model).pop("_get_dtype_plan", None)

@@ -1,38 +1,63 @@
-"""Layout of dense checkpoints, and of checkpoints that are dequantised while loading."""
+"""Layout of dense checkpoints, and of checkpoints that are dequantised while loading.
+
+transformers hands over each parameter once its tensors are read, so that one dense parameter exists at a
+time. The quantised tensors are kept here until everything is loaded. Until then a parameter on the meta
+device takes their place in the model, to be tied or initialised.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ....ops._checks import Check
+from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
 from ...upstream.weights import AutoHfQuantizer
 from ..gguf.reading import Dense, checked_file
 from ..own.config import FROM_GGUF
-from ..quantize.streaming import QuantizeParameters, Stream
+from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target
+from ..quantize.tied import tied_layers
+from ..quantize.weights import quantize_parameter, release_cache, replace
 from .layout import Layout
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
 
+_CHECK = Check("quantize")
+
 
 class DenseLayout(Layout):
-    """Layout whose loaded tensors are quantised one by one, by a stream.
+    """Layout whose loaded tensors are quantised one by one.
 
     Args:
         source: the quantisation that is dequantised: FP8, or FROM_GGUF; None for a dense checkpoint.
-    """
 
-    stream: Stream
+    Attributes:
+        wanted: {full name of a parameter: (target, name in the target)}.
+    """
 
     def __init__(self, model: "PreTrainedModel", source: Mapping[str, Any] | None):
         super().__init__()
-        self.model, self.source = model, source
+        self.model, self.source, self.report = model, source, QuantizationReport()
         self.has_other_names = source is not None
+        self.wanted: dict[str, tuple[Target, str]] = {}
+        self._done: dict[str, QuantizedWeight] = {}
+        self._errors: list[ValueError] = []
 
     def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
-        assert report is not None  # something is wanted, or nothing of ours would read the checkpoint
-        self.stream = Stream(wanted, report)
-        return report
+        self.report, self.wanted = report or self.report, {}
+        for target in wanted.values():
+            target.check_columns(_CHECK)
+            self.wanted |= {f"{target.name}.{name}": (target, name) for name in target.formats}
+        return self.report
+
+    @property
+    def operation(self) -> QuantizeParameters:
+        """Operation of a converter that quantises its parameter."""
+        return QuantizeParameters(self.wanted, self.quantize)
 
     def conversions(self, others: list) -> list:
         if self.source is None:
@@ -41,11 +66,60 @@ class DenseLayout(Layout):
             return []
         # transformers has a place for our operation, but only in checkpoints that are not quantised.
         other = AutoHfQuantizer.from_config({**self.source, "dequantize": True}, pre_quantized=True)
-        return QuantizeParameters(self.stream).after(other.update_weight_conversions(others, self.model))
+        return self.operation.after(other.update_weight_conversions(others, self.model))
 
     def state(self, file: str) -> dict[str, Any]:
         whole = checked_file(file, self.model)
-        return {name: Dense(whole, name, self.stream.wanted.get(name)) for name in whole.parts}
+        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
+
+    def quantize(self, name: str, weight: Tensor) -> None:
+        """Quantises a loaded parameter; `finish` raises its error, which transformers would only log."""
+        target, parameter = self.wanted[name]
+        expected = getattr(target.module, parameter)
+        expected._is_hf_initialized = True
+        if self._errors:
+            return
+        try:
+            _CHECK.shape(name, weight, tuple(expected.shape), "that of the model")
+            self._done[name], entry = quantize_parameter(target, parameter, target.rows_first(weight))
+            release_cache(self._done[name].packed.device)
+            self.report.modules.setdefault(target.name, []).append(entry)
+        except ValueError as error:
+            self._errors.append(error)
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
-        self.stream.place(self.model, loaded)
+        """Installs the quantised weights of the `loaded` modules; others stay dense.
+
+        Raises: ValueError for the first parameter that could not be quantised.
+        """
+        if self._errors:
+            raise self._errors[0]
+        self._unite_tied()
+        own = {name: found for name, found in self.wanted.items() if loaded(found[0].name)}
+        # Tied modules share one parameter by now, no matter which of them was in the checkpoint.
+        names = {id(getattr(t.module, p)): name for name, (t, p) in own.items() if name in self._done}
+        for target in {id(target): target for target, _ in own.values()}.values():
+            sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
+            result = {parameter: source for parameter, source in sources.items() if source is not None}
+            if len(result) < len(sources):
+                continue
+            replace(self.model, target, {p: self._done[source] for p, source in result.items()})
+            for parameter, source in result.items():
+                if source != f"{target.name}.{parameter}":
+                    self.report.shared[target.name] = source.rpartition(".")[0]
+        for name in own:
+            del self.wanted[name]
+            self._done.pop(name, None)
+
+    def _unite_tied(self) -> None:
+        """Shares one weight between tied layers whose weights are equal."""
+        for names in tied_layers(self.model).items():
+            first, second = (self._done.get(f"{name}.weight") for name in names)
+            if first is not None and second is not None and all(map(_equal, first, second)):
+                self._done[f"{names[0]}.weight"] = second
+                self.report.modules.pop(names[0])
+                self.report.shared[names[0]] = names[1]
+
+
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second or (first is not None and second is not None and torch.equal(first, second))

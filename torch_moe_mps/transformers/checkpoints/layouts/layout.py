@@ -13,7 +13,6 @@ from torch import nn
 
 from ....quantization import Format
 from ...basics.report import QuantizationReport
-from ..quantize.streaming import Stream
 from ..quantize.target import Target, present
 from ..quantize.weights import install_stored
 from .checking import check_loaded
@@ -40,13 +39,11 @@ class Layout:
     Attributes:
         targets: {name: target} of what stays quantised, and was not taken yet.
         absent: names of parts of the model that the checkpoint lacks.
-        stream: quantises dense tensors while they are read, where that is wanted.
         has_other_names: whether its tensors have names that the model is not saved under.
         dense_bytes: bytes that a token would read of the dense weights, for a report; 0 counts stored ones.
     """
 
     absent: Sequence[str] = ()
-    stream: Stream | None = None
     has_other_names = False
     dense_bytes = 0
 
