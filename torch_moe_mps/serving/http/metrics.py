@@ -82,8 +82,6 @@ class Metrics:
         if (disk := generator.disk) is not None:
             yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
             yield _counter("disk_tokens", "tokens of these", disk.tokens)
-            yield _counter("disk_read_bytes", "bytes of these", disk.read_bytes)
-            yield _counter("disk_written_bytes", "bytes of prompts written", disk.files.written_bytes)
             yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.files.nbytes)
 
 

@@ -68,14 +68,14 @@ class Disk:
         folder, max_bytes: of its `Files`.
 
     Attributes:
-        hits, tokens, read_bytes: restored prefixes, their tokens and bytes.
+        hits, tokens: restored prefixes, and their tokens.
 
     Raises: OSError, ValueError as `Files`.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
         self.files = Files(folder, max_bytes)
-        self.hits = self.tokens = self.read_bytes = 0
+        self.hits = self.tokens = 0
         self._writer = Writer(self.files)
         self._pending: deque[_Snapshot] = deque()
         self._copying: tuple[str, int, Part, Classes, Mark] | None = None
@@ -306,10 +306,8 @@ class Restoring:
         for name, end in self._files:
             if self._left:
                 return
-            path = self._disk.files.folder / name
             try:
-                self._ready.put(read_part(path, header(name, end)))
-                self._disk.read_bytes += path.stat().st_size
+                self._ready.put(read_part(self._disk.files.folder / name, header(name, end)))
             except Exception as error:  # anything may have been read
                 self._ready.put(error)
                 return
