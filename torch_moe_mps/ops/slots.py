@@ -4,7 +4,8 @@ import atexit
 import itertools
 import threading
 import weakref
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from ._sample import Calls, Changes
 RESIDENT = 0  # the pool in which every expert lies in the slot of its own number
 READ, LIMIT = 20.0, 30.0  # seconds: a read that takes longer is late, and an answer is
 MOST_ID = 2**31 - 1
+# Held from a request of slots until what reads them is computed or encoded: the experts of another thread's
+# request may take their place.
+using_slots = threading.RLock()
 
 
 class SlotPool(Protocol):
@@ -62,6 +66,16 @@ def register_pool(pool: SlotPool, name: str, limit: float = LIMIT) -> int:
         torch.ops.moe_mps._add_slot_pool(number, name, limit)
     weakref.finalize(pool, release_pool, number).atexit = False
     return number
+
+
+def using(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that asks for slots and uses them before another thread asks."""
+
+    def run_alone(*arguments: Any) -> Any:
+        with using_slots:
+            return run(*arguments)
+
+    return run_alone
 
 
 def release_pool(number: int) -> None:

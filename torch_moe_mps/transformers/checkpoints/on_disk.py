@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import os
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +15,10 @@ from torch import Tensor, nn
 
 from ..._progress import with_progress
 from ..._text import bytes_in
-from ...disk.file import ExpertsFile, Layer, size_of_file, written
-from ...disk.pool import Pools, Tables, least_memory, most_experts, slots_in
+from ...disk.file import ExpertsFile, Layer, written
+from ...disk.pool import Pools, least_memory, slots_in
 from ...disk.stored import StoredExperts
 from ...macs import memory_for_models
-from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..modules.experts import pinned_config
 from ..modules.experts_on_disk import (
@@ -43,7 +40,6 @@ from .write.parts import Parts
 
 AUTO = "auto"
 NAME = "experts.moe_mps"  # the file beside a checkpoint's
-_FORMATS = ("quantization", "down_quantization", "up_quantization")
 
 
 def path_of(source: Source) -> Path:
@@ -70,7 +66,6 @@ def experts_file(
     key = _key(source, files, recipe)
     if (found := _found(source, recipe, layers, key)) is not None:
         return found
-    print(f"torch_moe_mps: writing {path}, {size_of_file(layers) / 1e9:.2f} GB, once", file=sys.stderr)
     how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
     model_class = source.cls if isinstance(source.cls, type) else None
     checkpoint = files[0] if source.gguf is not None else source.folder
@@ -143,18 +138,21 @@ class Plan(NamedTuple):
     """Parts of a model that are on the disk.
 
     Attributes:
-        memory: bytes of the experts in memory.
-        slots: of each layer, in that memory; layers that have no more experts are in memory.
+        slots: of each layer; layers that have no more experts are in memory.
         layers: the model's.
         tables: embeddings that are too large for memory; None for none.
         model: on the meta device.
     """
 
-    memory: int
     slots: int
     layers: list[Layer]
     tables: StoredExperts | None
     model: Any
+
+    @property
+    def on_disk(self) -> list[str]:
+        """Names of the layers whose experts are not all in memory."""
+        return [layer.name for layer in self.layers if layer.experts > self.slots]
 
 
 def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str | Plan) -> Plan | None:
@@ -166,83 +164,53 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     """
     if isinstance(asked, Plan):
         return asked
-    if asked == AUTO:
-        plan, why = _automatic(source, recipe)
-        print(f"torch_moe_mps: experts_memory {AUTO}: {why}", file=sys.stderr)
-        return plan
-    memory = bytes_in(str(asked))
-    if memory is None or isinstance(asked, bool):
+    memory, is_auto = bytes_in(str(asked)), asked == AUTO
+    if not is_auto and (memory is None or isinstance(asked, bool)):
         expected = f'bytes, a text such as "20GB", or "{AUTO}"'
         raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {asked!r}")
-    layers = layers_of(model := placed(source, recipe), _on_mps(source))
-    slots, least = slots_in(layers, memory), _chosen(model)
-    if slots < least:
-        expected = f"at least {least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
-        got = f"{memory / 1e9:.3g} GB"
-        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
-    tables = _tables(source, recipe, model, _limit())
-    if slots >= most_experts(layers) and tables is None:
-        return None
-    return Plan(memory, slots, layers, tables, model)
-
-
-def _automatic(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Plan | None, str]:
-    """Plan, or None, and why."""
-    model, limit = placed(source, recipe), _limit()
+    model, limit = placed(source, recipe), memory_for_models(torch.backends.mps.is_available())
     experts, weights = [*experts_of(model).values()], total_bytes(model)
-    if not experts:
-        return None, f"{type(model).__name__} has no experts"
+    if is_auto and not experts:
+        return _all_in_memory(f"{type(model).__name__} has no experts")
+    layers = layers_of(model, "mps" in str(source.others.get("device_map")))
     tables = _tables(source, recipe, model, limit)
     rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
-    memory = room_for_experts(model, weights, sum(map(total_bytes, experts)), rows, limit)
     sizes = f"{weights / 1e9:.2f} GB of weights, {limit / 1e9:.2f} GB of memory"
+    if is_auto:
+        memory = room_for_experts(model, weights, sum(map(total_bytes, experts)), rows, limit)
     if memory is None:
-        return None, f"all experts are in memory: {sizes}"
-    layers = layers_of(model, _on_mps(source))
-    if (slots := slots_in(layers, memory)) < _chosen(model):
-        return None, f"all experts are in memory, as those of a token do not fit beside the rest: {sizes}"
-    if slots < most_experts(layers) and (why := _why_not_written(source, recipe, layers)) is not None:
-        return None, f"all experts are in memory: {sizes}, but {why}"
-    disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
-    why = f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}"
-    return Plan(memory, slots, layers, tables, model), why
+        return _all_in_memory(f"all experts are in memory: {sizes}")
+    slots, least = slots_in(layers, memory), top_k(experts[0])
+    if slots < least:
+        expected = f"{least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
+        if is_auto:
+            why = f"as the disk would need {expected}, beside the rest"
+            return _all_in_memory(f"all experts are in memory, {why}: {sizes}")
+        got = f"{memory / 1e9:.3g} GB"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be at least {expected}, got {got}")
+    if is_auto:
+        disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
+        _print_choice(f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}")
+    plan = Plan(slots, layers, tables, model)
+    return plan if plan.on_disk or tables is not None else None
 
 
-def _on_mps(source: Source) -> bool:
-    return "mps" in str(source.others.get("device_map"))
+def _all_in_memory(why: str) -> Plan | None:
+    _print_choice(why)
+    return None
 
 
-def _limit() -> int:
-    return memory_for_models(torch.backends.mps.is_available())
+def _print_choice(why: str) -> None:
+    print(f"torch_moe_mps: experts_memory {AUTO}: {why}", file=sys.stderr)
 
 
 def _tables(
     source: Source, recipe: Mapping[str, Any] | None, model: nn.Module, limit: int
 ) -> StoredExperts | None:
     """Embeddings that are too large for memory, where the checkpoint's files have their rows."""
-    every = {name: model.get_submodule(name) for name in large_tables(model, limit)}
-    plain = {name: module for name, module in every.items() if getattr(module, "scale", None) is None}
-    layers = [_layer_of_rows(name, module) for name, module in plain.items()]
+    every = (_layer_of_rows(name, model.get_submodule(name)) for name in large_tables(model, limit))
+    layers = [layer for layer in every if layer is not None]
     return _stored(source, recipe, layers, _key(source, _files(source), recipe)) if layers else None
-
-
-def _chosen(model: nn.Module) -> int:
-    """How many experts a token has, which must be in memory at once."""
-    return top_k(next(iter(experts_of(model).values())))
-
-
-def _why_not_written(source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]) -> str | None:
-    """Why a file of experts is not there and cannot be written; None if it is, or can be."""
-    folder, size = path_of(source).parent, size_of_file(layers)
-    try:
-        found = _found(source, recipe, layers, _key(source, _files(source), recipe))
-    except (OSError, ValueError) as error:
-        return str(error)
-    if found is None and not os.access(folder, os.W_OK):
-        return f"{folder} cannot be written"
-    if found is None and shutil.disk_usage(folder).free < size:
-        return f"{folder} has no {size / 1e9:.2f} GB of free space"
-    return None
 
 
 def _files(source: Source) -> list[str]:
@@ -276,19 +244,18 @@ def _sample_of_gguf(path: str) -> bytes:
 def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
     """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
     tensors = tensors_of(module)
-    formats = [vars(module).get(attribute) for attribute in _FORMATS] if is_quantized(module) else []
-    about: dict[str, Any] = {"formats": [None if format is None else str(format) for format in formats]}
-    if on_mps and module.is_transposed and not formats:
-        about[TURNED] = [*projections(module)]
+    is_turned = on_mps and module.is_transposed and not is_quantized(module)
+    about = {TURNED: [*projections(module)]} if is_turned else {}
     layer = Layer(name, len(next(iter(tensors.values()))), {}, about)
     return replace(layer, tensors=_shapes(turned(layer, tensors)))
 
 
-def _layer_of_rows(name: str, table: Any) -> Layer:
+def _layer_of_rows(name: str, table: Any) -> Layer | None:
+    """The layer of an embedding; None for one with other tensors than rows, such as a scale."""
     tensors, count = {**table._parameters, **table._buffers}, table.num_embeddings
-    return Layer(
-        name, count, _shapes({n: t for n, t in tensors.items() if t is not None and len(t) == count})
-    )
+    rows = {n: t for n, t in tensors.items() if t is not None and t.numel()}
+    is_plain = all(t.shape[:1] == (count,) for t in rows.values())
+    return Layer(name, count, _shapes(rows)) if is_plain else None
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -316,48 +283,47 @@ class OnDiskLoading:
     """
 
     def __init__(self, source: Source, recipe: Mapping[str, Any] | None, plan: Plan):
-        self.slots, self._layers, self._tables, self._model = plan[1:]
-        whole = plan.slots >= most_experts(plan.layers)
-        self._file = None if whole else experts_file(source, recipe, plan.layers)
+        self._plan = plan
+        self._experts = experts_file(source, recipe, plan.layers) if plan.on_disk else None
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        with cutting(self._cut):
-            yield
+    def reading(self) -> AbstractContextManager[None]:
+        return cutting(self._cut)
 
     def finish(self, model: Any) -> None:
         pass
 
     def _cut(self, model: Any, device: torch.device) -> Callable[[], None]:
         """Takes the experts out of a model; what is returned puts them back, on the disk."""
-        large = {layer.name for layer in self._layers if layer.experts > self.slots}
-        experts = {name: module for name, module in experts_of(model).items() if name in large}
-        tables = [] if self._tables is None else [table.name for table in self._tables.layers]
-        for name in [*experts, *tables]:
+        plan = self._plan
+        names = [
+            *plan.on_disk,
+            *([] if plan.tables is None else [table.name for table in plan.tables.layers]),
+        ]
+        for name in names:
             _put(model, name, nn.Module())
-        ignored = {rf"^{re.escape(name)}\." for name in [*experts, *tables]}
-        ignored |= {*(model._keys_to_ignore_on_load_unexpected or ())}
-        model._keys_to_ignore_on_load_unexpected = ignored
+        ignored = {rf"^{re.escape(name)}\." for name in names}
+        model._keys_to_ignore_on_load_unexpected = ignored | {
+            *(model._keys_to_ignore_on_load_unexpected or ())
+        }
 
         def complete() -> None:
-            kept: list[nn.Module] = [*experts.values()]
-            if self._file is not None:
-                pools = Pools(self._file, self.slots, device)
+            kinds = ((self._experts, plan.slots, put_on_disk), (plan.tables, None, put_table_on_disk))
+            for file, slots, put in kinds:
+                if file is None:
+                    continue
+                pools = Pools(file, slots, device)
                 for pool in pools.layers:
-                    _install(module := experts[pool.about.name], pool.about, turned(pool.about, pool.tensors))
-                    put_on_disk(module, OnDisk(pool, pools))
+                    module: Any = plan.model.get_submodule(pool.about.name)
+                    give_weights(module, turned(pool.about, pool.tensors))
+                    module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
+                    module._is_hf_initialized = True
+                    if slots is not None:
+                        module.config = pinned_config(module)
+                        for name in projections(module):  # in place of weights that are not read
+                            vars(module).pop(name, None)
+                    put(module, OnDisk(pool, pools))
                     _put(model, pool.about.name, module)
-            if self._tables is not None:
-                of_tables = Tables(self._tables, device)
-                for pool in of_tables.layers:
-                    kept.append(table := self._model.get_submodule(pool.about.name))
-                    give_weights(table, pool.tensors)
-                    table._apply(
-                        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-                    )
-                    put_table_on_disk(table, OnDisk(pool, of_tables))
-                    _put(model, pool.about.name, table)
-            keep_whole(model, kept)
+            keep_whole(model, [model.get_submodule(name) for name in names])
 
         return complete
 
@@ -365,18 +331,3 @@ class OnDiskLoading:
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, module)
-
-
-def _install(module: Any, layer: Layer, tensors: dict[str, Tensor]) -> None:
-    """Makes an experts module without weights one with those of a pool."""
-    dense = {*projections(module)}
-    for name in [*module._parameters]:
-        owner = name.removesuffix("_bias")
-        if name in tensors or owner in dense or name.rpartition("_")[2] in TENSORS:
-            del module._parameters[name]
-    for name in dense:
-        vars(module).pop(name, None)
-    give_weights(module, tensors)
-    formats = [None if name is None else Format.named(name) for name in layer.about["formats"]]
-    module.__dict__.update(zip(_FORMATS, formats, strict=False), config=pinned_config(module))
-    module._is_hf_initialized = True

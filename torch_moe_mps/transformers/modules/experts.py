@@ -13,6 +13,7 @@ from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
+from ...ops.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
@@ -262,15 +263,20 @@ def experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps"."""
-    inputs = (hidden_states, top_k_weights)
-    if (on_disk := self.__dict__.get(ON_DISK)) is not None:
-        if runs_eager(self, *inputs) or _activation_is_observed(self):
-            on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
-        self, top_k_index = on_disk.ready(self, top_k_index)
+    if (on_disk := self.__dict__.get(ON_DISK)) is None:
+        return _forward(self, hidden_states, top_k_index, top_k_weights)
+    if runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self):
+        on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+    with using_slots:
+        module, ids = on_disk.ready(self, top_k_index)
+        return _forward(module, hidden_states, ids, top_k_weights)
+
+
+def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    own = runs_eager(self, *inputs) or _activation_is_observed(self)
+    own = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)
