@@ -194,7 +194,7 @@ def _add_other_experts(model: nn.Module, report: Report, known: Collection[str])
 
 def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Changes calls of the model: its caches, its head and losses, tokens that become one call."""
-    from .caches.cache import grow_caches_in_place, growth_of
+    from .caches.cache import grow_caches_in_place
     from .capture.classes import capture_calls, never_captured, operators_of_calls, tokens_of
     from .modules.loss import chunk_losses
 
@@ -206,7 +206,6 @@ def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, captur
     if (reason := never_captured(model, capture)) is not None:
         report.capture = lambda: reason
         warnings.warn(f"torch_moe_mps: {type(model).__name__}: {reason}", stacklevel=4)
-    report.growth = growth_of(model)
     report.beside = operators_of_calls(model)
 
 
@@ -215,9 +214,9 @@ def restore(model: nn.Module) -> nn.Module:
 
     State of the process stays until it ends, and changes nothing for models that are not accelerated:
     registrations with transformers (implementations, readers of our checkpoints and of GGUF files); functions
-    around its attention `sdpa`, around the mask of that, around ours for biases of relative positions, and
-    around methods of attention classes that expand latents or mask chosen keys; names that begin with
-    _moe_mps_ in the files of models whose functions were replaced.
+    around its attention `sdpa`, around the mask of that, and around methods of attention classes that expand
+    latents or mask chosen keys; names that begin with _moe_mps_ in the files of models whose functions were
+    replaced.
 
     Returns: the model.
 

@@ -32,7 +32,7 @@ from .preparing import count_tokens, media_parts, prepare
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
 from .protocols.messages import Messages, anthropic_error
-from .protocols.protocol import Protocol, Writer, event, openai_error
+from .protocols.protocol import Protocol, Writer, openai_error
 from .protocols.responses import Responses
 from .reading import (
     Client,
@@ -79,7 +79,6 @@ class Server:
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
-            Route("/load_model", self._load, methods=["POST"]),
         ]
         for start in ("/v1", ""):  # clients whose base URL lacks it are answered, too
             routes += [
@@ -90,9 +89,7 @@ class Server:
                 answer = functools.partial(self._answer, protocol)
                 path = start + protocol.path.removeprefix("/v1")
                 routes.append(self._counted(path, answer))
-                if protocol.counts is not None:
-                    count = functools.partial(self._count, protocol)
-                    routes.append(Route(f"{path}/{protocol.counts}", count, methods=["POST"]))
+            routes.append(Route(f"{start}/messages/count_tokens", self._count, methods=["POST"]))
         access = self.access
         guard = Middleware(Guard, hosts=access.hosts, key=access.key, origins=access.origins, refuse=refusal)
         cors = Middleware(
@@ -217,15 +214,12 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
-    async def _count(self, protocol: Protocol, asked: Asked) -> Response:
+    async def _count(self, asked: Asked) -> Response:
         async with self.reading.place(asked) as client:
-            read = functools.partial(protocol.read_prompt, served=self.served)
+            read = functools.partial(Messages().read_prompt, served=self.served)
             kind, request = await self._requested(asked, client, read)
             count = await client.run(kind, count_tokens, self.served, request)
-        counted: dict[str, Any] = {"input_tokens": count}
-        if isinstance(protocol, Responses):
-            counted["object"] = "response.input_tokens"
-        return JSONResponse(counted)
+        return JSONResponse({"input_tokens": count})
 
     # The server itself
 
@@ -261,13 +255,6 @@ class Server:
             "created_at": at,
             "context_length": None if self.served.context == LONGEST else self.served.context,
         }
-
-    async def _load(self, asked: Asked) -> Response:
-        """Reports the model as loaded, which `transformers chat` waits for."""
-        return Response(
-            event({"status": "ready", "model": self.served.name, "cached": True}),
-            media_type="text/event-stream",
-        )
 
     async def _metrics(self, asked: Asked) -> Response:
         return PlainTextResponse(self.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -30,7 +30,6 @@ class Metrics:
             "moe_mps_requests", "requests by path and status", ["path", "status"], registry=self._registry
         )
         self._generated = Counter("moe_mps_generated_tokens", "tokens of answers", registry=self._registry)
-        self._computed, self._seconds = 0, 0.0  # tokens of prompts whose time is known, and that time
         self._registry.register(self)
 
     @contextlib.contextmanager
@@ -48,9 +47,6 @@ class Metrics:
     def ended(self, answers: Answers) -> None:
         """Adds the tokens of finished answers."""
         self._generated.inc(answers.tokens)
-        if seconds := answers.read_seconds:
-            self._computed += answers.prompt_tokens - answers.cached_tokens
-            self._seconds += seconds
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -84,13 +80,9 @@ class Metrics:
             yield _counter(f"{what}_read_bytes", "bytes of these and of the misses", counted.bytes_read)
             yield _counter(f"{what}_seconds", "time that steps waited for them", counted.seconds)
         if (disk := generator.disk) is not None:
-            saved = disk.tokens * self._seconds / max(1, self._computed) - disk.seconds
             yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
             yield _counter("disk_tokens", "tokens of these", disk.tokens)
-            yield _counter("disk_read_bytes", "bytes of these", disk.read_bytes)
-            yield _counter("disk_written_bytes", "bytes of prompts written", disk.files.written_bytes)
             yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.files.nbytes)
-            yield _gauge("disk_seconds_saved", "time that computing these would have taken", max(0.0, saved))
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

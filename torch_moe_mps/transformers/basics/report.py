@@ -181,7 +181,6 @@ class Report:
     own_on_cpu: str | None = None
     beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # asked for a line on tokens when it is printed
-    growth: Callable[[], str | None] | None = None  # the same of its caches
 
     def add(
         self, name: str, module: object, kind: str, done: Iterable[Done], reason: str | None = None
@@ -217,7 +216,7 @@ class Report:
         if self.quantization is not None:
             table += [str(self.quantization), ""]
         lines_about = [self.small_model, self.compiled, self.checked, self.tensor_units, self.own_on_cpu]
-        lines_about += [asked() for asked in (self.tuned, self.capture, self.growth) if asked is not None]
+        lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
         table += [*about, ""] if about else []
         replaced, alone = len(self.replaced), len(self.left_alone)

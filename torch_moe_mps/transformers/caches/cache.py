@@ -1,8 +1,8 @@
 """The caches that a model is called with: their layers grow in place from then on, or hold 8 bits."""
 
+import functools
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -54,19 +54,6 @@ def restore_cache(module: nn.Module) -> None:
         del module._forward_pre_hooks_with_kwargs[key]
 
 
-def growth_of(model: nn.Module) -> Callable[[], str | None]:
-    """A function that says why the caches of a model do not grow in place, if they do not."""
-    known = weakref.ref(model)
-
-    def says() -> str | None:
-        there = known()
-        modules = () if there is None else there.modules()
-        faults = (state_in(module).cache_fault for module in modules)
-        return next((f"its cache does not grow in place: {fault}" for fault in faults if fault), None)
-
-    return says
-
-
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
 
@@ -83,7 +70,8 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     follow_moved()
     if is_plain:
-        _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
+        if (unknown := _grow(cache, CACHE_BITS if quantizes else None)) is not None:
+            _warn_of(type(module).__name__, unknown)
         _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
@@ -124,15 +112,14 @@ def _grow(cache: Any, bits: int | None) -> str | None:
     return unknown
 
 
-def _note_unknown(module: nn.Module, layer: str | None) -> None:
-    """Says once of a decoder that its caches have layers of a class that is not known."""
-    if layer is not None and state_in(module).cache_fault is None:
-        state_of(module).cache_fault = f"{layer} is no class of layers that is known"
-        warnings.warn(
-            f"torch_moe_mps: the cache of {type(module).__name__} does not grow in place, and every token "
-            f"copies it: {layer} is no class of layers that is known",
-            stacklevel=2,
-        )
+@functools.cache
+def _warn_of(model: str, layer: str) -> None:
+    """Warns once that the caches of a model have layers of a class that is not known."""
+    warnings.warn(
+        f"torch_moe_mps: the cache of {model} does not grow in place, and every token copies it: {layer} is "
+        "no class of layers that is known",
+        stacklevel=2,
+    )
 
 
 def _note_positions(cache: Any, positions: Tensor) -> None:

@@ -57,7 +57,7 @@ _SAID_AGAIN = (
 
 
 class Responses(Protocol):
-    path, counts = "/v1/responses", "input_tokens"
+    path = "/v1/responses"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
