@@ -319,12 +319,12 @@ class Bench:
     def _host(self, depth: int) -> float:
         """Seconds until the operators of a token are issued, without waiting for what they compute."""
         cache, ids, count = self._with_room(depth), self.ids[:, :1].to(self.device), 8
-        self._synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
             cache = cache_among(self._forward(ids, cache))
         seconds = (time.perf_counter() - start) / count
-        self._synchronize()
+        synchronize(self.device)
         return seconds
 
     def _launches(self, depth: int) -> int:
@@ -341,9 +341,6 @@ class Bench:
         for _ in range(2):
             cache = cache_among(self._forward(self.ids[:, :1].to(self.device), cache))
         return cache
-
-    def _synchronize(self) -> None:
-        synchronize(self.device)
 
     def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Timing:
         return self._row(test, [tokens / s for s in seconds], "t/s", depth)

@@ -21,6 +21,7 @@ from support.models import (
     operators_of,
     output,
     prompt,
+    quantize_experts,
     tiny,
 )
 from torch import nn
@@ -496,7 +497,7 @@ def test_a_quantised_one_has_a_config_of_its_own(tmp_path):
     first, second = two_of_one_config()
     first.save_pretrained(tmp_path / "dense")
     stored = json.loads((tmp_path / "dense/config.json").read_text())
-    torch_moe_mps.quantize_experts(first, 4, 32)
+    quantize_experts(first, 4, 32)
     assert first.config is first.model.config is first.model.layers[0].self_attn.config is not second.config
     own = second.config._attn_implementation
     first.set_attn_implementation("eager")
@@ -522,7 +523,7 @@ def test_dense_experts_in_a_quantised_model(layers, monkeypatch, tmp_path):
                 "torch_moe_mps.transformers.checkpoints.quantize.in_place.keep_when_saving", interrupt
             )
         with pytest.raises(KeyboardInterrupt) if layers == 0 else contextlib.nullcontext():
-            torch_moe_mps.quantize_experts(first, 4, 32)
+            quantize_experts(first, 4, 32)
     for layer in range(layers):
         first.model.layers[layer].mlp.experts = second.model.layers[layer].mlp.experts
     first.save_pretrained(tmp_path)
