@@ -72,7 +72,7 @@ class Kind(NamedTuple):
         _, heads, key_width, value_width = state.shape
         none = state.new_empty((1, 0, heads))
         keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
-        given = {"beta": none, **_counted(uncommitted, count)}
+        given: dict[str, Any] = {"beta": none, **_counted(uncommitted, count)}
         decay: Tensor | None = keys if self.is_wide else none
         if not self.delta:
             decay = None
