@@ -29,7 +29,7 @@ from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
 from .state import LayerState
 
-STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
+_STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
@@ -181,9 +181,5 @@ def hands_cache_on(model: PreTrainedModel) -> bool:
 
     RWKV has a list of states; RecurrentGemma's modules have them.
     """
-    return takes_cache(model) and not keeps_states(model)
-
-
-def keeps_states(model: nn.Module) -> bool:
-    """True if a model's modules keep the states of a conversation, as RecurrentGemma's do."""
-    return any(hasattr(module, STATE_OF_MODULE) for module in model.modules())
+    keeps_states = any(hasattr(module, _STATE_OF_MODULE) for module in model.modules())
+    return takes_cache(model) and not keeps_states
