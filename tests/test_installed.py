@@ -23,7 +23,6 @@ from support import gguf_files, installed, tiny_models
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.installed import python
 from support.models import assert_close, operators_of
-from support.sweep import in_sweep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
@@ -98,9 +97,9 @@ def test_no_exception_reaches_torch(package):
     assert output.startswith("2.0 torch_moe_mps will not be loaded with transformers ('tuple' object has no ")
 
 
-# A dense model and a GGUF file in a process that does not use the package, which is installed.
-UNUSED = """
-    import json, sys, time
+# Imports torch and transformers in an environment with the package, and runs each program in a fork of that.
+FORKS = """
+    import json, os, sys, time
     spent = [0.0]
     def timed(own):
         def call(*args, **kwargs):
@@ -116,75 +115,125 @@ UNUSED = """
     ours.autoload = timed(ours.autoload)
     start = time.process_time()
     import torch, transformers, transformers.modeling_utils, transformers.quantizers.auto
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     whole = time.process_time() - start
-    import transformers.masking_utils, transformers.integrations.moe, transformers.integrations.gguf
-    named = "moe_mps" in transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
+    for name, source, *given in json.loads(sys.argv[1]):
+        if (process := os.fork()) == 0:
+            sys.argv[1:] = given
+            os.dup2(os.open(f"{name}.output", os.O_WRONLY | os.O_CREAT), 1)
+            code = 1
+            try:
+                exec(source)
+                sys.stdout.flush()
+                code = 0
+            finally:
+                if code:
+                    import traceback
+                    traceback.print_exc()
+                os._exit(code)
+        assert os.waitpid(process, 0)[1] == 0, name
+"""
+# A dense model and a GGUF file in a process that does not use the package, which is installed.
+UNUSED = """
+import transformers.masking_utils, transformers.integrations.moe, transformers.integrations.gguf
+named = "moe_mps" in transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
 
-    def members():
-        modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "transformers"]
-        classes = {id(c): c for m in modules for c in [*vars(m).values()] if isinstance(c, type)}
-        return {(c, name): id(value) for c in classes.values() for name, value in [*vars(c).items()]}
+def members():
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "transformers"]
+    classes = {id(c): c for m in modules for c in [*vars(m).values()] if isinstance(c, type)}
+    return {(c, name): id(value) for c in classes.values() for name, value in [*vars(c).items()]}
 
-    mapping = transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING
-    before, quantizers = members(), dict(mapping)
-    dense = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    gguf = AutoModelForCausalLM.from_pretrained(sys.argv[1], gguf_file="model.gguf")
-    dtypes = [str(p.dtype) for m in (dense, gguf) for p in m.parameters()]
-    own = [name for name in sys.modules if name.startswith("torch_moe_mps")]
-    share, after = spent[0] / whole, members()
-    import os
-    switch = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
-    import torch_moe_mps.transformers
-    used, kept = members(), {name: mapping.get(name) is each for name, each in quantizers.items()}
-    changed = [[k[0].__name__, k[1]] for s in (after, used) for k, v in before.items() if s.get(k) != v]
-    print(json.dumps([own, share, changed, named, sorted({*dtypes}), all(kept.values()), switch]))
+mapping = transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING
+before, quantizers = members(), dict(mapping)
+dense = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+gguf = AutoModelForCausalLM.from_pretrained(sys.argv[1], gguf_file="model.gguf")
+dtypes = [str(p.dtype) for m in (dense, gguf) for p in m.parameters()]
+own = [name for name in sys.modules if name.startswith("torch_moe_mps")]
+share, after = spent[0] / whole, members()
+switch = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+import torch_moe_mps.transformers
+used, kept = members(), {name: mapping.get(name) is each for name, each in quantizers.items()}
+changed = [[k[0].__name__, k[1]] for s in (after, used) for k, v in before.items() if s.get(k) != v]
+print(json.dumps([own, share, changed, named, sorted({*dtypes}), all(kept.values()), switch]))
+"""
+CALLED = """
+import collections
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Called(TorchDispatchMode):
+    names = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "moe_mps":
+            self.names[function._schema.name.partition("::")[2]] += 1
+        return function(*args, **(kwargs or {}))
+"""
+SCRIPT = f"""
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = tokenizer(sys.argv[2], return_tensors="pt")["input_ids"]
+text = tokenizer.decode(model.generate(ids, max_new_tokens=int(sys.argv[3]))[0, ids.shape[1] :])
+{CALLED}
+with torch.no_grad(), Called() as called:
+    model(ids[:, :1])
+print(json.dumps([text, called.names]))
+"""
+# Names of ours in plain from_pretrained, and a checkpoint that transformers would turn into 16 bits on a Mac.
+BY_NAME = f"""
+{CALLED}
+ids = torch.tensor([[5, 9, 3, 7]])
+
+def written(name):
+    own = dict(experts_implementation=name, attn_implementation=name)
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, **own)
+    return model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
+
+eager, imported = written("eager"), "torch_moe_mps" in sys.modules
+with Called() as called:
+    ours = written("moe_mps")
+import torch_moe_mps_autoload
+torch_moe_mps_autoload._has_apple_gpu = lambda: True
+packed = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
+codes = [t for name, t in packed.state_dict().items() if name.endswith("packed")]
+kept = [sorted({{str(t.dtype) for t in codes}}), sum(t.nbytes for t in codes)]
+logits = packed(ids).logits.flatten().tolist()
+print(json.dumps([eager, imported, ours, sorted(called.names), kept, logits]))
 """
 
 
+@pytest.fixture(scope="module")
+def programs(package, checkpoint, tmp_path_factory):
+    """What each program printed, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("programs")
+    tiny_models.tiny_model("llama").save_pretrained(folder / "unused")
+    architecture, keys, matrices, _ = gguf_files.of_architecture("llama", "q4_0")
+    gguf_files.write(folder / "unused" / "model.gguf", architecture, keys, matrices)
+    tiny_models.tiny_model("qwen3_moe").save_pretrained(folder / "dense")
+    made = [["unused", UNUSED, folder / "unused"], ["script", SCRIPT, checkpoint, PROMPT, NEW_TOKENS]]
+    for method, architecture, write in (("mxfp4", "gpt_oss", mxfp4_blocks), ("fp8", "qwen3_moe", fp8_blocks)):
+        with tiny_models.groups_of_32():
+            write(tiny_models.tiny_model(architecture), folder / method)
+        made.append([method, BY_NAME, folder / "dense", folder / method])
+    words = [[str(folder / name), source, *map(str, given)] for name, source, *given in made]
+    python(package, FORKS, json.dumps(words))
+    return {name: json.loads((folder / f"{name}.output").read_text()) for name, *_ in made}, folder
+
+
 @pytest.mark.slow("imports transformers in a new process")
-def test_a_program_that_does_not_use_the_package(package, tmp_path):
+def test_a_program_that_does_not_use_the_package(programs):
     """It imports one module of ours, for under 3 % of the time, and no class of transformers is changed.
 
     Nor are they where the package is imported, before it makes a model.
     """
-    tiny_models.tiny_model("llama").save_pretrained(tmp_path)
-    architecture, keys, matrices, _ = gguf_files.of_architecture("llama", "q4_0")
-    gguf_files.write(tmp_path / "model.gguf", architecture, keys, matrices)
-    own, share, changed, named, dtypes, kept, switch = json.loads(python(package, UNUSED, tmp_path))
+    own, share, changed, named, dtypes, kept, switch = programs[0]["unused"]
     assert own == ["torch_moe_mps_autoload"] and share < 0.03 and changed == []
     assert named and dtypes == ["torch.float32"] and kept and switch is None
 
 
-SCRIPT = """
-    import collections, json, sys
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    ids = tokenizer(sys.argv[2], return_tensors="pt")["input_ids"]
-    text = tokenizer.decode(model.generate(ids, max_new_tokens=int(sys.argv[3]))[0, ids.shape[1] :])
-
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        called = collections.Counter()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.namespace == "moe_mps":
-                self.called[function._schema.name.partition("::")[2]] += 1
-            return function(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Count() as count:
-        model(ids[:, :1])
-    print(json.dumps([text, count.called]))
-"""
-
-
-def test_script_that_knows_nothing_of_the_package(package, checkpoint, monkeypatch):
+def test_script_that_knows_nothing_of_the_package(programs, checkpoint, monkeypatch):
     """Its model writes the right text, and runs the operators of an accelerated one."""
     monkeypatch.setattr(unmodified, "_all_run", False)  # as in the script's process
-    text, called = json.loads(python(package, SCRIPT, checkpoint, PROMPT, NEW_TOKENS))
+    text, called = programs[0]["script"]
     assert text == expected(checkpoint)
     model = torch_moe_mps.from_pretrained(str(checkpoint))
     with torch.no_grad():
@@ -192,56 +241,16 @@ def test_script_that_knows_nothing_of_the_package(package, checkpoint, monkeypat
     assert called["moe_experts_quantized"] == model.config.num_hidden_layers
 
 
-# Names of ours in plain from_pretrained, and a checkpoint that transformers would turn into 16 bits on a Mac.
-BY_NAME = """
-    import json, sys
-    import torch
-    from transformers import AutoModelForCausalLM
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Called(TorchDispatchMode):
-        names = set()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.namespace == "moe_mps":
-                self.names.add(function._schema.name.partition("::")[2])
-            return function(*args, **(kwargs or {}))
-
-    ids = torch.tensor([[5, 9, 3, 7]])
-
-    def written(name):
-        own = dict(experts_implementation=name, attn_implementation=name)
-        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, **own)
-        return model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
-
-    eager, imported = written("eager"), "torch_moe_mps" in sys.modules
-    with Called() as called:
-        ours = written("moe_mps")
-    import torch_moe_mps_autoload
-    torch_moe_mps_autoload._has_apple_gpu = lambda: True
-    packed = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
-    codes = [t for name, t in packed.state_dict().items() if name.endswith("packed")]
-    kept = [sorted({str(t.dtype) for t in codes}), sum(t.nbytes for t in codes)]
-    logits = packed(ids).logits.flatten().tolist()
-    print(json.dumps([eager, imported, ours, sorted(called.names), kept, logits]))
-"""
-
-
-@pytest.mark.slow("imports transformers in a new process")
-@pytest.mark.parametrize("method", in_sweep(("mxfp4", "fp8"), ("mxfp4",)))
-def test_program_that_names_the_package_and_never_imports_it(package, tmp_path, method, monkeypatch):
+@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+def test_program_that_names_the_package_and_never_imports_it(programs, method, monkeypatch):
     """Its tokens are eager's, by the operators; a packed checkpoint stays packed."""
-    tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
-    with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model("gpt_oss" if method == "mxfp4" else "qwen3_moe")
-    (mxfp4_blocks if method == "mxfp4" else fp8_blocks)(model, tmp_path / "packed")
-    folders = (tmp_path / "dense", tmp_path / "packed")
-    eager, imported, ours, called, kept, logits = json.loads(python(package, BY_NAME, *folders))
+    eager, imported, ours, called, kept, logits = programs[0][method]
+    packed = programs[1] / method
     assert ours == eager and len(eager[0]) == 16 and not imported
     assert {"moe_experts", "attention"} <= {*called}
     monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
-    dense = transformers.AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
-    stored = load_file(folders[1] / "model.safetensors")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+    stored = load_file(packed / "model.safetensors")
     codes = [t for n, t in stored.items() if n.endswith("_blocks") or t.dtype == torch.float8_e4m3fn]
     assert kept == [["torch.int32"], sum(t.nbytes for t in codes)]  # transformers alone makes dense weights
     with torch.no_grad():

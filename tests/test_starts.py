@@ -38,7 +38,7 @@ RUNS = {
     "chat": (("--set", "max_new_tokens=3", *DEVICE), "tokens/s"),
 }
 
-OFTEN = ("chat", "convert")
+OFTEN = ("chat",)
 
 
 @pytest.fixture(scope="module")

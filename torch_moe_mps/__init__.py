@@ -13,7 +13,6 @@ __all__ = [
     "from_pretrained",
     "generate_batch",
     "ops",
-    "quantize_experts",
     "read_importance",
     "restore",
     "synchronize",
@@ -28,7 +27,6 @@ _LAZY = {
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
     "generate_batch": ".serving.generate_batch",
-    "quantize_experts": ".transformers",
     "synchronize": "._faults",
 }
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from .serving.generate_batch import generate_batch
     from .transformers.accelerate import accelerate, restore
     from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance
-    from .transformers.checkpoints.quantize.in_place import quantize_experts
     from .transformers.loading import from_pretrained
 
 

@@ -57,7 +57,7 @@ def run(folder: str, memory: int | None) -> None:
                 "peak": peak(),
                 "tokens": out[0, 32:].tolist(),
                 "rate": TOKENS / seconds,
-                "counters": None if pools is None else str(pools.counters),
+                "counters": None if pools is None else f"experts on the disk: {pools.counters}",
             }
         )
     )

@@ -60,11 +60,11 @@ def chat(text: Any = "a", **more: Any) -> dict[str, Any]:
 def goes_on(text: str) -> dict[str, Any]:
     """A chat whose answer the request begins."""
     said = [*chat()["messages"], {"role": "assistant", "content": f"a{text}"}]
-    return chat(continue_final_message=True, add_generation_prompt=False) | {"messages": said}
+    return chat() | {"messages": said}
 
 
-def banned(**settings: Any) -> dict[str, Any]:
-    return chat(generation_config=json.dumps({"max_new_tokens": 20} | settings), n=32)
+def formed(schema: Any) -> dict[str, Any]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
 
 
 def nested(depth: int) -> Any:
@@ -109,16 +109,13 @@ KINDS = {
     "tools": Kind(CHAT, lambda context: chat(tools=tools(1000))),
     "blanks": Kind(CHAT, lambda context: goes_on(" \n" * 30_000)),
     "stops": Kind(CHAT, lambda context: chat(stop=["a" * 1023 + c for c in "bcdefghijklmnopq"], n=32)),
-    "banned": Kind(CHAT, lambda context: banned(suppress_tokens=[*range(40)] * 25, eos_token_id=[3] * 64)),
-    "words": Kind(CHAT, lambda context: banned(bad_words_ids=[[n % 60 + 9] * 64 for n in range(64)])),
-    "endings": Kind(CHAT, lambda context: banned(eos_token_id=[3] * 80_000)),
-    "brackets": Kind(CHAT, lambda context: chat(grammar="(" * 8_000_000)),
-    "choices": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(100_000)]})),
-    "parts": Kind(CHAT, lambda context: chat(json_schema={"a": [{"a": {}}] * 15_000})),
-    "schema": Kind(CHAT, lambda context: chat(json_schema=properties(500))),
-    "enum": Kind(CHAT, lambda context: chat(json_schema={"enum": [*range(4000)]})),
-    "grammar": Kind(CHAT, lambda context: chat(grammar="root ::= ([a-z] [a-z]?){1,200}")),
-    "masks": Kind(CHAT, lambda context: chat(grammar="root ::= (([a-z]*)*)*")),
+    "brackets": Kind(CHAT, lambda context: formed({"pattern": "(" * 8_000_000})),
+    "choices": Kind(CHAT, lambda context: formed({"enum": [*range(100_000)]})),
+    "parts": Kind(CHAT, lambda context: formed({"a": [{"a": {}}] * 15_000})),
+    "schema": Kind(CHAT, lambda context: formed(properties(500))),
+    "enum": Kind(CHAT, lambda context: formed({"enum": [*range(4000)]})),
+    "pattern": Kind(CHAT, lambda context: formed({"type": "string", "pattern": "^([a-z][a-z]?){1,200}$"})),
+    "masks": Kind(CHAT, lambda context: formed({"type": "string", "pattern": "^(([a-z]*)*)*$"})),
     "answers": Kind(CHAT, lambda context: chat(n=32, temperature=1)),
     "logprobs": Kind(CHAT, lambda context: chat(logprobs=True, top_logprobs=20, max_tokens=200)),
     "slow": Kind(CHAT, lambda context: chat("a" * 4000), pause=0.02),

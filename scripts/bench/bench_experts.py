@@ -6,8 +6,9 @@
     python scripts/bench/bench_experts.py measure build/moe --device cuda --llama-cpp build/bin
     python scripts/bench/bench_experts.py write
 
-`measure` writes docs/quality_moe.json, and `write` makes page and plot of that. The texts are files of the
-kind that the model was trained on, Python's manual and Newton's Opticks; it read none of them.
+`measure` writes docs/quality_moe.json; `write` prints the rows of the page and writes the plot of that. The
+texts are files of the kind that the model was trained on, Python's manual and Newton's Opticks; it read none
+of them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import numpy as np
 import paths
 import torch
 import transformers
-from bench_quality import log_probabilities, run
+from bench_quality import WINDOW, compare_texts, log_probabilities, run
 from moe_gguf import write_gguf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,60 +36,8 @@ from torch_moe_mps.commands.recipes import MIXED, arguments_of_recipe
 from torch_moe_mps.transformers.checkpoints.quantize.importance import Importance
 from torch_moe_mps.transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 
-WINDOW = 512
 KEPT = paths.REPOSITORY / "docs" / "quality_moe.json"
-PAGE, PLOT = KEPT.with_suffix(".md"), KEPT.with_suffix(".svg")
-HEAD = """# Quality of recipes: a Mixture of Experts
-
-One small model of Qwen3-MoE's classes: {weights:.0f} million weights, 8 layers of 32 experts, 4 for a token,
-all widths multiples of 256. The tied embedding is a fifth of the weights. `scripts/bench/train_moe.py`
-trained it on an {device}: {steps} steps on {tokens:.0f} million tokens, mostly Python
-([quality_moe.json](quality_moe.json) names the sources), to a loss of {held} on held-out files. It is one
-seed; no Mac has measured anything here.
-
-The table has the KL divergence from the dense model in nats a token, over {count} tokens each of a held-out
-file, near copies of which it did read, of Python's manual and of Newton's Opticks
-(losses {losses[0]:.2f}, {losses[1]:.2f} and {losses[2]:.2f}).
-Importance is of {calibration} other tokens and takes {importance_seconds} s there.
-
-- The embedding has 6 bits unless the name says otherwise. Attention has the bits of the experts unless the
-  name says otherwise (`linear_bits="same"`).
-- "MB a token" are the weights that one token reads.
-- Files of llama.cpp are made from the same weights by its `llama-quantize`, with its `llama-imatrix` on the
-  same tokens, and are read packed, exact.
-
-![KL divergence against megabytes, and against megabytes a token](quality_moe.svg)
-
-Results, on the manual:
-
-- **Attention first.** It is 4 % of the weights and makes more than half of the loss of 4 bits. Two more bits
-  for it cost 1.6 % of the bytes; 8 bits gain little over 6. One more bit for `down` gains a tenth for 5 %.
-- **Importance** takes a fifth of the loss of 4 bits, a sixth where attention has 6; for the dense SmolLM2 it
-  takes three quarters ([quality.md](quality.md)).
-- **Superblocks** (`mode="q4_k"`, `"iq4_xs"` and the like) lose 16 to 29 % less than groups of 64 in as many
-  bytes.
-- **Beside llama.cpp's files**, with importance on both sides: alike at 3 bits, 7 to 11 % more loss at 4, less
-  at 5. Which of two is ahead by a tenth changes from one training to the next.
-
-So `bits=4` gives linear layers beside experts 6 bits where they are at most a tenth of the weights, and
-embedding and head where they are a tenth or more. Three recipes have a name in `convert` and `fit`. They use
-superblocks where all columns of experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx` and
-with `--group-size`:
-
-| `--recipe` | superblocks | groups of 64 | for |
-|---|---|---|---|
-| `small` | q3_k, down iq4_xs | 3 bits, down 4 | less loss than 4 bits everywhere, a tenth fewer bytes |
-| `fast` | iq4_xs | 4 bits | the fewest bytes a token: of Qwen3-30B-A3B 1.63 GB, 1.96 with `bits=4` |
-| `best` | iq4_xs, down q5_k | 4 bits, down 5 | less loss than 5 bits everywhere, a tenth fewer bytes |
-
-`small` and `best` have 6 bits for attention and embedding; `fast` has one format for all.
-
-`scripts/bench/bench_experts.py` says how it was measured; docs/quality_moe.json has all {recipes} rows. Rows
-are with importance unless they say otherwise:
-
-| recipe | MB | MB a token | held-out | manual | equal top | Opticks |
-|---|---:|---:|---:|---:|---:|---:|
-"""
+PLOT = KEPT.with_suffix(".svg")
 
 
 def attention(bits: int, **more: int) -> dict[str, Any]:
@@ -200,22 +149,6 @@ def read(folder: Path, count: int, calibration: int) -> tuple[Tensor, list[Tenso
     return held[count : count + calibration], [held[:count], *others]
 
 
-@torch.no_grad()
-def references(model: Any, texts: list[Tensor]) -> list[list[Tensor]]:
-    return [log_probabilities(model, ids.to(model.device)) for ids in texts]
-
-
-@torch.no_grad()
-def divergence(model: Any, ids: Tensor, dense: list[Tensor]) -> tuple[float, float]:
-    """The whole KL divergence from the dense model, in nats a token, and how often the likeliest is alike."""
-    loss = alike = 0.0
-    own = log_probabilities(model, ids.to(model.device))
-    for reference, other in zip(dense, own, strict=True):
-        loss += float((reference.exp() * (reference - other)).sum())
-        alike += float((reference.argmax(1) == other.argmax(1)).sum())
-    return loss / sum(map(len, dense)), alike / sum(map(len, dense))
-
-
 def for_all_experts(importance: Importance) -> Importance:
     """The same where all experts of a layer have the mean of theirs."""
     means = {
@@ -288,7 +221,8 @@ def measure(
     model = folder / "model"
     importance_ids, texts = read(folder, count, calibration)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
-    expected = references(dense, texts)
+    with torch.no_grad():
+        expected = [log_probabilities(dense, ids.to(device)) for ids in texts]
     started = time.monotonic()
     importance = torch_moe_mps.collect_importance(dense, importance_ids, progress=False)
     seconds = time.monotonic() - started
@@ -300,7 +234,9 @@ def measure(
     def add(name: str, way: str, own: Any) -> None:
         sizes = total_bytes(own), bytes_a_token(own)
         torch.nn.Module.float(own)  # transformers refuses to cast what is quantised
-        divergences = [divergence(own, ids, logs) for ids, logs in zip(texts, expected, strict=True)]
+        divergences = [
+            compare_texts(own, ids.to(device), logs)[1:] for ids, logs in zip(texts, expected, strict=True)
+        ]
         measured.add({"recipe": name, "way": way, "bytes": sizes[0], "token": sizes[1], "texts": divergences})
 
     into = {"dtype": torch.float16, "device_map": device, "check": False}
@@ -334,21 +270,8 @@ def loss(ids: Tensor, logs: list[Tensor]) -> float:
     return round(-own.mean().item(), 4)
 
 
-def page(kept: dict[str, Any]) -> str:
-    """The text, and rows of the recipes that the plot names, and of two by MLX's rule."""
-    training = kept["training"]
-    head = HEAD.format(
-        weights=training["weights"] / 1e6,
-        device=training["device"],
-        steps=training["steps"],
-        tokens=training["tokens"] / 1e6,
-        held=training["held_loss"],
-        count=kept["tokens"],
-        losses=kept["losses"],
-        calibration=kept["calibration"],
-        importance_seconds=kept["importance_seconds"],
-        recipes=len(kept["rows"]),
-    )
+def table(kept: dict[str, Any]) -> str:
+    """Rows of the recipes that the plot names, and of two by MLX's rule."""
     dense = kept["dense"]
     lines = [f"| dense, bfloat16 | {dense['bytes'] / 1e6:.1f} | {dense['token'] / 1e6:.1f} |" + " |" * 4]
     for row in kept["rows"]:
@@ -359,7 +282,7 @@ def page(kept: dict[str, Any]) -> str:
             shown = name if way == EACH else f"{name}: {way}"
             losses = f"{held:.4f} | {manual:.4f} | {100 * alike:.1f} % | {prose:.4f}"
             lines.append(f"| {shown} | {sizes} | {losses} |")
-    return head + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 WIDTH, HEIGHT, EDGE = 520, 420, 50
@@ -435,11 +358,11 @@ def main() -> None:
     )
     only = "of a recipe's name: no others; repeatable"
     own.add_argument("--only", action="append", default=[], metavar="PART", help=only)
-    parts.add_parser("write", help="writes page and plot of what was measured")
+    parts.add_parser("write", help="prints the rows of the page and writes the plot")
     options = parser.parse_args()
     if options.part == "write":
         kept = json.loads(KEPT.read_text())
-        PAGE.write_text(page(kept))
+        print(table(kept), end="")
         PLOT.write_text(plot(kept))
         return
     transformers.utils.logging.disable_progress_bar()

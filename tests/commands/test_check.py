@@ -17,13 +17,18 @@ from torch_moe_mps.commands import check, main, sources
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, Format
 from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once
+from torch_moe_mps.selfcheck.control import control
 
 ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
+never_launched = check.never_launched
 
 
 @pytest.fixture
 def few(simulated, monkeypatch, tmp_path):
-    """Run where the report may be written, with one call of each operator. All are in the sweep."""
+    """Run where the report may be written, with one call of each operator, and of torch's own none.
+
+    All are in the sweep.
+    """
 
     def one_call(subject):
         with contextlib.closing(calls.calls(subject)) as made:
@@ -33,6 +38,7 @@ def few(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(once, "calls", one_call)
     monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setattr(check, "never_launched", lambda kernels: [])
+    monkeypatch.setattr(check, "control", lambda dtypes: (0, []))
 
 
 def report() -> dict:
@@ -50,6 +56,7 @@ BUILT = [
 
 @pytest.mark.parametrize("whole", in_sweep([False, True], [False]))
 def test_everything_is_built_and_compared(few, capsys, monkeypatch, whole):
+    monkeypatch.setattr(check, "control", control)
     built = libraries.libraries([torch.float32], [Format.named("affine4_32")])
     assert len(built) == 57 and {*BUILT} <= {*built}
     if not whole:
@@ -82,6 +89,7 @@ def test_a_type_of_gguf_alone(few, capsys):
 
 def test_torchs_own_faults_are_not_ours(few, capsys, monkeypatch):
     """An operator of torch that is wrong on the GPU is told apart, and fails nothing by itself."""
+    monkeypatch.setattr(check, "control", control)
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "libraries", lambda *arguments: [])
     monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
@@ -319,7 +327,8 @@ def test_a_gpu_that_fails_is_in_the_report(few, simulated, capsys, monkeypatch):
 
 
 def test_a_kernel_that_no_call_launches(few, capsys, monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.setattr(check, "never_launched", never_launched)
+    monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
     kernel = {"kernel": "new_f32", "allowed": 1024, "launched": 0, "bytes": 0}
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "pipelines", lambda names: [kernel])

@@ -19,6 +19,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.commands.residency import hits_of
 from torch_moe_mps.disk.file import Layer, written
 from torch_moe_mps.transformers.checkpoints import on_disk
+from torch_moe_mps.transformers.checkpoints.quantize import sizes
 
 ON_DISK = ("--experts-memory", "1GB")
 
@@ -29,11 +30,12 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture
 def converted(checkpoint, tmp_path, monkeypatch):
-    """A checkpoint three of whose experts are in memory."""
+    """A checkpoint three of whose experts are in memory, and none of its embeddings."""
     folder = tmp_path / "converted"
     assert run("convert", checkpoint, folder, "--bits", 4, "--group-size", 32) == 0
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
     monkeypatch.setattr(on_disk, "written", None)  # its own files serve
+    monkeypatch.setattr(sizes, "_TABLE", 1e-12)
     return folder
 
 
@@ -77,10 +79,11 @@ def test_answers_of_a_server(converted, monkeypatch):
         assert [ask(text) for text in texts] == expected
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics") as answer:
             lines = answer.read().decode().splitlines()
-        counted = dict(line.split() for line in lines if line.startswith("moe_mps_experts_"))
-    assert {name.removesuffix("_total") for name in counted} == {
-        f"moe_mps_experts_{name}" for name in ("hits", "misses", "layers", "read_bytes", "seconds")
-    }
+        counted = dict(line.split() for line in lines if line.startswith(("moe_mps_exp", "moe_mps_emb")))
+    names = [f"experts_{name}" for name in ("hits", "misses", "layers", "read_bytes", "seconds")]
+    names += [f"embeddings_{name}" for name in ("hits", "misses", "read_bytes", "seconds")]
+    assert float(counted.pop("moe_mps_embeddings_layers_total")) == 0
+    assert {*counted} == {f"moe_mps_{name}_total" for name in names}
     assert all(float(value) > 0 for value in counted.values())
 
 
@@ -89,13 +92,12 @@ def test_bench(converted, tmp_path, capsys):
     file = tmp_path / "bench.json"
     sizes = ("--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0", "--repeats", 1, "--device", "cpu")
     assert run("bench", converted, *sizes, "--json", file, "--dtype", "float32", *ON_DISK) == 0
-    counted = json.loads(file.read_text())["experts_on_disk"]
-    share = counted["hits"] / (counted["hits"] + counted["misses"])
-    out = capsys.readouterr().out
-    assert (
-        "experts on the disk: " in out and f"of {counted['hits'] + counted['misses']:,} were in memory" in out
-    )
-    assert 0 < share < 1 and counted["bytes_read"] > 0
+    written, out = json.loads(file.read_text()), capsys.readouterr().out
+    for what in ("experts", "embeddings"):
+        counted = written[f"{what}_on_disk"]
+        asked = counted["hits"] + counted["misses"]
+        assert f"\n{what} on the disk: {counted['hits'] / asked:.1%} of {asked:,} were in memory" in out
+        assert 0 < counted["hits"] < asked and counted["bytes_read"] > 0
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,13 @@ def test_fit(tmp_path, capsys):
     assert not any(row["mac"] == "512 GB" for row in rows)
 
 
+def test_a_pipeline_is_refused(refused, monkeypatch):
+    """Before torch is imported, and any process waits for another one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert "--experts-memory is for one process, got a pipeline of several" in refused("bench", "m", *ON_DISK)
+
+
 def of_another_checkpoint(file: Path) -> None:
     with written(file, "other", [Layer("0", 1, {"codes": ("int32", (1,))})]) as new:
         new.add(0, {"codes": torch.zeros(1, 1, dtype=torch.int32)})
@@ -139,7 +148,7 @@ def adapter(folder: Path) -> tuple[str, str]:
     return "--adapter", str(folder)
 
 
-@pytest.mark.slow("runs a command six times")
+@pytest.mark.slow("runs a command five times")
 def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
     """In one line; the folder has what it had."""
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
@@ -160,5 +169,7 @@ def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
         make(folder / on_disk.NAME)
         is_refused(f"{on_disk.NAME} {says}")
         (folder / on_disk.NAME).unlink()
-    assert run("generate", folder, "-p", "a", "--max-tokens", 1, *QUANTISED, *ON_DISK) == 0
-    is_refused("experts is on the disk: LoRA needs all experts in memory", *adapter(tmp_path / "adapter"))
+    is_refused(
+        "--adapter must be without LoRA on experts beside --experts-memory, got one of model.layers.0.mlp.ex",
+        *adapter(tmp_path / "adapter"),
+    )

@@ -1,7 +1,9 @@
 """The file of experts: what it holds, what a kill or a full disk leaves, and which files are refused."""
 
+import contextlib
 import fcntl
 import os
+import threading
 from itertools import count
 
 import pytest
@@ -97,15 +99,34 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_two_processes_do_not_write_one_file(tmp_path):
-    """The second says so, and the first one's file is untouched."""
-    with written(tmp_path / "experts", "key", layers()) as new:
-        new.add(0, draw()[0])
-        with pytest.raises(ValueError, match="experts is being written by another process"):
-            write(tmp_path / "experts")
-        for number in [*new.left]:
-            new.add(number, draw()[number])
-    ExpertsFile(tmp_path / "experts")
+def test_a_second_writer_waits_for_the_first_one(tmp_path, monkeypatch, capfd):
+    """It adds what is left where the first one ended by an error, and else nothing."""
+    waits, lock = threading.Event(), fcntl.flock
+
+    def noting(file, how):
+        if how == fcntl.LOCK_EX:
+            waits.set()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", noting)
+    for fails in (True, False):
+        second = threading.Thread(target=write, args=(tmp_path / "experts", "key", 1))
+        waits.clear()
+        with contextlib.suppress(Killed), written(tmp_path / "experts", "key", layers()) as new:
+            second.start()
+            assert waits.wait(60)
+            for number in [*new.left][: 1 if fails else None]:
+                new.add(number, draw()[number])
+            if fails:
+                raise Killed
+        second.join(60)
+        assert "waiting for a process that writes" in capfd.readouterr().err
+        assert [*tmp_path.iterdir()] == [tmp_path / "experts"]
+        file = ExpertsFile(tmp_path / "experts", "key")
+        for layer in range(LAYERS):
+            own = draw(int(fails and layer > 0))[layer].values()
+            assert read(file, layer, 5) == [bytes(t[5].reshape(-1).view(torch.uint8).numpy()) for t in own]
+        (tmp_path / "experts").unlink()
 
 
 def test_a_file_that_gets_its_name_while_another_process_opens_it(tmp_path, monkeypatch):
@@ -116,12 +137,12 @@ def test_a_file_that_gets_its_name_while_another_process_opens_it(tmp_path, monk
         new.add(number, draw()[number])
 
     def late(*args):
+        monkeypatch.setattr(fcntl, "flock", lock)
         first.__exit__(None, None, None)
         return lock(*args)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(ValueError, match="experts is being written by another process"):
-        write(tmp_path / "experts", "other", seed=1)
+    write(tmp_path / "experts", "other", seed=1)
     assert [*tmp_path.iterdir()] == [tmp_path / "experts"]
     assert read(ExpertsFile(tmp_path / "experts", "key"), 2, 7)
 

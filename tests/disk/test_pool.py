@@ -1,5 +1,6 @@
 """Pools: the slots have the bytes of the experts that were asked for, whatever the disk does."""
 
+import fcntl
 import itertools
 import os
 import sys
@@ -14,6 +15,7 @@ from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
 from torch_moe_mps.disk.file import ExpertsFile, Layer, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
+from torch_moe_mps.selfcheck import machine
 
 CPU = torch.device("cpu")
 
@@ -261,6 +263,7 @@ def test_an_error_ahead_ends_the_step_that_needs_it(file):
 def test_two_processes_read_one_file(file):
     """Each has its own slots; another file of that name is not read."""
     a, b = Pools(file[0], 2, CPU), Pools(ExpertsFile(file[0].path), 4, CPU)
+    file[0].path.unlink()
     write(file[0].path, seed=1)
     for layer, ids in steps(60, 2):
         check(a, file[1], layer, ids)
@@ -302,6 +305,46 @@ def test_rates_of_a_disk():
     assert found.keys() == {"page cache"} or found.keys() == {"page cache", "F_NOCACHE"}
     assert all([*rows] == [*rates.DEPTHS] and min(rows.values()) > 0 for rows in found.values())
     assert rates.rates(1 << 60) == {"error": "the disk has no room"}
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_page_cache_is_used_unless_it_was_slower(file, faster, tmp_path, monkeypatch):
+    """What `rates` measures on a Mac, the files of experts that are opened later use."""
+    control, cached, number = fcntl.fcntl, {}, 48
+    monkeypatch.setattr(fcntl, "F_NOCACHE", number, raising=False)
+    monkeypatch.setattr(
+        fcntl,
+        "fcntl",
+        lambda fd, how, *rest: cached.update({fd: not rest[0]}) if how == number else control(fd, how, *rest),
+    )
+    monkeypatch.setattr(machine, "cache_file", lambda: tmp_path / "measured.json")
+    monkeypatch.setattr(rates, "_rate", lambda fd, *_: 2e9 if cached[fd] != faster else 1e9)
+    assert [*rates.rates(4 * rates.PIECE)] == ["page cache", "F_NOCACHE"]
+    cached.clear()
+    read = ExpertsFile(file[0].path)
+    assert cached == ({read._file: False} if faster else {})
+
+
+def test_a_fork_says_that_it_has_no_experts(file):
+    """In one line, at once; the process that was forked goes on."""
+    pools, tensors = Pools(file[0], 2, CPU), file[1]
+    check(pools, tensors, 0, [0, 1])
+    (read, write), calls = os.pipe(), (lambda: check(pools, tensors, 0, [2]), lambda: pools.staging.read(0))
+    if os.fork() == 0:
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                os.write(write, f"{error}\n".encode())
+        os._exit(0)
+    os.wait()
+    said = os.read(read, 10_000).decode().splitlines()
+    assert len(said) == 2
+    assert all(
+        line.endswith("experts: a fork cannot read experts on the disk: load the model in it")
+        for line in said
+    )
+    check(pools, tensors, 0, [2, 3])
 
 
 def test_layers_with_few_experts_have_no_pool(tmp_path):

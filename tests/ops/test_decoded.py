@@ -8,12 +8,10 @@ import torch
 from support.quantized_layers import EVERY_FORMAT, each, random_matrix
 from support.values import random
 
-import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS, _decoded, _formats
 from torch_moe_mps.ops._formats import QuantizedWeight
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.transformers.basics.state import state_of
-from torch_moe_mps.transformers.modules import linears
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 from torch_moe_mps.transformers.modules.rules import linear as joining
 
@@ -166,20 +164,6 @@ def test_other_scales_at_the_same_address_are_noticed(decodings):
         expected = product(QuantizedWeight(weight.packed, scales.clone(), weight.biases, weight.format))
         assert torch.equal(out, expected)
         del scales
-
-
-def test_the_report_says_what_is_kept(monkeypatch):
-    monkeypatch.setattr(linears, "memory", lambda: 10**9)
-    layer = QuantizedLinear(matrix(), torch.float32)
-    line = "on the CPU weights are decoded once and kept in float32: {}"
-    assert str(torch_moe_mps.accelerate(torch.nn.Sequential(layer, layer)).kept_on_cpu) == line.format(
-        "0.0 MB"
-    )
-    monkeypatch.setattr(linears, "memory", lambda: 10**4)
-    model = torch.nn.Sequential(layer, QuantizedLinear(matrix(rows=2000), torch.float32))
-    expected = line.format("0.0 MB of 2.1 MB, the others in every call")
-    assert torch_moe_mps.accelerate(model).kept_on_cpu == expected
-    assert torch_moe_mps.accelerate(torch.nn.Linear(3, 3)).kept_on_cpu is None
 
 
 def test_no_more_than_allowed_is_kept(decodings, monkeypatch):

@@ -87,7 +87,7 @@ class Fault(NamedTuple):
 NORM_AGAIN = "    x.input = row.normed(x, params);\n    squares += row.add"
 INPUTS = "input_row(pairs.v[m], params) * params.inputs"
 TILE_INPUTS = "input_row(pairs.at(pair), params) * params.inputs"
-SINK = "load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? head : row)"
+SINK = "load_one(sinks, params.sinks_dtype, head)"
 LOW_WORD = "words.v[max(word - 1, 0)]"
 ROUTER_ROW = "const ulong row = ulong(group) * simdgroups + simdgroup;\n  if (row >= params.rows)"
 ADDED = "narrow<T>(widen(load<N>(residual + column)) + sum)"

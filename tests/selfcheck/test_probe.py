@@ -110,7 +110,7 @@ def test_attention_of_a_chunk(simulated, monkeypatch, tmp_path, own, sdpa):
     monkeypatch.setattr(probe, "_best", timed)
     found = probe.chunk_of_a_prompt(SMALL)
     assert found == {"own": 1e3 * own, "torch": 1e3 * sdpa}
-    assert machine.sdpa_was_faster() is (sdpa < own)
+    assert machine.was_faster(machine.SDPA) is (sdpa < own)
     ours, torchs = results
     torch.testing.assert_close(ours, torchs.transpose(1, 2), rtol=0.02, atol=0.02)
 

@@ -84,7 +84,7 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     assert second.tokens == second.expected(model)
     usage = second.job.usage
     assert usage.disk_tokens == usage.cached_tokens == 75  # all but the last one of the answer
-    assert (disk.hits, disk.tokens) == (1, 75) and disk.read_bytes > 0
+    assert (disk.hits, disk.tokens) == (1, 75)
     (kept,) = prompts.kept
     eight = [isinstance(layer.keys, QuantizedStates) for layer in kept.cache.layers if hasattr(layer, "keys")]
     assert "kv_bits" not in how or eight == [True, True]
@@ -370,7 +370,7 @@ def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, cap
 
 
 def test_folders_that_are_refused(tmp_path):
-    """Of somebody else, of another version, of another server, and one that is none."""
+    """Of somebody else, of another server, and one that is none."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="notes has other files in it"):
@@ -379,8 +379,5 @@ def test_folders_that_are_refused(tmp_path):
     with pytest.raises(OSError, match="own cannot be used: another process uses it"):
         Disk(tmp_path / "own", 1)
     disk.close()
-    (tmp_path / "own" / "torch_moe_mps prompts").write_text("7")
-    with pytest.raises(ValueError, match=r"own is of another version \(7\)"):
-        Disk(tmp_path / "own", 1)
     with pytest.raises(OSError, match=r"a\.txt cannot be used: File exists"):
         Disk(tmp_path / "notes" / "a.txt", 1)

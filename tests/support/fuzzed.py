@@ -22,7 +22,6 @@ _OWN = {
     "logit_bias": {"5": 1.5},
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,
-    "generation_config": "{}",
 }
 # {path: a request that has every field that is read there}
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -77,12 +76,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"},
     },
 }  # fmt: skip
-for _path, _counts in (
-    ("chat/completions", "input_tokens"),
-    ("responses", "input_tokens"),
-    ("messages", "count_tokens"),
-):
-    REQUESTS[f"/v1/{_path}/{_counts}"] = REQUESTS[f"/v1/{_path}"]
+REQUESTS["/v1/messages/count_tokens"] = REQUESTS["/v1/messages"]
 _DEEP = json.loads('{"a": [' * 45 + "]}" * 45)
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.5, 1e300, -1e300,

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from support import tiny_models
 from support.interrupts import interrupted
-from support.models import eager, output, prompt
+from support.models import eager, output, prompt, quantize_experts
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.modules.linears import has_quantized_weights
 from torch_moe_mps.transformers.upstream.calls import cache_argument
@@ -92,7 +92,7 @@ class ModelMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.quantised())
     @rule(form=st.sampled_from([(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]))
     def quantize(self, form):
-        torch_moe_mps.quantize_experts(self.fast, *form, progress=False)
+        quantize_experts(self.fast, *form)
         tiny_models.dense_twin(self.own, self.fast)
 
     @precondition(lambda self: not self.hooks and not self.parametrised and not self.replaced)
@@ -125,7 +125,7 @@ class ModelMachine(RuleBasedStateMachine):
         actions = {
             "accelerate": lambda: torch_moe_mps.accelerate(self.fast),
             "restore": lambda: torch_moe_mps.restore(self.fast),
-            "quantize": lambda: torch_moe_mps.quantize_experts(self.fast, 4, 32, progress=False),
+            "quantize": lambda: quantize_experts(self.fast, 4, 32),
             "quantize all": lambda: torch_moe_mps.accelerate(self.fast, 8, 32),
         }
         if "quantize" in action and (self.quantised() or self.parametrised):

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from support import tiny_models
+from torch_moe_mps.transformers.checkpoints.quantize.in_place import quantize_model
+from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Architectures whose class here has no generate: their logits or hidden states are compared.
@@ -29,6 +31,14 @@ def stored(*modules: nn.Module) -> list[torch.Tensor]:
 
 def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(7))
+
+
+def quantize_experts(model, bits, group_size, mode="affine", **overrides):
+    """Quantises experts alone, as `accelerate` does before it replaces modules. Returns: the report."""
+    recipe = requested_recipe(
+        bits, group_size, mode, linear_bits=None, embedding_bits=None, overrides=overrides
+    )
+    return quantize_model(model, recipe, progress=False)
 
 
 def eager(model):

@@ -54,7 +54,7 @@ class Answered:
     """
 
     def __init__(self, model, many: Sequence[torch.Tensor], configs, speculative=None, most=1, **options):
-        """`options`: `width` of the drafts, `seeds`, `likely` and `processors` of each prompt, `until`."""
+        """`options`: `width` of the drafts, `seeds` and `processors` of each prompt, `until`."""
         kept = PrefixCache(1 << 30)
         width, until = options.get("width"), options.get("until", lambda tokens: False)
         self.batch = Engine(
@@ -65,7 +65,7 @@ class Answered:
         for number, (ids, config) in enumerate(zip(many, configs, strict=True)):
             more = {
                 name: options[plural][number]
-                for name, plural in {"seed": "seeds", "likely": "likely", "processors": "processors"}.items()
+                for name, plural in {"seed": "seeds", "processors": "processors"}.items()
                 if plural in options
             }
             taken = self.answers[number]

@@ -33,7 +33,7 @@ from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.classes import tokens_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.modules.experts_on_disk import expert_pools
+from ..transformers.modules.experts_on_disk import reads_of
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
@@ -147,8 +147,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
     """Prints how tokens ran, which experts were selected, and what drafts gained."""
-    on_disk = None if (pools := expert_pools(bench.model)) is None else pools.counters
-    for note in (bench.captured, bench.experts(), bench.speculative, on_disk):
+    notes = [bench.captured, bench.experts(), bench.speculative]
+    notes += [f"{what} on the disk: {reads}" for what, reads in reads_of(bench.model).items()]
+    for note in notes:
         if note:
             print(f"\n{note}")
     for row in rows:
@@ -184,8 +185,7 @@ def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
-    if (pools := expert_pools(bench.model)) is not None:
-        result["experts_on_disk"] = asdict(pools.counters)
+    result |= {f"{name}_on_disk": asdict(reads) for name, reads in reads_of(bench.model).items()}
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 
@@ -319,12 +319,12 @@ class Bench:
     def _host(self, depth: int) -> float:
         """Seconds until the operators of a token are issued, without waiting for what they compute."""
         cache, ids, count = self._with_room(depth), self.ids[:, :1].to(self.device), 8
-        self._synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
             cache = cache_among(self._forward(ids, cache))
         seconds = (time.perf_counter() - start) / count
-        self._synchronize()
+        synchronize(self.device)
         return seconds
 
     def _launches(self, depth: int) -> int:
@@ -341,9 +341,6 @@ class Bench:
         for _ in range(2):
             cache = cache_among(self._forward(self.ids[:, :1].to(self.device), cache))
         return cache
-
-    def _synchronize(self) -> None:
-        synchronize(self.device)
 
     def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Timing:
         return self._row(test, [tokens / s for s in seconds], "t/s", depth)

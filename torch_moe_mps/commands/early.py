@@ -94,16 +94,12 @@ def _check_server(command: str) -> None:
         _check_package(package, command, "serve")
 
 
-def _bench(options: argparse.Namespace) -> None:
-    check_writable("--json", options.json)
-
-
-def _fit(options: argparse.Namespace) -> None:
+def _check_json(options: argparse.Namespace) -> None:
     check_writable("--json", options.json)
 
 
 def _perplexity(options: argparse.Namespace) -> None:
-    check_writable("--json", options.json)
+    _check_json(options)
     look_for_files(options)
     if options.text is not None and Path(options.text).is_file():  # a pipe can be read once
         utf8_text("--text", options.text)
@@ -114,7 +110,7 @@ def _convert(options: argparse.Namespace) -> None:
     if os.path.lexists(options.destination):
         raise ValueError(f"{options.destination} exists; convert writes a new folder")
     check_new_folder("DST", options.destination)
-    check_writable("--json", options.json)
+    _check_json(options)
     check_writable("--save-importance", options.save_importance)
     if options.save_importance is not None and options.importance is None:
         raise ValueError("--save-importance needs --importance, which it writes")
@@ -159,10 +155,10 @@ def keeps_blocks(options: argparse.Namespace) -> bool:
 
 
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
-    "bench": _bench,
+    "bench": _check_json,
     "chat": _chat,
     "convert": _convert,
-    "fit": _fit,
+    "fit": _check_json,
     "generate": _generate,
     "launch": _launch,
     "perplexity": _perplexity,

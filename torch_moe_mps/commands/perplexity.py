@@ -150,7 +150,7 @@ def save_references(model: Callable, chunks: list[Tensor], folder: Path) -> None
         target = logs.gather(1, chunk[1:, None].to(logs.device))
         kept = (top, ids.int(), logs.argmax(1), target)
         torch.save([tensor.cpu() for tensor in kept], folder / f"{index}.pt")
-    _synchronize(model)
+    synchronize(getattr(model, "device", "cpu"))
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def measure(model: Callable, chunks: list[Tensor], folder: Path | None = None) -
             sums.agreement += float((best == logs.argmax(1)).sum())
             for name, value in _divergence(logs, top, ids.long()).items():
                 setattr(sums, name, getattr(sums, name) + value)
-    _synchronize(model)
+    synchronize(getattr(model, "device", "cpu"))
     means = Means(*(getattr(sums, field.name) / count for field in fields(Means)))
     means.loss_error = _standard_error(means.loss_error, means.loss, count)
     means.divergence_error = _standard_error(means.divergence_error, means.divergence, count)
@@ -218,10 +218,6 @@ def windows(ids: Tensor, first: Tensor, window: int) -> list[Tensor]:
     size, shared = window - len(first), 1 - len(first)
     starts = range(0, len(ids) - shared, size - shared)
     return [torch.cat((first, ids[start : start + size])) for start in starts]
-
-
-def _synchronize(model: Callable) -> None:
-    synchronize(getattr(model, "device", "cpu"))
 
 
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:

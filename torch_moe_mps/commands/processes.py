@@ -40,7 +40,7 @@ def check_processes(options: argparse.Namespace) -> None:
         if getattr(options, "shares", None) is not None:
             raise ValueError("--shares is for the processes that torchrun starts, got one process")
         return
-    for name in ("--prompt-folder", "--adapter"):
+    for name in ("--prompt-folder", "--adapter", "--experts-memory"):
         if getattr(options, name[2:].replace("-", "_"), None) is not None:
             raise ValueError(f"{name} is for one process, got a pipeline of several")
     if getattr(options, "speculative", None) not in (None, NO_DRAFTS, LOOKUP):

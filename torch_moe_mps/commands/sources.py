@@ -16,7 +16,7 @@ from ..serving.prefix_cache.memory import LONGEST
 from ..transformers.checkpoints.activations import load_in_best
 from ..transformers.checkpoints.gguf.file import check_file
 from ..transformers.checkpoints.layouts.files import check_files
-from ..transformers.checkpoints.on_disk import planned
+from ..transformers.checkpoints.on_disk import Plan, planned
 from ..transformers.checkpoints.quantize.recipe import ARGUMENTS
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
@@ -171,6 +171,19 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     return adapted.eval().get_base_model()
 
 
+def _check_adapter_beside(plan: Plan, adapter: str) -> None:
+    """Raises: ValueError for an --adapter of experts that will be on the disk, before these are written."""
+    from peft import LoraConfig
+
+    from ..transformers.adapters.peft import adapts_experts
+
+    config = LoraConfig.from_pretrained(place_of_adapter(adapter, weights=True))
+    for name in plan.on_disk:
+        if adapts_experts(config, name, plan.model.get_submodule(name)):
+            expected = "without LoRA on experts beside --experts-memory"
+            raise ValueError(f"--adapter must be {expected}, got one of {name}")
+
+
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
     """The model in a folder; `asked` are more arguments of from_pretrained.
 
@@ -186,7 +199,9 @@ def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: 
     if asked.get("experts_memory") is not None and processes() == 1:
         recipe = {name: asked[name] for name in ARGUMENTS if name in asked} or None
         source = Source(folder, loading_options(options) | {"device_map": device})
-        asked["experts_memory"] = planned(source, recipe, asked["experts_memory"])
+        asked["experts_memory"] = plan = planned(source, recipe, asked["experts_memory"])
+        if plan is not None and getattr(options, "adapter", None) is not None:
+            _check_adapter_beside(plan, options.adapter)
     on_disk = asked.get("experts_memory") is not None  # it would be written for each dtype that is tried
     if options.dtype != "auto" or processes() > 1 or on_disk:
         return loaded(None)

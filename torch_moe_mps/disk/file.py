@@ -13,17 +13,19 @@ import json
 import os
 import shutil
 import struct
+import sys
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..selfcheck.machine import NO_CACHE, was_faster
 
 ALIGNMENT = 1 << 14  # bytes: a page of Apple silicon
 _MAGIC = b"moe_mps experts\n"
@@ -40,13 +42,13 @@ class Layer:
         name: of the module.
         experts: how many it has.
         tensors: {name: (dtype as torch calls it, shape)} of one expert, in the order of a block.
-        about: anything in JSON that the reader needs to know of the module.
+        turned: the matrices whose rows are columns in the module.
     """
 
     name: str
     experts: int
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    about: dict[str, Any] = field(default_factory=dict)
+    turned: Sequence[str] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -74,7 +76,7 @@ class _Places:
     """Offsets in a file of these layers."""
 
     def __init__(self, key: str, layers: Sequence[Layer]):
-        text = json.dumps({"key": key, "layers": [vars(layer) for layer in layers]})
+        text = json.dumps({"key": key, "layers": [[*vars(layer).values()] for layer in layers]})
         self.header = _MAGIC + _LENGTH.pack(len(text.encode())) + text.encode()
         self.checksums = _aligned(len(self.header))
         self.first = [0]  # number of blocks before each layer
@@ -89,11 +91,6 @@ class _Places:
         """Offset and bytes of a layer's checksums."""
         count = self.first[layer + 1] - self.first[layer]
         return self.checksums + _ENTRY.size * self.first[layer], _ENTRY.size * count
-
-
-def size_of_file(layers: Sequence[Layer]) -> int:
-    """Bytes of a file of these layers, but for the length of its key."""
-    return _Places("", layers).size
 
 
 class NewFile:
@@ -134,39 +131,54 @@ class NewFile:
         self.left.remove(number)
 
 
-def _is_locked(file: int, path: Path) -> bool:
-    """Locks a file. Returns: False where another process has it, or had it and gave it another name."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except (BlockingIOError, FileNotFoundError):
-        return False
+def _locked(unfinished: Path) -> int:
+    """An open file that no other process writes. One that does so is awaited, until its file is complete or
+    it ends.
+    """
+    while True:
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"torch_moe_mps: waiting for a process that writes {unfinished}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file), os.stat(unfinished)):
+                return file
+        except FileNotFoundError:  # it has its name now, or was removed
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 @contextmanager
 def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
     """Block that writes the file of a checkpoint's experts; it has its name once the block has added all.
 
-    A process that was killed is resumed. After an error of the disk nothing is left.
+    A process that was killed is resumed. Nothing is left to add where another process has written the file
+    meanwhile. After an error of the disk nothing is left of the file.
 
-    Raises: ValueError without space on the disk, or if another process writes the file; OSError.
+    Raises: ValueError without space on the disk; OSError.
     """
     places, unfinished = _Places(key, layers), path.with_name(f".{path.name}.unfinished")
     try:
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = _locked(unfinished)
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror}") from None
     complete = False
     try:
-        if not _is_locked(file, unfinished):
-            complete = True  # the other's
-            raise ValueError(f"{path} is being written by another process")
+        if path.exists():
+            yield NewFile(file, places, ())
+            return
         if os.pread(file, len(places.header), 0) != places.header:
             os.ftruncate(file, 0)
         needed, free = places.size - os.fstat(file).st_blocks * 512, shutil.disk_usage(path.parent).free
         if needed > free:
             sizes = f"{needed / 1e9:.2f} GB of free space, got {free / 1e9:.2f} GB"
             raise ValueError(f"{path.parent} must have {sizes}")
+        print(f"torch_moe_mps: writing {path}, {places.size / 1e9:.2f} GB, once", file=sys.stderr)
         new = None
         try:
             _write(file, [memoryview(places.header)], 0)
@@ -199,7 +211,7 @@ class ExpertsFile:
 
     def __init__(self, path: Path, key: str | None = None):
         self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = opened(path)
         weakref.finalize(self, os.close, self._file)  # once no read that is late has it, either
         self.key, self.layers = self._read_header()
         if key is not None and self.key != key:
@@ -225,8 +237,8 @@ class ExpertsFile:
                 raise ValueError
             header = json.loads(self._pread(length, len(start)))
             layers = [
-                Layer(**layer | {"tensors": {n: (d, tuple(s)) for n, (d, s) in layer["tensors"].items()}})
-                for layer in header["layers"]
+                Layer(name, experts, {n: (d, tuple(s)) for n, (d, s) in tensors.items()}, tuple(turned))
+                for name, experts, tensors, turned in header["layers"]
             ]
             return header["key"], layers
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -254,6 +266,20 @@ class ExpertsFile:
 
     def _of(self, layer: int, expert: int) -> str:
         return f"{self.path}: expert {expert} of {self.layers[layer].name}"
+
+
+def opened(path: str | Path) -> int:
+    """A file for reading; past the page cache, if that was measured to be faster here."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if was_faster(NO_CACHE):
+        cache(file, False)
+    return file
+
+
+def cache(file: int, is_on: bool) -> None:
+    """Switches the page cache for a file on or off, on macOS."""
+    if (f_nocache := getattr(fcntl, "F_NOCACHE", None)) is not None:
+        fcntl.fcntl(file, f_nocache, int(not is_on))
 
 
 def fill(file: int, views: Sequence[memoryview], offset: int) -> bool:

@@ -1,6 +1,7 @@
 """Slots in memory for some of a layer's experts, which are read from their file as they are needed."""
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -8,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ class Counters:
     """Counts of what a model asked of its pools.
 
     Attributes:
-        hits, misses: experts that were in their slots, or were read into them.
+        hits, misses: experts, or rows of embeddings, that were in their slots, or were read into them.
         layers: layers that were streamed for a call with many tokens.
         bytes_read: for both.
         seconds: that calls waited for the disk.
@@ -45,9 +47,8 @@ class Counters:
     def __str__(self) -> str:
         requests = self.hits + self.misses
         return (
-            f"experts on the disk: {self.hits / max(1, requests):.1%} of {requests:,} were in memory, "
-            f"{self.layers:,} layers were streamed, {self.bytes_read / 1e9:.2f} GB were read in "
-            f"{1e3 * self.seconds:,.0f} ms"
+            f"{self.hits / max(1, requests):.1%} of {requests:,} were in memory, {self.layers:,} layers were "
+            f"streamed, {self.bytes_read / 1e9:.2f} GB were read in {1e3 * self.seconds:,.0f} ms"
         )
 
 
@@ -66,12 +67,14 @@ class Reading:
         self._reader, self._layer, self._experts = reader, layer, experts
         self._size = sum(len(view) for views in experts.values() for view in views)
         if len(experts) > 1:
-            self.reads = [reader.threads.submit(self._read)]
+            self.reads = [reader.submit(reader.threads, self._read)]
             return
         self.reads, begin = [], 0
         for expert, views in experts.items():
             for piece in _pieces(views):
-                self.reads.append(reader.threads.submit(reader.file.read, layer, expert, piece, begin))
+                self.reads.append(
+                    reader.submit(reader.threads, reader.file.read, layer, expert, piece, begin)
+                )
                 begin += sum(map(len, piece))
 
     def _read(self) -> None:
@@ -100,9 +103,19 @@ class Reader:
         self.file, self.counters = file, Counters()
         self.threads = ThreadPoolExecutor(DEPTH, "experts")
         self.callers = ThreadPoolExecutor(1, "slots of experts")  # the main thread calls them
+        self.layers = ThreadPoolExecutor(1, "layers of experts")
+        self._process = os.getpid()
+
+    def submit(self, threads: ThreadPoolExecutor, *call: Any) -> Future:
+        """A call by one of these threads. Raises: RuntimeError in a fork, which has no threads."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{self.file.path}: a fork cannot read experts on the disk: load the model in it"
+            )
+        return threads.submit(*call)
 
     def close(self) -> None:
-        for threads in (self.callers, self.threads):
+        for threads in (self.layers, self.callers, self.threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -154,7 +167,7 @@ class Pool:
         that fails or is late. The next call may succeed.
         """
         if threading.current_thread() is threading.main_thread():  # an interrupt leaves nothing half done
-            return self.reader.callers.submit(self._slots_of, ids.tolist()).result()
+            return self.reader.submit(self.reader.callers, self._slots_of, ids.tolist()).result()
         return self._slots_of(ids.tolist())
 
     def _slots_of(self, asked: Sequence[int]) -> Tensor:
@@ -245,11 +258,10 @@ class Staging:
     """
 
     def __init__(self, pools: Sequence[Pool], device: torch.device):
-        self._pools, self._device = pools, device
+        self._pools, self._device, self._reader = pools, device, pools[0].reader
         size = max(bytes_of_layer(pool.about) for pool in pools)
         self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self.tensors = [_laid_out(pool.about, self._memories[n % 2]) for n, pool in enumerate(pools)]
-        self._thread = ThreadPoolExecutor(1, "layers of experts")
         self._ahead: tuple[int, Future] | None = None
         self._late: list[Future] = []  # the last reads, which an error leaves behind
 
@@ -265,7 +277,7 @@ class Staging:
         if ahead is None or ahead[0] != layer:
             ahead = self._begun(layer, needed)
         ahead[1].result()
-        counters = self._pools[layer].reader.counters
+        counters = self._reader.counters
         counters.seconds += time.perf_counter() - begun
         counters.layers += 1
         if needed is None and layer + 1 < len(self._pools):
@@ -274,7 +286,7 @@ class Staging:
     def _begun(self, layer: int, needed: set[int] | None) -> tuple[int, Future]:
         """A layer that is read behind those before it, whether or not somebody still waits for them."""
         mark = Mark(self._device, commits=True)
-        return layer, self._thread.submit(self._fill, layer, needed, mark)
+        return layer, self._reader.submit(self._reader.layers, self._fill, layer, needed, mark)
 
     def _fill(self, layer: int, needed: set[int] | None, mark: Mark) -> None:
         mark.wait()
@@ -292,9 +304,6 @@ class Staging:
         note_written([self._memories[layer % 2]])
         for reading in readings:
             reading.finish(until)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def bytes_of_layer(layer: Layer) -> int:
@@ -332,46 +341,29 @@ def slots_in(layers: Sequence[Layer], memory: int) -> int:
     )
 
 
-class Tables:
-    """Pools of the rows of tables, such as embeddings.
-
-    Args:
-        file: whose layers they are.
-    """
-
-    def __init__(self, file: ExpertsFile | StoredExperts, device: torch.device):
-        reader = Reader(file)
-        self.layers = [
-            Pool(reader, number, min(table.experts, TABLE_ROWS, TABLE_MEMORY // sum(table.sizes)), device)
-            for number, table in enumerate(file.layers)
-        ]
-        weakref.finalize(self, reader.close)
+def _rows_in_memory(table: Layer) -> int:
+    return min(table.experts, TABLE_ROWS, TABLE_MEMORY // sum(table.sizes))
 
 
 class Pools:
-    """The pools of a model.
+    """The pools of a model's experts, or of the rows of its embeddings.
 
     Args:
-        file: of its experts.
-        slots: of each layer that has more experts; the others need no pool.
+        slots: of each layer of experts that has more; the others need no pool. None for embeddings.
 
     Attributes:
         counters: of all pools together.
         layers: the pools, in the order of the file.
+        staging: of experts.
     """
 
-    def __init__(self, file: ExpertsFile | StoredExperts, slots: int, device: torch.device):
+    def __init__(self, file: ExpertsFile | StoredExperts, slots: int | None, device: torch.device):
         reader = Reader(file)
         self.counters = reader.counters
         self.layers = [
-            Pool(reader, number, slots, device)
+            Pool(reader, number, slots or _rows_in_memory(layer), device)
             for number, layer in enumerate(file.layers)
-            if layer.experts > slots
+            if slots is None or layer.experts > slots
         ]
-        self.staging = Staging(self.layers, device)
-        weakref.finalize(self, _close, reader, self.staging)
-
-
-def _close(reader: Reader, staging: Staging) -> None:
-    staging.close()
-    reader.close()
+        self.staging = None if slots is None else Staging(self.layers, device)
+        weakref.finalize(self, reader.close)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .file import Layer, dtype_of, fill
+from .file import Layer, dtype_of, fill, opened
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StoredExperts:
             [own[name] for name in layer.tensors] for layer, own in zip(layers, tensors, strict=True)
         ]
         names = {part.path for own in self._tensors for rows in own for part in rows.parts}
-        self._files = {name: os.open(name, os.O_RDONLY | os.O_CLOEXEC) for name in sorted(names)}
+        self._files = {name: opened(name) for name in sorted(names)}
         for file in self._files.values():
             weakref.finalize(self, os.close, file)
 

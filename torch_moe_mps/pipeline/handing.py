@@ -59,7 +59,9 @@ class Handover(NamedTuple):
 
 
 class Handing:
-    """The exchange of a stage with its neighbours: a `capture.exchange.Exchange`.
+    """The exchange of a stage with its neighbours, by hooks in its model's modules.
+
+    While a call is recorded, these exchange nothing.
 
     Attributes:
         call: that runs now, or ran last.
@@ -122,6 +124,10 @@ class Handing:
     def record(
         self, run: Callable[[], Any], as_input: Callable[[Tensor], Tensor]
     ) -> tuple[Any, list[Tensor | None], Handover]:
+        """Result of a call that is captured, the tensors it would have sent, and what calls like it share.
+
+        `as_input` gives an input of the captured call that is like a tensor.
+        """
         self._as_input, self._sent, self._device = as_input, [], None
         try:
             result = run()
@@ -132,6 +138,7 @@ class Handing:
         return result, [] if self.stage.last else sent, Handover(self.call.given, self._device, present)
 
     def arriving(self, handover: Handover) -> list[Tensor] | None:
+        """The tensors that arrive for a captured call; None where they are not of its kind, `handover`."""
         self.call.given = handover.given
         if handover.device is None:
             return []

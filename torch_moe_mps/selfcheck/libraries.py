@@ -1,7 +1,7 @@
 """Metal libraries: which there are, whether they compile, and which of their kernels ran."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -13,11 +13,6 @@ from .compare import Finding
 from .journal import noted
 
 COMPILERS = 4  # at once, each with memory of its own: Macs begin at 8 GB
-# Beginnings of kernels that one token does not launch: those of prompts, of several tokens, of gradients.
-OF_PROMPTS = (
-    *("gemm", "linear", "bucket_pairs", "ids_by_expert", "expert_combine", "expert_down_few", "expert_outer"),
-    *("matmul_rows_few", "heads_rows_few", "heads_columns_few", "lora_backward", "lora_outer"),
-)
 # The libraries of a format: behind "quantized_" in their names.
 PARTS = ("", "joined_", "few_", "prompts_", "heads_")
 
@@ -29,18 +24,15 @@ UNCOMMON = re.compile(
 
 
 def compile_side_by_side(
-    names: Iterable[str],
-    built: Callable[[str], object] = lambda name: None,
-    without: Sequence[str] = (),
+    names: Iterable[str], built: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Has Metal compile libraries, COMPILERS at a time, but kernels whose names begin as `without`; calls
-    `built` with each name.
+    """Has Metal compile libraries, COMPILERS at a time; calls `built` with each name.
 
     Returns: what failed.
     """
     findings = []
     with ThreadPoolExecutor(COMPILERS) as pool:
-        futures = {pool.submit(_compile, name, without): name for name in names}
+        futures = {pool.submit(_compile, name): name for name in names}
         for future in as_completed(futures):
             error = future.exception()
             if error is not None:
@@ -49,9 +41,9 @@ def compile_side_by_side(
     return findings
 
 
-def _compile(name: str, without: Sequence[str]) -> None:
+def _compile(name: str) -> None:
     with noted(f"compiling {name}"):
-        _pipelines_of(name, without)
+        _pipelines_of(name)
 
 
 def pipelines(names: Iterable[str]) -> list[dict[str, Any]]:
@@ -64,8 +56,8 @@ def pipelines(names: Iterable[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _pipelines_of(name: str, without: Sequence[str] = ()) -> list[str]:
-    lines: list[str] = torch.ops.moe_mps._pipelines(name, without)
+def _pipelines_of(name: str) -> list[str]:
+    lines: list[str] = torch.ops.moe_mps._pipelines(name, [])
     return lines
 
 

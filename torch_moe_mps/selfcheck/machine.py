@@ -18,6 +18,7 @@ from .._extension import PACKAGE, SHADERS, host_library
 from ..macs import said
 
 COMMAND = "torch-moe-mps check"
+SDPA, NO_CACHE = "sdpa", "no_cache"  # torch's attention for prompts; reads of experts past the page cache
 _KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # entries that a pass holds for
 _said = functools.cache(said)
 
@@ -120,14 +121,14 @@ def remember_tuned(tuned: Mapping[str, Any]) -> None:
     _keep(tuned=tuned)
 
 
-def sdpa_was_faster() -> bool:
-    """True if the probe has measured that torch's attention computes a prompt's chunk faster than ours."""
-    return _kept().get("sdpa_is_faster") is True
+def was_faster(way: str) -> bool:
+    """True if this machine was measured to be faster with a way that is not the default: SDPA, NO_CACHE."""
+    return _kept().get(f"{way}_is_faster") is True
 
 
-def remember_sdpa(is_faster: bool) -> None:
-    """The same of torch's attention."""
-    _keep(sdpa_is_faster=is_faster)
+def remember_faster(way: str, is_faster: bool) -> None:
+    """The same of such a measurement."""
+    _keep(**{f"{way}_is_faster": is_faster})
 
 
 def _keep(**parts: Any) -> None:

@@ -22,7 +22,7 @@ from ..ops.attention import seen_in_order
 from ..ops.slots import RESIDENT, register_pool
 from .facts import facts
 from .journal import noted
-from .machine import remember_sdpa
+from .machine import SDPA, remember_faster
 from .units import why_no_sdpa
 
 THREADS = 256  # in a threadgroup
@@ -266,7 +266,7 @@ def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
     mask = seen_in_order(tokens, keys, keys, None, None, q.device, 0)
     own = _best(lambda: torch.ops.moe_mps.attention(q, k, v, width**-0.5), sizes.repeats)
     sdpa = _best(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats)
-    remember_sdpa(sdpa < own)
+    remember_faster(SDPA, sdpa < own)
     return {"own": _digits(own * 1e3), "torch": _digits(sdpa * 1e3)}
 
 

@@ -10,7 +10,7 @@ import torch
 from .._extension import torch_version
 from .._versions import SDPA_ON_UNITS, TENSOR_UNITS, dotted
 from ..macs import macos
-from .machine import sdpa_was_faster
+from .machine import SDPA, was_faster
 
 
 def why_no_units() -> str:
@@ -30,4 +30,4 @@ def why_no_sdpa() -> str:
 @functools.cache
 def chunks_run_sdpa() -> bool:
     """Whether chunks of a prompt behind other tokens run torch's attention, on tensor units."""
-    return not why_no_sdpa() and sdpa_was_faster()
+    return not why_no_sdpa() and was_faster(SDPA)

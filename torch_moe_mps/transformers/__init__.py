@@ -16,7 +16,6 @@ try:
     from .accelerate import accelerate, restore
     from .basics.interface import experts_of, is_experts, is_quantized
     from .basics.report import QuantizationReport, Report, Row
-    from .checkpoints.quantize.in_place import quantize_experts
     from .modules.experts import unsupported
 except ImportError as error:
     raise _supported.lacking(error) from error
@@ -29,7 +28,6 @@ __all__ = [
     "experts_of",
     "is_experts",
     "is_quantized",
-    "quantize_experts",
     "restore",
     "unsupported",
 ]

@@ -30,11 +30,9 @@ from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
-from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
-from .modules.rules.norms import check_traces
+from .modules.linears import QuantizedLayer, has_quantized_weights
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
-from .trials.memory import summary_since, trials_run
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
@@ -97,7 +95,7 @@ def accelerate(
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     _require_known(recipe)
-    report, before = Report(), trials_run()
+    report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
@@ -108,7 +106,7 @@ def accelerate(
 
         capture = wanted_capture(capture)
         formats = wanted is not None and wanted.experts is not None
-        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace_in_small, restore)
+        verdict = settle("accelerate", model, check and is_wanted(), formats, _replace, restore)
         is_unmodified = verdict.reason is not None
         capture = capture if verdict.captures else False
         report.small_model = verdict.said
@@ -123,17 +121,15 @@ def accelerate(
     if is_unmodified:
         restore(model)
     else:
-        _replace(model, report, kv_bits, capture)
+        _replace(model, report, capture, kv_bits)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
     if seconds is not None and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()
-        _replace(model, report, kv_bits, capture)
-    report.trials = summary_since(before)
+        _replace(model, report, capture, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
-    report.kept_on_cpu = kept_on_cpu(model)
     report.own_on_cpu = said_of(model, report.done())
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
@@ -145,24 +141,14 @@ def accelerate(
     return report
 
 
-def _replace_in_small(small: nn.Module, report: Report, captures: bool) -> None:
-    _replace(small, report, None, captures)
-
-
-def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
+def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: int | None = None) -> None:
     """Replaces modules and calls, and adds a row for each module to the report, in the model's order."""
-    check_traces()
     with unchanged():
-        _replace_parts(model, report)
+        _replace_others(model, report, _replace_experts(model, report))
     if _is_of_transformers(model):
         _replace_calls(model, report, kv_bits, capture)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
-
-
-def _replace_parts(model: nn.Module, report: Report) -> None:
-    experts = _replace_experts(model, report)
-    _replace_others(model, report, experts)
 
 
 def _replace_experts(model: nn.Module, report: Report) -> Collection[str]:
@@ -208,8 +194,8 @@ def _add_other_experts(model: nn.Module, report: Report, known: Collection[str])
 
 def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Changes calls of the model: its caches, its head and losses, tokens that become one call."""
-    from .caches.cache import grow_caches_in_place, growth_of
-    from .capture.classes import capture_calls, never_captured, operators_of_calls, tokens_of
+    from .caches.cache import grow_caches_in_place
+    from .capture.classes import capture_calls, operators_of_calls, tokens_of
     from .modules.loss import chunk_losses
 
     grow_caches_in_place(model, kv_bits)
@@ -217,10 +203,6 @@ def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, captur
     chunk_losses(model)
     capture_calls(model, capture)
     report.capture = tokens_of(model)
-    if (reason := never_captured(model, capture)) is not None:
-        report.capture = lambda: reason
-        warnings.warn(f"torch_moe_mps: {type(model).__name__}: {reason}", stacklevel=4)
-    report.growth = growth_of(model)
     report.beside = operators_of_calls(model)
 
 
@@ -229,9 +211,9 @@ def restore(model: nn.Module) -> nn.Module:
 
     State of the process stays until it ends, and changes nothing for models that are not accelerated:
     registrations with transformers (implementations, readers of our checkpoints and of GGUF files); functions
-    around its attention `sdpa`, around the mask of that, around ours for biases of relative positions, and
-    around methods of attention classes that expand latents or mask chosen keys; names that begin with
-    _moe_mps_ in the files of models whose functions were replaced.
+    around its attention `sdpa`, around the mask of that, and around methods of attention classes that expand
+    latents or mask chosen keys; names that begin with _moe_mps_ in the files of models whose functions were
+    replaced.
 
     Returns: the model.
 

@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 
@@ -15,12 +14,11 @@ from ..macs import refusal
 from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
-from ..selfcheck.libraries import OF_PROMPTS, compile_side_by_side
+from ..selfcheck.libraries import compile_side_by_side
 from .basics.interface import ON_DISK, codes_of, is_experts, is_quantized, projections, weights_in
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
-BEHIND = "torch_moe_mps compiles further kernels"  # the name of the thread
 SOFTMAX_HEADS = ("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")  # attributes of modules
 WIDTHS = (64, 128, 256, 512)  # elements of values, the most that a library of attention takes
 EXPERTS_OF_LANE = (2, 4, 8, 16, 32)  # the most that a library of routing takes
@@ -77,32 +75,25 @@ def compile_kernels(model: nn.Module, operators: Collection[str] = (), strict: b
     """Compile what a model on mps will run: see libraries_of and compile_libraries."""
     if host_library() is None:
         return None
-    names = libraries_of(model, operators)
-    return compile_libraries(names, strict, [name for name, is_first in names.items() if not is_first])
+    return compile_libraries(libraries_of(model, operators), strict)
 
 
-def compile_libraries(names: Iterable[str], strict: bool, later: Collection[str] = ()) -> str | None:
+def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
     """Compile libraries side by side. Returns: one line about it; None if nothing was left to do.
 
     With `strict` nothing is compared behind it: a library that does not compile raises RuntimeError with
-    Metal's message, and the libraries in `later` and the kernels of prompts are compiled while the model
-    runs.
+    Metal's message.
     """
     new = [name for name in names if not torch.ops.moe_mps._is_built(name)]
     if not new:
         return None
     started = time.perf_counter()
     print(f"torch_moe_mps: compiling {len(new)} Metal libraries", file=sys.stderr, flush=True)
-    first = [name for name in new if not (strict and name in later)]
-    findings = compile_side_by_side(first, without=OF_PROMPTS if strict else ())
+    findings = compile_side_by_side(new)
     if strict and findings:
         raise RuntimeError(findings[0].message)
-    if strict:
-        rest = sorted(new, key=lambda name: not name.startswith("quantized_prompts"))  # the next, and longest
-        threading.Thread(target=compile_side_by_side, args=(rest,), name=BEHIND).start()
-    seconds = f"{time.perf_counter() - started:.1f} s"
-    seconds += ", further kernels go on" if strict else ""
-    line = f"{len(new)} Metal libraries compiled in {seconds}: {', '.join(new)}"
+    seconds = time.perf_counter() - started
+    line = f"{len(new)} Metal libraries compiled in {seconds:.1f} s: {', '.join(new)}"
     print(f"torch_moe_mps: {line}", file=sys.stderr)
     return line
 
@@ -118,53 +109,38 @@ def tensor_libraries_of(model: nn.Module) -> list[str]:
     return [name for name in torch.ops.moe_mps._libraries(tensor_units=True) if name in used]
 
 
-def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> dict[str, bool]:
+def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]:
     """The libraries that the accelerated modules on mps run, for their weights and for `operators`, which
     were put in place of others.
-
-    Returns: {name: True if a first token may dispatch its kernels}, in the package's order. The others are
-        for prompts, captured steps, and 256 keys or more.
     """
-    files, further = _files_of(model, operators)
-    first, later = _libraries_of_weights(model, "heads" in files)
-    dtypes = {name.rpartition("_")[2] for name in first}
-    first.update(f"{file}_{dtype}" for file in files for dtype in dtypes)
-    later.update(f"{file}_{dtype}" for file in further for dtype in dtypes)
-    if dtypes and "router_logits" in operators:
-        first.update(f"{file}_f32" for file in files if file.removeprefix("routing_").isdigit())
-    if kv_bits_of(model) == CACHE_BITS and any(file.startswith("attention_") for file in files):
-        first.update(name for dtype in dtypes for name in cache_libraries(model, dtype))
-    return {name: name in first for name in torch.ops.moe_mps._libraries() if name in first | later}
+    files, found = _files_of(model, operators), set[str]()
+    for module, dtype in _on_mps(model):
+        formats = formats_in(module).values()
+        if not formats and not is_experts(module):
+            continue
+        found.update(f"{file}_{dtype}" for file in files)
+        for format in formats:
+            parts = ("", "joined_", "few_", "prompts_", *(("heads_",) if "heads" in files else ()))
+            found.update(f"quantized_{part}{format}_{dtype}" for part in parts)
+        if is_experts(module):
+            found.add("bucket_i64")  # routers give such ids
+            found.update(() if is_quantized(module) else (f"experts_{dtype}",))
+        if "router_logits" in operators:
+            found.update(f"{file}_f32" for file in files if file.removeprefix("routing_").isdigit())
+        if kv_bits_of(model) == CACHE_BITS and any(file.startswith("attention_") for file in files):
+            found.update(cache_libraries(model, dtype))
+    return [name for name in torch.ops.moe_mps._libraries() if name in found]
 
 
-def _files_of(model: nn.Module, operators: Collection[str]) -> tuple[set[str], set[str]]:
-    """Libraries of operators, without dtypes: (for a first token, for captured steps and many keys)."""
+def _files_of(model: nn.Module, operators: Collection[str]) -> set[str]:
+    """Libraries of operators, without dtypes."""
     files = {LIBRARY_OF.get(name, FAMILY_OF[name]) for name in operators}
     further = {FURTHER[file] for file in files & FURTHER.keys()}
     widths = attention_widths(model) if "attention" in files else []
     if "rope" in files:
         further |= {f"attention_turned_{width}" for width in widths}
     routing = routing_libraries(_numbers_of_experts(model)) if "routing" in files else []
-    return files | {*routing, *(f"attention_{width}" for width in widths)}, further
-
-
-def _libraries_of_weights(model: nn.Module, in_heads: bool) -> tuple[set[str], set[str]]:
-    """Libraries of a model's matrix products: (for a first token, for captured steps and chunks).
-
-    Args:
-        in_heads: True if weights are also multiplied per head.
-    """
-    first, later = set[str](), set[str]()
-    for module, dtype in _on_mps(model):
-        for format in formats_in(module).values():
-            first.add(f"quantized_{format}_{dtype}")
-            if in_heads:
-                first.add(f"quantized_heads_{format}_{dtype}")
-            later.update(f"quantized_{part}_{format}_{dtype}" for part in ("joined", "few", "prompts"))
-        if is_experts(module):
-            later.add("bucket_i64")  # routers give such ids
-            first.update(() if is_quantized(module) else (f"experts_{dtype}",))
-    return first, later
+    return files | further | {*routing, *(f"attention_{width}" for width in widths)}
 
 
 def _numbers_of_experts(model: nn.Module) -> set[int]:

@@ -18,7 +18,6 @@ from .attention.attention import attention, attention_mask
 from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES
 from .attention.indexer import rewrite_indexer
 from .caches.declared import GROWING_CLASSES
-from .caches.layers import FORGETS
 from .capture.candidates import CANDIDATES
 from .checkpoints.quantize.in_place import LOADED
 from .checkpoints.quantizer import register as register_quantizer
@@ -57,12 +56,6 @@ def _candidates(*given: Any) -> Any:
     return Candidates(*given)
 
 
-def _forgets(model: Any) -> bool:
-    from .deferred_states import forgets_states  # waits for all of transformers, too
-
-    return forgets_states(model)
-
-
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, attention_mask)
@@ -71,7 +64,6 @@ extend_when_imported({"peft": _register_adapters, "trl.trainer.utils": _register
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
-FORGETS.append(_forgets)
 for name in FAMILIES:
     family: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY
     MODULE_RULES.extend(family.rules)

@@ -485,53 +485,6 @@ def test_the_beginning_of_an_answer(here, of_openai):
         of_openai.chat.completions.create(model="m", messages=[*begun, begun[1]])
 
 
-def test_whether_the_answer_is_begun(here):
-    """By vLLM's and transformers' names, which llama.cpp takes, too."""
-    begun = [*said("a"), {"role": "assistant", "content": "hel"}]
-    here.says("lo")
-    ends = {True: "<|im_start|>assistant\nhel", False: "hel<|im_start|>assistant\n"}
-    for asked, goes_on in (
-        ({"continue_final_message": True, "add_generation_prompt": False}, True),
-        ({"continue_final_message": True}, True),
-        ({"add_generation_prompt": False}, True),
-        ({"continue_final_message": False}, False),
-        ({"add_generation_prompt": True}, False),
-    ):
-        assert post(here, "/v1/chat/completions", {"messages": begun} | asked)[0] == 200
-        assert here.generator.prompts[-1].endswith(ends[goes_on])
-    for asked, messages, message in (
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            begun,
-            "'add_generation_prompt' must be false with 'continue_final_message' true, got True.",
-        ),
-        (
-            {"continue_final_message": True},
-            said("a"),
-            "'continue_final_message' must be false unless the last message is the assistant's, got True.",
-        ),
-        (
-            {"add_generation_prompt": False},
-            said("a"),
-            "'add_generation_prompt' must be true unless the last message is gone on with, got False.",
-        ),
-    ):
-        status, text = post(here, "/v1/chat/completions", {"messages": messages} | asked)
-        assert (status, json.loads(text)["error"]["message"]) == (400, message)
-
-
-def test_tokens_of_prompts_are_counted(here, of_openai):
-    """As OpenAI's client asks for those of a response, and llama.cpp's server tells those of a chat."""
-    here.says("ok")
-    of_openai.responses.create(model="m", input="hello")
-    counted = of_openai.responses.input_tokens.count(model="m", input="hello")
-    assert (counted.object, counted.input_tokens) == ("response.input_tokens", len(prompt_ids(here, 0)))
-    status, text = post(here, "/v1/chat/completions/input_tokens", {"messages": said("hello")})
-    assert (status, json.loads(text)) == (200, {"input_tokens": counted.input_tokens})
-    status, text = post(here, "/v1/chat/completions/input_tokens", {"messages": "hello"})
-    assert status == 400 and json.loads(text)["error"]["param"] == "messages"
-
-
 def test_the_format_keeps_its_schema(here):
     """`json_object` with a schema, as llama.cpp's server takes it, and of responses."""
     for path, body in (
@@ -778,7 +731,7 @@ def test_a_stream_that_the_servers_end_cuts_has_no_finish_reason(here, path, ask
 
 @pytest.mark.parametrize(
     "field",
-    ["frequency_penalty", "generation_config", "logit_bias", "presence_penalty", "seed", "stop"],
+    ["frequency_penalty", "logit_bias", "presence_penalty", "seed", "stop"],
 )
 def test_messages_check_what_they_read_of_openais_fields(here, field):
     body = {"messages": said("a"), "max_tokens": 5, field: [5]}

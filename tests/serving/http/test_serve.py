@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,6 +66,9 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
         assert responses.create(model=name, input="a", text={"format": {"type": "text"}}).output_text
         for create, field, value in (
             (chat.create, "modalities", ["text", "audio"]),
+            (chat.create, "generation_config", "{}"),
+            (chat.create, "grammar", "root ::= a"),
+            (chat.create, "json_schema", {}),
             (raw.create, "best_of", 2),
             (raw.create, "echo", True),
             (responses.create, "previous_response_id", "a"),
@@ -72,12 +76,9 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
             (responses.create, "truncation", "auto"),
             (responses.create, "background", True),
         ):
-            body = {"model": name, field: value}
-            body |= {chat.create: {"messages": said("a")}, raw.create: {"prompt": "a"}}.get(
-                create, {"input": "a"}
-            )
+            needed = {chat.create: {"messages": said("a")}, raw.create: {"prompt": "a"}}
             with pytest.raises(openai.BadRequestError, match=f"'{field}' is not supported") as raised:
-                create(**body)
+                create(model=name, extra_body={field: value}, **needed.get(create, {"input": "a"}))
             assert raised.value.param == field and raised.value.type == "invalid_request_error"
         assert chat.create(**asked | {"model": "another"}).choices[0].message.content == text
 
@@ -245,33 +246,19 @@ def test_draft_tokens_change_nothing(way, checkpoint):
             assert shown.replace(" ", "") == text.replace(" ", "")
 
 
-@pytest.mark.slow("three answers of a server")
-def test_a_prediction_is_drafted_and_counted(checkpoint, monkeypatch):
-    """In the usage, and in what is measured; the answer is the same whatever is predicted."""
+def test_draft_tokens_are_counted(checkpoint, monkeypatch):
+    """In the usage of chats and of responses, and in the metrics."""
     monkeypatch.setattr("torch_moe_mps.serving.speculative.asked.Width", lambda width: Width(4))
     with client_of(checkpoint, "--speculative", "lookup") as client:
-        asked = {"model": "m", "messages": said("thequick"), "temperature": 0, "max_tokens": 12}
-        text = expected_text(checkpoint, "thequick", 12)
-        shares = []
-        letters = text.replace(" ", "")  # which its tokenizer puts between tokens
-        for likely in (letters, letters[::-1], [{"type": "text", "text": letters}]):
-            prediction = {"type": "content", "content": likely}
-            answer = client.chat.completions.create(**asked, prediction=prediction)
-            assert answer.choices[0].message.content == text
-            shares.append(answer.usage.completion_tokens_details)
-        assert all(shares[number].accepted_prediction_tokens >= 6 for number in (0, 2))
-        response = client.responses.create(
-            model="m", input="abcabcabcabcabc", temperature=0, max_output_tokens=20
-        )
-        shares.append(response.usage.output_tokens_details)
-        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
-        assert sum(getattr(shares[-1], name) for name in names) > 0
+        asked = {"model": "m", "temperature": 0}
+        chat = client.chat.completions.create(messages=said("abc" * 5), max_tokens=20, **asked)
+        response = client.responses.create(input="abc" * 5, max_output_tokens=20, **asked)
+        shares = [chat.usage.completion_tokens_details, response.usage.output_tokens_details]
+        for share in shares:
+            assert share.accepted_prediction_tokens + share.rejected_prediction_tokens > 0
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics") as shown:
             counted = sum(share.accepted_prediction_tokens for share in shares)
             assert f"moe_mps_accepted_draft_tokens_total {float(counted)}\n" in shown.read().decode()
-        for wrong in ("a text", {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}):
-            with pytest.raises(openai.BadRequestError, match="'prediction' must be an object of type"):
-                client.chat.completions.create(**asked, extra_body={"prediction": wrong})
 
 
 @pytest.mark.slow("four answers of three servers")
@@ -563,3 +550,14 @@ def test_a_model_that_generates_nothing_is_refused_before_it_is_read(command, tm
     more = {"generate": ["-p", "a"], "serve": ["--port", 0]}
     error = refused(command, tmp_path, *more.get(command, []), "--device", "cpu")
     assert error == "This model generates no text: sentence-transformers runs encoders and rerankers."
+
+
+def test_the_part_of_a_model_that_writes_is_served(checkpoint, monkeypatch):
+    """As Qwen3-Omni's thinker is, beside which a talker speaks."""
+    whole = "torch_moe_mps.commands.serving.load"
+    monkeypatch.setattr(whole, lambda *given: types.SimpleNamespace(thinker=load(*given)))
+    with client_of(checkpoint) as client:
+        answer = client.chat.completions.create(
+            model="m", messages=said("hello"), temperature=0, max_tokens=6
+        )
+        assert answer.choices[0].message.content == expected_text(checkpoint, "hello", 6)

@@ -61,30 +61,6 @@ def test_any_object(client):
     assert text_of(client, messages=said("the sky"), temperature=0, response_format={"type": "text"})
 
 
-def test_llama_cpps_fields(client):
-    """A schema beside the format, and a grammar, which some of its clients send."""
-    text = text_of(client, messages=said("a"), extra_body={"json_schema": SCHEMA})
-    assert fits(text)
-    assert (
-        text_of(client, messages=said("a"), extra_body={"grammar": 'root ::= "a"{5,5} [0-9]'})[:-1] == "aaaaa"
-    )
-    for more, message in (
-        (
-            {"grammar": "root ::= this is (not"},
-            "The grammar of 'grammar' must be one that xgrammar compiles, got: EBNF parser error at line 1",
-        ),
-        ({"grammar": 5}, "'grammar' must be a text, got 5."),
-        ({"json_schema": []}, "'json_schema' must be an object, got []."),
-        (
-            {"grammar": 'root ::= "a"', "json_schema": SCHEMA},
-            "'json_schema' must be the only one of json_schema, grammar, got",
-        ),
-    ):
-        with pytest.raises(openai.BadRequestError) as error:
-            text_of(client, messages=said("a"), extra_body=more)
-        assert message in error.value.message and "\n" not in error.value.body["message"]
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -136,10 +136,6 @@ def test_a_call_has_no_format_of_texts(client):
         ({"tool_choice": named("fly")}, "'tool_choice' must be one of the tools look, swim, rest, got 'fly'"),
         ({"tool_choice": "required", "tools": []}, "'tools' must be a list of at least one tool with"),
         (
-            {"tool_choice": "required", "extra_body": {"grammar": 'root ::= "a"'}},
-            "'grammar' must not be there where a tool must be called",
-        ),
-        (
             {
                 "tool_choice": "required",
                 "tools": [named("a") | {"function": {"name": "a", "parameters": {"type": 5}}}],

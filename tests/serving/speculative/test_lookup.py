@@ -36,8 +36,8 @@ def test_the_longest_repetition_is_found():
             assert text[place - length : place] == text[len(text) - length :]
 
 
-def row(prompt: list[int], answer: list[int] = (), likely: list[int] = (), most: int = 4) -> Row:
-    return Row([*prompt, *answer], len(prompt), [*likely], most)
+def row(prompt: list[int], most: int = 4) -> Row:
+    return Row([*prompt], len(prompt), most)
 
 
 def test_drafts_are_what_followed():
@@ -50,7 +50,7 @@ def test_drafts_are_what_followed():
     assert lookup.draft([grows]) == [[4, 9, 8, 1]]
 
 
-def test_kept_prompts_and_likely_answers_are_looked_into():
+def test_kept_prompts_are_looked_into():
     prompts = PrefixCache(1 << 20)
     lookup = Lookup(prompts)
     assert lookup.draft([row([5, 6, 7])]) == [[]]
@@ -58,6 +58,3 @@ def test_kept_prompts_and_likely_answers_are_looked_into():
     assert lookup.draft([row([5, 6, 7])]) == [[8, 9]]
     prompts.kept.clear()
     assert lookup.draft([row([5, 6, 7])]) == [[]]
-    assert lookup.draft([row([0, 0], likely=[3, 4, 5])]) == [[3, 4, 5]]
-    assert lookup.draft([row([0, 0], [3, 4], [3, 4, 5, 6])]) == [[5, 6]]
-    assert lookup.draft([row([0, 0], [7, 4, 5, 6], [3, 4, 5, 6, 2])]) == [[2]]

@@ -405,7 +405,7 @@ def test_windows(simulated, name):
 def with_sdpa(simulated, monkeypatch):
     """A simulated M5 whose torch has a kernel for its tensor units, which was faster."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setattr(units, "sdpa_was_faster", lambda: True)
+    monkeypatch.setattr(units, "was_faster", lambda way: True)
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     chunks_run_sdpa.cache_clear()
     yield monkeypatch
@@ -414,8 +414,7 @@ def with_sdpa(simulated, monkeypatch):
 
 
 LACKING = {
-    "nothing": lambda patch: None,
-    "the measurement": lambda patch: patch.setattr(units, "sdpa_was_faster", lambda: False),
+    "the measurement": lambda patch: patch.setattr(units, "was_faster", lambda way: False),
     "units": lambda patch: patch.setenv("SIMULATED_GPU", "Apple M4 Max"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.14.1"),
     "macOS": lambda patch: patch.setattr(units, "macos", lambda: (26, 1)),
@@ -423,13 +422,17 @@ LACKING = {
 
 
 @pytest.mark.parametrize("lacks", LACKING)
-def test_chunks_run_sdpa_where_it_has_tensor_units(simulated, with_sdpa, lacks):
-    """The second chunk of a prompt; the first does anyway, and few tokens never."""
+def test_no_chunk_runs_sdpa_without(simulated, with_sdpa, lacks):
     LACKING[lacks](with_sdpa)
+    assert not chunks_run_sdpa()
+
+
+def test_chunks_run_sdpa_where_it_has_tensor_units(simulated, with_sdpa):
+    """The second chunk of a prompt; the first does anyway, and few tokens never."""
     model = tiny_models.tiny_model("mixtral", num_hidden_layers=1).to("mps").eval()
     ids = torch.randint(1, 50, (1, 36), generator=torch.Generator().manual_seed(1)).to("mps")
     kernels, _ = compared(simulated, model, ids, in_windows)
-    assert len(kernels) == (2 if lacks == "nothing" else 3)
+    assert len(kernels) == 2
 
 
 @pytest.mark.parametrize(

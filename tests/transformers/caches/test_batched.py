@@ -14,11 +14,11 @@ import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferred_states import deferrable_layers, forgets_states
 from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -183,7 +183,7 @@ def test_each_row_is_as_alone(architecture):
 def test_rows_lose_tokens_of_their_own_number(architecture):
     """Each is as alone, and goes on alone, with others that join and leave."""
     model = model_of(architecture)
-    if reads_whole(model):
+    if forgets_states(model):
         pytest.skip("it does not read several tokens behind a cache rightly")
     talks = [Talk(model, number, 6 + number % 5 * 4) for number in range(8)]
     batch = Batch(model, 1e-4 if architecture in AMPLIFY else 1e-5)

@@ -13,7 +13,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine import prefill as prompt_reader
 from torch_moe_mps.serving.engine.prefill import Prefill
 from torch_moe_mps.serving.prefix_cache import memory as prompts
-from torch_moe_mps.transformers.caches.prompt_cache import reads_whole
+from torch_moe_mps.transformers.deferred_states import forgets_states
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def test_pieces_give_the_logits_of_the_whole(architecture):
         parts, _ = in_parts(model, IDS, *PIECES, tells_positions=architecture == "bamba")
         pieces = torch.cat(parts, 1)
         error = (pieces - whole).norm() / whole.norm()
-        assert (error < 1e-5) == (not reads_whole(model)), (accelerates, error)
+        assert (error < 1e-5) == (not forgets_states(model)), (accelerates, error)
 
 
 def model_of(architecture: str, sizes: dict):

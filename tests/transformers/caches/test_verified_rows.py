@@ -13,8 +13,8 @@ from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache, reads_whole
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.transformers.deferred_states import deferrable_layers, forgets_states
 from torch_moe_mps.transformers.trials.batching import reason_against_rows, reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -62,7 +62,7 @@ def logits_of(own, ids: torch.Tensor, length: int) -> torch.Tensor:
 
 def joined(model, talks: list[torch.Tensor]) -> BatchedCache | str:
     """Rows of the first tokens of conversations; or why there are none, or none with drafts."""
-    if reads_whole(model):
+    if forgets_states(model):
         return "it reads prompts whole"
     if (reason := reason_against_rows(model)) is not None:
         return reason

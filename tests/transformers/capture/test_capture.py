@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, masking_utils, modeling_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import output_capturing
 
 import torch_moe_mps
@@ -392,9 +391,6 @@ class Slotted:
     def __init__(self) -> None:
         self.number, self.numbers = 1, {"a": 1}
 
-    def method(self):
-        return self.number
-
 
 def counter():
     count = 0
@@ -456,9 +452,6 @@ WATCHED = {
         puts(lambda m: norm(m)._buffers, "one", torch.ones(1)),
     ),
     "module": (None, puts(lambda m: m.model._modules, "norm", nn.Identity())),
-    "module of a layer": (None, puts(lambda m: m.model.layers[0]._modules, "mlp", nn.Identity())),
-    "layers": (None, puts(lambda m: m.model.layers._modules, "1", nn.Identity())),
-    "attribute of a layer": (None, sets(lambda m: m.model.layers[0], "hidden_size", 2)),
     "attribute of the config": (None, sets(lambda m: m.config, "num_experts_per_tok", 3)),
     "hook": (None, puts(lambda m: norm(m)._forward_hooks, 0, double)),
     "hook before": (None, puts(lambda m: norm(m)._forward_pre_hooks, 0, double)),
@@ -473,7 +466,6 @@ WATCHED = {
         puts(of_functions(modeling_utils.ALL_ATTENTION_FUNCTIONS), "sdpa", double),
     ),
     "masks": (None, puts(of_functions(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS), "sdpa", double)),
-    "experts": (None, puts(of_functions(ALL_EXPERTS_FUNCTIONS), "moe_mps", double)),
     "name in the file": (None, sets(file_of, "apply_rotary_pos_emb", double)),
     "numbers in the file": (
         file_has("_numbers", {"scale": 1}),
@@ -492,13 +484,8 @@ WATCHED = {
         lambda m: setattr(m.config, "numbers", [{"a": 1}, 2]),
         puts(lambda m: m.config.numbers[0], "a", 2),
     ),
-    "generation config": (None, sets(lambda m: m.generation_config, "use_cache", False)),
     "slot of an object": (has("slotted", Slotted()), sets(lambda m: norm(m).slotted, "number", 2)),
     "dictionary in a slot": (has("held", Slotted()), puts(lambda m: norm(m).held.numbers, "a", 2)),
-    "object of a method": (
-        has("method", Slotted().method),
-        sets(lambda m: norm(m).method.__self__, "number", 2),
-    ),
     "arguments of a partial": (
         has("partial", functools.partial(double, args=1)),
         puts(lambda m: norm(m).partial.keywords, "args", 2),

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def load(tmp_path, monkeypatch):
     """Loads a small model onto the device."""
     tiny("qwen3_moe", dtype=torch.float16).save_pretrained(tmp_path)
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: SLOTS)
-    return lambda **options: from_pretrained(str(tmp_path), device_map="mps", **options)
+    return lambda **options: from_pretrained(str(tmp_path), **{"device_map": "mps"} | options)
 
 
 def is_captured(model: nn.Module) -> bool:
@@ -140,6 +141,36 @@ def test_calls_that_need_more_experts_than_slots(simulated, tmp_path, monkeypatc
         expected, logits = (in_parts(each, ids, *[tokens] * 6)[0] for each in (resident, model))
         assert all(map(torch.equal, expected, logits)), (rows, tokens)
     assert is_captured(model)
+
+
+@pytest.mark.slow("loads two models, and captures their tokens")
+@pytest.mark.parametrize("captured", [0, 1])
+def test_threads_that_share_a_model(load, captured, monkeypatch):
+    """Each has the answers of the resident model: no thread replaces the experts of another one's step."""
+    monkeypatch.setenv(_environment.CAPTURE, str(captured))
+    resident, model = (
+        load(device_map="cpu", dtype="float32", **own) for own in ({}, {"experts_memory": "1GB"})
+    )
+    slots = pool.Pool.slots
+
+    def slowly(self, ids):
+        found = slots(self, ids)
+        time.sleep(0.002)  # in which other threads ask
+        return found
+
+    monkeypatch.setattr(pool.Pool, "slots", slowly)
+
+    def tokens(number: int) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return Conversation(model, length=3 + number).tokens(8)
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [*threads.map(tokens, range(4))]
+    for number, own in enumerate(answers):
+        with torch.no_grad():
+            expected = Conversation(resident, length=3 + number).tokens(8)
+        assert all(map(torch.equal, own, expected))
+    assert bool(captures_of(model) and captures_of(model).programs) == bool(captured)
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")

@@ -1,6 +1,5 @@
 """Tokens of models that run code of a user's own: not captured unless he asks for it, and right."""
 
-import functools
 import importlib
 import os
 import sys
@@ -30,50 +29,13 @@ class Thing:
 
 
 STATE = {"dict": {"factor": 1.0}}
-NUMBER = 1.0
-
-
-def closure():
-    factor = 1.0
-
-    def read():
-        return factor
-
-    def change():
-        nonlocal factor
-        factor = 2.0
-
-    return read, change
-
-
-def with_default(factor=1.0):
-    return factor
-
-
-READS, CHANGES = closure()
-
-
-def double_number():
-    global NUMBER
-    NUMBER = 2.0
-
-
-def in_main(expression: str):
-    return eval(f"lambda: {expression}", vars(MAIN))
-
-
 # What a forward reads: (how, what changes it)
 VALUES = {
-    "number": (lambda: NUMBER, double_number),
     "dictionary": (lambda: STATE["dict"]["factor"], lambda: STATE["dict"].update(factor=2.0)),
-    "environment": (
-        lambda: float(os.environ.get("OWN_FACTOR", "1")),
-        lambda: os.environ.update(OWN_FACTOR="2"),
+    "object of __main__": (
+        eval("lambda: OWN.factor", vars(MAIN)),
+        lambda: setattr(MAIN.OWN, "factor", 2.0),
     ),
-    "closure": (READS, CHANGES),
-    "default": (with_default, lambda: setattr(with_default, "__defaults__", (2.0,))),
-    "number of __main__": (in_main("OWN_NUMBER"), lambda: setattr(MAIN, "OWN_NUMBER", 2.0)),
-    "object of __main__": (in_main("OWN.factor"), lambda: setattr(MAIN.OWN, "factor", 2.0)),
 }
 
 
@@ -85,17 +47,6 @@ def patched_class(model, read, patch):
     cls = type(norm(model))
     own = cls.forward
     patch.setattr(cls, "forward", lambda self, x: own(self, x) * read())
-
-
-def of_instance(model, read, patch):
-    own = norm(model).forward
-    patch.setitem(vars(norm(model)), "forward", lambda x: own(x) * read())
-
-
-def subclass(model, read, patch):
-    cls = type(norm(model))
-    own = type("Own", (cls,), {"forward": lambda self, x: cls.forward(self, x) * read()})
-    patch.setattr(norm(model), "__class__", own)
 
 
 def class_of_main(model, read, patch):
@@ -112,13 +63,6 @@ def own_property(model, read, patch):
     own = type("Own", (cls,), {"variance_epsilon": property(lambda self: eps if read() == 1 else 1.0)})
     patch.delitem(vars(norm(model)), "variance_epsilon")
     patch.setattr(norm(model), "__class__", own)
-
-
-def partial(model, read, patch):
-    def call(module, x):
-        return type(module).forward(module, x) * read()
-
-    patch.setitem(vars(norm(model)), "forward", functools.partial(call, norm(model)))
 
 
 def registered_attention(model, read, patch):
@@ -148,17 +92,13 @@ def function_of_the_models_file(model, read, patch):
 NOTED: list[float] = []
 WAYS = {
     "class patched": patched_class,
-    "forward of an instance": of_instance,
-    "subclass": subclass,
     "class of __main__": class_of_main,
     "property": own_property,
-    "partial": partial,
     "registered attention": registered_attention,
     "function of torch": function_of_torch,
     "function of the model's file": function_of_the_models_file,
 }
-CASES = [("class patched", value) for value in VALUES]
-CASES += [(way, "dictionary") for way in WAYS] + [("class of __main__", "object of __main__")]
+CASES = [*((way, "dictionary") for way in WAYS), ("class of __main__", "object of __main__")]
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +127,7 @@ class Talk(Conversation):
 @pytest.fixture(autouse=True)
 def first_values(monkeypatch):
     """What the cases change is as it was."""
-    for name, value in {"OWN_NUMBER": 1.0, "OWN": Thing()}.items():
-        monkeypatch.setattr(MAIN, name, value, raising=False)
-    monkeypatch.delenv("OWN_FACTOR", raising=False)
+    monkeypatch.setattr(MAIN, "OWN", Thing(), raising=False)
     monkeypatch.setitem(STATE, "dict", {"factor": 1.0})
     NOTED.clear()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.checkpoints import changed, fp8_blocks, mxfp4_blocks
 from support.declared import Change, assert_declared
-from support.models import output, prompt
+from support.models import output, prompt, quantize_experts
 from support.other_libraries import (
     E4M3,
     AutoRound,
@@ -65,7 +65,7 @@ def of_mlx(mode: str, bits: int, group: int) -> Callable[[Path], None]:
 def of_ours(mode: str, bits: int, group: int) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         model = tiny()
-        torch_moe_mps.quantize_experts(model, bits, group, mode, progress=False)
+        quantize_experts(model, bits, group, mode)
         model.save_pretrained(folder)
 
     return make

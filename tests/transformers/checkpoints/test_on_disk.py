@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import shutil
 from pathlib import Path
 
 import peft
@@ -12,7 +11,7 @@ import torch
 from support import gguf_files, mlx_models, processes
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.experts_on_disk import same
-from support.models import Conversation, prompt, tiny
+from support.models import Conversation, generate, prompt, tiny
 from support.sweep import in_sweep
 
 from torch_moe_mps import from_pretrained
@@ -183,7 +182,7 @@ def test_auto(folder, limited, capsys):
         same_answers(resident, model, 1)
 
 
-def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, monkeypatch, capsys):
+def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, capsys):
     def is_resident(why: str, path: Path = folder) -> None:
         capsys.readouterr()
         assert on_disk.planned(Source(str(path), {}), None, "auto") is None
@@ -193,18 +192,8 @@ def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, mon
     limited(-1)
     is_resident("LlamaForCausalLM has no experts", tmp_path / "llama")
     limited(-whole(folder))
-    is_resident("those of a token do not fit beside the rest")
+    is_resident("as the disk would need 0.000688 GB, for a token's 2 experts, beside the rest")
     limited(-1)
-    in_safetensors("qwen3_moe", num_hidden_layers=6)(tmp_path / "new")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)
-        is_resident(f"but {tmp_path / 'new'} cannot be written", tmp_path / "new")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
-        is_resident("new has no 0.00 GB of free space", tmp_path / "new")
-    shutil.copyfile(folder / on_disk.NAME, tmp_path / "new" / on_disk.NAME)
-    (tmp_path / "new" / on_disk.NAME).write_bytes(b"0")
-    is_resident("experts.moe_mps is truncated or not a file of experts", tmp_path / "new")
 
 
 def test_what_is_refused(folder, tmp_path, monkeypatch):
@@ -319,7 +308,7 @@ def test_the_file_is_written_once(folder, memory, monkeypatch):
     load(folder, experts_memory=memory)
     file = expert_pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
-    assert file.path == folder / on_disk.NAME and file.layers[0].about == {"formats": []}
+    assert file.path == folder / on_disk.NAME and file.layers[0].turned == ()
 
 
 KILLED = """
@@ -375,6 +364,52 @@ def test_a_process_that_is_killed_while_it_writes(step, tmp_path):
     """By SIGKILL: half of a file is never taken for one, and the next process writes the same bytes."""
     in_safetensors("qwen3_moe", num_hidden_layers=3)(tmp_path / "model")  # 590 kB of experts
     assert int(processes.forked(KILLED, tmp_path / "model", step)) > 40
+
+
+BOTH = """
+    import fcntl, os, sys
+    from support.models import generate, prompt
+    from torch_moe_mps import from_pretrained
+    from torch_moe_mps.disk import file
+
+    (to_other, begins), (to_first, waits) = os.pipe(), os.pipe()
+    fsync, flock, is_first = os.fsync, fcntl.flock, os.fork() > 0
+
+    def fsync_once_the_other_waits(file):
+        os.fsync = fsync
+        os.write(begins, b".")
+        os.read(to_first, 1)
+        fsync(file)
+
+    def waiting(file, how):
+        if how == fcntl.LOCK_EX:
+            os.write(waits, b".")
+        flock(file, how)
+
+    if is_first:
+        os.fsync = fsync_once_the_other_waits
+    else:
+        file.NewFile.add = None
+        fcntl.flock = waiting
+        os.read(to_other, 1)
+    try:
+        model = from_pretrained(sys.argv[1], experts_memory=550_000, device_map="cpu")
+        tokens = generate(model, prompt(1, 9), max_new_tokens=3, min_new_tokens=3)
+        os.write(1, (str(tokens[0].tolist()) + chr(10)).encode())
+    finally:
+        if not is_first:
+            os._exit(sys.exc_info()[0] is not None)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.slow("loads a model in two new processes")
+def test_two_processes_that_write_at_once(tmp_path):
+    """One writes, the other waits for it, and both answer as the resident model."""
+    in_safetensors("qwen3_moe", num_hidden_layers=3)(tmp_path / "model")
+    resident = load(tmp_path / "model", device_map="cpu")
+    expected = generate(resident, prompt(1, 9), max_new_tokens=3, min_new_tokens=3)[0].tolist()
+    assert processes.forked(BOTH, tmp_path / "model").splitlines() == [str(expected)] * 2
 
 
 @pytest.mark.parametrize(

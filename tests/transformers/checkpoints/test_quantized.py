@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file
 from support import tiny_models
 from support.checkpoints import changed, mxfp4_blocks
-from support.models import assert_close, generate, operators_of, output, prompt, tiny
+from support.models import assert_close, generate, operators_of, output, prompt, quantize_experts, tiny
 from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers import experts_of, is_experts
+from torch_moe_mps.transformers import is_experts
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
@@ -86,16 +86,12 @@ def test_logits_generation_and_checkpoint(architecture, form, tmp_path):
     assert_close(output(loaded, prompt()), expected, 1e-5)
 
 
-def first_experts(model) -> dict:
-    return dict([next(iter(experts_of(model).items()))])
-
-
 def quantise_all(model):
-    torch_moe_mps.quantize_experts(model, 4, 32, progress=False)
+    quantize_experts(model, 4, 32)
 
 
 def quantise_one(model):
-    torch_moe_mps.quantize_experts(model, 8, 32, modules=first_experts(model), progress=False)
+    quantize_experts(model, 8, 32, **{"layers.1.*": None})
 
 
 def quantise_in_two_formats(model):
@@ -104,7 +100,7 @@ def quantise_in_two_formats(model):
 
 
 def quantise_layers(model):
-    torch_moe_mps.quantize_experts(model.model.layers[1], 4, 64, progress=False)
+    quantize_experts(model.model.layers[1], 4, 64)
     torch_moe_mps.accelerate(model)
 
 
@@ -333,16 +329,11 @@ def test_restore_keeps_quantised_experts_running():
     assert_close(output(model, prompt()), expected, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "way", in_sweep(("accelerate", "quantize_experts", "from_pretrained"), ("from_pretrained",))
-)
+@pytest.mark.parametrize("way", in_sweep(("accelerate", "from_pretrained"), ("from_pretrained",)))
 def test_other_implementations_leave_quantised_experts_running(way, tmp_path):
     """Set for the model, or for another model with the same config."""
     model = tiny("qwen2_moe")
-    if way == "quantize_experts":
-        torch_moe_mps.quantize_experts(model, 4, 32)
-    else:
-        torch_moe_mps.accelerate(model, 4, 32)
+    torch_moe_mps.accelerate(model, 4, 32)
     if way == "from_pretrained":
         model.save_pretrained(tmp_path)
         model = type(model).from_pretrained(tmp_path).eval()

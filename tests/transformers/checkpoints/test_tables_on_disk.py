@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from support.experts_on_disk import NGRAMS, same
@@ -15,7 +16,7 @@ from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 from torch_moe_mps.transformers.checkpoints import on_disk
 from torch_moe_mps.transformers.checkpoints.quantize import sizes
 from torch_moe_mps.transformers.checkpoints.source import Source
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools, reads_of
 
 BITS = {"bits": 4, "group_size": 32}
 
@@ -30,7 +31,7 @@ def few(monkeypatch):
 
 def tables_of(model) -> dict:
     every = {name: vars(module).get(ON_DISK) for name, module in model.named_modules()}
-    return {name: own for name, own in every.items() if own is not None and own.pools is None}
+    return {name: own for name, own in every.items() if own is not None and own.pools.staging is None}
 
 
 def write(folder, **options) -> str:
@@ -54,8 +55,13 @@ def test_the_resident_model(tmp_path, few, options):
         for mine, other in zip(a.tokens(3), b.tokens(3), strict=True):
             assert same(mine, other)
         assert same(resident(prompt()).logits, model(prompt()).logits)  # more rows than have slots
-    counters = next(iter(found.values())).pool.reader.counters
-    assert counters.hits > 0 and counters.misses > 40 and counters.bytes_read > 0
+    counters = reads_of(model)["embeddings"]
+    assert (
+        counters is not reads_of(model)["experts"]
+        and counters.hits > 0
+        and counters.misses > 40
+        and counters.bytes_read > 0
+    )
     with pytest.raises(ValueError, match="embed_tokens is on the disk: load another one for a copy"):
         copy.deepcopy(model.get_input_embeddings())
     with pytest.raises(ValueError, match="is on the disk: its device and dtype are those that from_pre"):
@@ -63,7 +69,9 @@ def test_the_resident_model(tmp_path, few, options):
     before = fingerprint(model)
     with torch.no_grad():
         model(prompt() + 1)
-    assert fingerprint(model) == before
+        assert fingerprint(model) == before
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        assert same(adapted.eval()(prompt()).logits, resident(prompt()).logits)
 
 
 def test_tables_alone(tmp_path, monkeypatch, capsys):

@@ -598,60 +598,6 @@ def test_linear_attention(function, left):
     assert_left(left, function, random(1, 1, H), random(1, 1, H, seed=1), state)
 
 
-CONV = random(H, 4, seed=3)
-
-
-def _whole(x, state):
-    return torch.cat([state, x.transpose(1, 2)], -1)
-
-
-def _convolved(whole):
-    return ops.causal_conv1d_update_(whole.mT, whole.new_zeros(len(whole), H, 4), CONV, None, "silu").mT
-
-
-def convolved(x, state):
-    """As models convolve several tokens [1, T, H] behind a state [1, H, 4]."""
-    whole = _whole(x, state)
-    state.copy_(whole[..., -4:])
-    return _convolved(whole)[..., -3:].transpose(1, 2)
-
-
-def another_state_is_kept(x, state):
-    whole = _whole(x, state)
-    state.copy_(whole[..., :4])
-    return _convolved(whole)[..., -3:].transpose(1, 2)
-
-
-def the_new_state_is_read(x, state):
-    whole = _whole(x, state)
-    state.copy_(whole[..., -4:])
-    total = state.sum()
-    return _convolved(whole)[..., -3:].transpose(1, 2), total
-
-
-def a_place_of_the_state_is_in_the_result(x, state):
-    whole = _whole(x, state)
-    state.copy_(whole[..., -4:])
-    return _convolved(whole)[..., -4:]
-
-
-APART = {"cat": 1, "copy_": 1, "new_zeros": 1, "causal_conv1d_update_": 1}
-
-
-@pytest.mark.parametrize(
-    "function,rows,left",
-    [
-        (convolved, 1, {"causal_conv1d_update_": 1}),
-        (convolved, 2, APART),
-        (another_state_is_kept, 1, APART),
-        (the_new_state_is_read, 1, APART | {"sum": 1}),
-        (a_place_of_the_state_is_in_the_result, 1, APART),
-    ],
-)
-def test_convolutions_behind_a_state(function, rows, left):
-    assert_left(left, function, random(rows, 3, H), random(rows, H, 4, seed=1))
-
-
 def decay(a):
     return -DECAY.exp() * softplus(a.float() + BIAS)
 
@@ -1270,7 +1216,6 @@ def test_each_pass_is_needed(monkeypatch, left_out):
     cases.append((chain, of_elements(torch.float32), {"_pointwise": 1}))
     cases.append((chain_in_two_shapes, of_elements(torch.float32), {"_pointwise": 1}))
     cases.append((linear_attention, (*token, state), {"mul": 4, "linear_attention_": 1}))
-    cases.append((convolved, (random(1, 3, H), random(1, H, 4)), {"causal_conv1d_update_": 1}))
     for function, inputs, left in cases:
         graph = recorded(function, *inputs)
         simplify(graph)

@@ -20,7 +20,7 @@ ALWAYS = {
 @pytest.mark.slow("models are changed in any order")
 def test_a_few_orders_with_captured_tokens(monkeypatch):
     monkeypatch.setenv(CAPTURE, "1")
-    short = settings(max_examples=2, stateful_step_count=6, derandomize=True, **ALWAYS)
+    short = settings(max_examples=1, stateful_step_count=8, derandomize=True, **ALWAYS)
     run_state_machine_as_test(TokenMachine, settings=short)
 
 

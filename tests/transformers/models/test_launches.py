@@ -139,11 +139,11 @@ VERIFIED = {
     "qwen3_moe": {"": 10, "outside": 3},
     "gpt_oss": {"sliding": 13, "full": 10, "outside": 3},
     "deepseek_v3": {"dense": 15, "sparse": 16, "outside": 3},
-    "qwen3_next": {"linear": 20, "full": 16, "outside": 3},
+    "qwen3_next": {"linear": 23, "full": 16, "outside": 3},
     "kimi_linear": {"linear, dense": 12, "full, sparse": 17, "outside": 3},
     "granitemoehybrid": {"linear": 13, "full": 12, "outside": 4},
     "jamba": {"linear, mamba": 13, "full, attention": 10, "outside": 3},
-    "lfm2_moe": {"conv": 9, "full": 13, "outside": 3},
+    "lfm2_moe": {"conv": 12, "full": 13, "outside": 3},
 }
 
 
@@ -165,6 +165,8 @@ def test_launches_of_a_layer_for_drafts(simulated, architecture):
 # Models whose states lag: by the delta rule, a decay for each channel, Mamba-2, Mamba-1, and a
 # convolution alone.
 LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe")
+# A state that lags is not joined with its tokens in front of a convolution.
+LESS = {"qwen3_next": {"linear": 20}, "lfm2_moe": {"conv": 9}}
 
 
 @pytest.mark.slow("a model of tiny layers is captured four times")
@@ -177,7 +179,7 @@ def test_states_that_lag_launch_nothing_more(simulated, architecture):
         captured_by_type(simulated, model, tokens=tokens, lags=True) for tokens in ((1,), (2, 3, 4))
     )
     assert found == captured_by_type(simulated, model)
-    check_types(several, VERIFIED[architecture])
+    check_types(several, VERIFIED[architecture] | LESS.get(architecture, {}))
 
 
 STATES = {"of the last layer": -1, "of two layers": (1, 2)}  # numbers of states that drafts rest on
@@ -219,9 +221,9 @@ def test_launches_of_a_draft(simulated, monkeypatch, tmp_path, architecture):
         torch_moe_mps.accelerate(model, bits=4, group_size=32)
         source = Mtp(model, 0)
         (step,) = source._steps
-        Answered(model, prompts(1), [settings(24)], source, width=3)
+        Answered(model, prompts(1), [settings(12)], source, width=3)
     others = operators_of_token(step).keys() - {*dir(torch.ops.moe_mps)}
-    assert counts.count(min(counts)) > 10 and min(counts) + len(others) <= DRAFTING[architecture]
+    assert counts.count(min(counts)) > 5 and min(counts) + len(others) <= DRAFTING[architecture]
     assert len(captures_of(model).programs) == 1 and len(captures_of(step).programs) <= 2
 
 

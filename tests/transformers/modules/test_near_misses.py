@@ -19,17 +19,13 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     DynamicCache,
-    Glm5NextTextConfig,
     JambaConfig,
-    MiniMaxM3VLTextConfig,
     NemotronHConfig,
 )
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 import torch_moe_mps
@@ -201,8 +197,6 @@ def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=8192), 0)
     yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
     yield "_index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
-    yield "_index_topk", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
-    yield "_index_topk", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 
 

@@ -5,7 +5,6 @@ import copy
 import functools
 import itertools
 import types
-import warnings
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from torch.nn.modules import module as torch_module
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.scoped import Bounded
-from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
-from torch_moe_mps.transformers.modules.rules.norms import check_traces
 from torch_moe_mps.transformers.modules.traced import Input, remembered, trace
 
 WIDTH = 16
@@ -251,30 +248,6 @@ def test_what_a_norm_rests_on_changes(again):
             assert operators_of(lambda norm=norm: norm(x)) == ({"rms_norm": 1} if again else {})
             assert_close(norm(x), own(x), 1e-5)
             assert not torch.allclose(norm(x), before, atol=1e-3)
-
-
-def test_another_torch_is_said_once(monkeypatch):
-    """Where no forward can be traced, every module keeps its own code; the first model says why."""
-    check_traces.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch_moe_mps.accelerate(nn.ModuleList([of(Norm.forward)()])).replaced
-    check_traces.cache_clear()
-
-    def run(self, call):
-        raise TypeError("fake tensors are others\nby now")
-
-    monkeypatch.setattr(Recorder, "run", run)
-    said = r"does not show what modules compute \(TypeError: fake tensors are others\)"
-    with pytest.warns(UserWarning, match=said) as seen:
-        for _ in range(2):
-            assert not torch_moe_mps.accelerate(nn.ModuleList([of(Norm.forward)()])).replaced
-    assert len(seen) == 1
-    check_traces.cache_clear()
-    monkeypatch.setattr(Recorder, "run", lambda self, call: self.input(torch.ones(1), (7, 8), torch.float32))
-    with pytest.warns(UserWarning, match=r"a norm gives \[.*output\]"):
-        check_traces()
-    check_traces.cache_clear()
 
 
 class Ones(nn.Module):

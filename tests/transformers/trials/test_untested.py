@@ -8,7 +8,6 @@ import torch
 import transformers
 from support import tiny_models
 from support.models import output, prompt
-from support.processes import python
 from support.sweep import in_sweep
 
 import torch_moe_mps
@@ -150,7 +149,6 @@ def test_a_wrong_formula_is_left_out_and_the_verdict_is_kept(untested, put_rule,
     monkeypatch.setattr(trial, "small_model", None)  # nothing is compared again
     again, said_again = accelerated(tiny("qwen3_moe"))
     assert said_again == said and str(again.small_model) == str(report.small_model)
-    assert "1 run" in str(report) and again.trials is None
 
 
 def test_a_quantised_model_agrees(untested):
@@ -172,10 +170,12 @@ def test_a_part_of_a_model_agrees(untested):
     assert all(type(module) is class_before(module) for module in model.modules())
 
 
-def test_a_change_of_the_config_is_another_verdict(untested):
-    for changed in ({}, {"norm_topk_prob": True}):
-        report, _ = accelerated(tiny("qwen3_moe", **changed))
-        assert "1 run" in report.trials
+def test_a_change_of_the_config_is_another_verdict(untested, monkeypatch):
+    compared = []
+    monkeypatch.setattr(trial, "_compared", lambda model, *_: compared.append(model) or trial.Verdict())
+    for changed in ({}, {}, {"norm_topk_prob": True}):
+        accelerated(tiny("qwen3_moe", **changed))
+    assert len(compared) == 2
 
 
 def test_a_wrong_pass_leaves_tokens_module_by_module(untested):
@@ -262,25 +262,10 @@ def test_what_it_thinks_of_a_version(monkeypatch, version, expected):
     assert line.startswith(expected.format(**names)) and "\n" not in line and bool(line) == bool(expected)
 
 
-def test_the_import_says_what_is_too_old_and_what_transformers_lacks():
-    program = """
-        import importlib.metadata
-        import torch_moe_mps
-
-        def attempt():
-            try:
-                torch_moe_mps.accelerate
-            except ImportError as error:
-                print(error)
-
-        own = importlib.metadata.version
-        importlib.metadata.version = lambda name: "5.22.9" if name == "transformers" else own(name)
-        attempt()
-        importlib.metadata.version = own
-        import transformers.cache_utils
-        del transformers.cache_utils.DynamicLayer
-        attempt()
-    """
-    old, lacking = python(program).splitlines()
-    assert old.startswith("torch_moe_mps: transformers must be ") and old.endswith("got 5.22.9")
-    assert lacking.startswith("torch_moe_mps: transformers must have what ") and "DynamicLayer" in lacking
+def test_what_transformers_lacks_is_one_line():
+    """An import of ours that fails, if it was of something in transformers."""
+    error = ImportError("cannot import name 'DynamicLayer'", name="transformers.cache_utils")
+    line = str(supported.lacking(error))
+    assert line.startswith("torch_moe_mps: transformers must have what ") and "DynamicLayer" in line
+    other = ImportError("no module", name="peft")
+    assert supported.lacking(other) is other

@@ -7,7 +7,8 @@ import logging
 from transformers import PreTrainedModel
 
 from ...transformers.caches.cache import hands_cache_on
-from ...transformers.caches.prompt_cache import reads_whole, takes_layers
+from ...transformers.caches.prompt_cache import takes_layers
+from ...transformers.deferred_states import forgets_states
 from ...transformers.trials.batching import reason_against_rows
 from ...transformers.upstream import GenerationMixin
 
@@ -23,7 +24,7 @@ class Abilities:
     @functools.cached_property
     def reads_whole(self) -> bool:
         """True if the model must compute a prompt in one call."""
-        return reads_whole(self._model)
+        return forgets_states(self._model)
 
     @functools.cached_property
     def caches_prefixes(self) -> bool:

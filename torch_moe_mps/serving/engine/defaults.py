@@ -55,38 +55,28 @@ def settings_of_answer(
     prompt: int,
     context: int,
     max_tokens: int | None = None,
-    whole: Any = None,
 ) -> GenerationConfig:
     """GenerationConfig of one answer.
 
     Args:
-        tokenizer: its end token is added, unless `asked` or `whole` sets the end tokens.
+        tokenizer: its end token is added, unless `asked` sets the end tokens.
         asked: result of `choice`; overrides the checkpoint's settings.
         prompt: number of prompt tokens.
         context: the context length of the model.
         max_tokens: the maximum length of the answer; None leaves it to the settings and the context.
-        whole: all settings {name: value}; replaces the checkpoint's settings except the end tokens.
 
     `max_length`, which includes the prompt, applies if no number of new tokens is set. A checkpoint's value
     that is not longer than the prompt is ignored.
-
-    Raises: TypeError, ValueError, AttributeError for unknown settings, and for a `max_length` in `whole` that
-        leaves no token.
     """
-    own = model.generation_config
-    config = copy.deepcopy(own) if whole is None else GenerationConfig(**whole)
+    config: GenerationConfig = copy.deepcopy(model.generation_config)
     if not asked.get("do_sample", config.do_sample):  # transformers warns of what changes nothing then
         asked = {name: value for name, value in asked.items() if name not in _OF_DRAWS}
     config.update(**asked)
-    if config.eos_token_id is None:
-        config.eos_token_id = own.eos_token_id
-    if "eos_token_id" not in {*asked, *(whole or ())}:
+    if "eos_token_id" not in asked:
         config.eos_token_id = _with_end(config.eos_token_id, tokenizer, vocabulary_of(model))
     longest, room = config.max_new_tokens if max_tokens is None else max_tokens, context - prompt
     if longest is None and config.max_length is not None:
         longest = config.max_length - prompt
-        if longest < 1 and whole is not None:
-            raise ValueError(f"max_length {config.max_length}, which counts the prompt's {prompt} tokens")
         longest = longest if longest > 0 else room
     config.max_new_tokens = room if longest is None else max(1, min(longest, room))
     config.max_length = None

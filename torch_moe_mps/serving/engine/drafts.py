@@ -44,10 +44,10 @@ class Drafts:
         """Token history of a sequence for the drafters; None without drafters."""
         if self.drafting is None:
             return None
-        before, ids = sequence.row, sequence.job.inputs["input_ids"][0].tolist()
-        if before is None:
-            return Row(ids, len(ids), sequence.job.likely)
-        return Row(before.tokens, before.prompt, before.likely)
+        if (before := sequence.row) is not None:
+            return Row(before.tokens, before.prompt)
+        ids = sequence.job.inputs["input_ids"][0].tolist()
+        return Row(ids, len(ids))
 
     def begin(self, group: Batched, sequence: Sequence, reads_whole: bool) -> None:
         """Sets up drafting after a sequence was added to a batch."""

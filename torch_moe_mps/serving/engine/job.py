@@ -74,7 +74,6 @@ class Job:
         seed: for sampling; None takes one from the system's entropy.
         processors: logits processors of this job, such as a grammar mask. Their `input_ids` [1, T] are the
             prompt with the tokens generated so far. Those with `is_first` run before those of `config`.
-        likely: probable tokens of the answer, in order; they are drafted first.
         place: index among the answers to one request; later ones yield to other requests.
         request: that it answers, compared by identity.
         images: in the inputs, from `images_of`; None leaves hashing to the device thread.
@@ -87,7 +86,6 @@ class Job:
     on_progress: Callable[[int, int], None] = _no_progress
     seed: int | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
-    likely: list[int] = field(default_factory=list)
     place: int = 0
     request: object = None
     images: "Images | None" = None

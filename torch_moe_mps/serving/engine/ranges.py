@@ -1,7 +1,7 @@
 """Valid ranges of generation settings, shared by jobs and protocols."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -70,10 +70,8 @@ DRAWS: dict[str, Check] = {
 }
 
 
-_ALONE = {"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale"}
 # Values of `cache_implementation` whose keys and values are those of the engine's cache
 _CACHES = (None, "dynamic", "hybrid", "static")
-_NO_MATTER = {"_from_model_config", "stop_strings", "transformers_version"}
 
 
 def is_list_of(kind: type, value: Any) -> bool:
@@ -159,14 +157,6 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
         raise ValueError(f"torch_moe_mps: {mode.value} is generate()'s: call model.generate")
     if cache not in _CACHES:
         raise ValueError(f"torch_moe_mps: the cache {cache!r} is generate()'s: call model.generate")
-
-
-def unserved_settings(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Names of settings that are not served: other caches, search strategies and assisted decoding."""
-    served = {*SETTINGS, *DRAWS, *tokens(1)} - _ALONE
-    for name, value in settings.items():
-        if value is not None and value is not False and name not in served and name not in _NO_MATTER:
-            yield name
 
 
 def check_job(model: Any, job: Job) -> None:

@@ -54,12 +54,6 @@ class Answers:
         return [*{id(job.inputs): (answer, job) for answer, job in pairs}.values()]
 
     @property
-    def read_seconds(self) -> float:
-        """Seconds from the start of the first answer's prefill to its first token."""
-        times = self.answers[0].times
-        return max(0.0, times.first - times.begun) if times.begun and times.first else 0.0
-
-    @property
     def tokens(self) -> int:
         return sum(answer.tokens for answer in self.answers)
 

@@ -1,56 +1,35 @@
 """Prometheus metrics of the server."""
 
-import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..._faults import gpu_busy
-from ...transformers.modules.experts_on_disk import expert_pools
+from ...transformers.modules.experts_on_disk import reads_of
 from ..engine.memory import memory_in_use
 from .answers import Answers
 from .served import Served
 
 
-@dataclass
-class Counted:
-    """A request in progress, and its HTTP status."""
-
-    status: int = 200
-
-
 class Metrics:
-    """Counts requests and tokens; other metrics are read from the device thread."""
+    """Counts requests and tokens; other metrics are read from the device thread.
+
+    Attributes:
+        requests: counter of requests by path and HTTP status.
+    """
 
     def __init__(self, served: Served):
         self._served, self._registry = served, CollectorRegistry()
-        self._requests = Counter(
+        self.requests = Counter(
             "moe_mps_requests", "requests by path and status", ["path", "status"], registry=self._registry
         )
         self._generated = Counter("moe_mps_generated_tokens", "tokens of answers", registry=self._registry)
-        self._computed, self._seconds = 0, 0.0  # tokens of prompts whose time is known, and that time
         self._registry.register(self)
-
-    @contextlib.contextmanager
-    def counted(self, path: str) -> Iterator[Counted]:
-        """Context of a request; an exception counts as status 500."""
-        counted = Counted()
-        try:
-            yield counted
-        except BaseException:
-            counted.status = 500
-            raise
-        finally:
-            self._requests.labels(path, counted.status).inc()
 
     def ended(self, answers: Answers) -> None:
         """Adds the tokens of finished answers."""
         self._generated.inc(answers.tokens)
-        if seconds := answers.read_seconds:
-            self._computed += answers.prompt_tokens - answers.cached_tokens
-            self._seconds += seconds
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -77,21 +56,16 @@ class Metrics:
             yield _gauge("memory_budget_bytes", "memory that all may take together", memory.total)
             yield _gauge("memory_room_bytes", "memory for answers and the prefix cache", memory.free)
             yield _gauge("memory_level", "1 where the system is short of memory, 2 without", memory.level)
-        if (pools := expert_pools(self._served.model)) is not None:
-            counted = pools.counters
-            yield _counter("experts_hits", "experts that were in memory", counted.hits)
-            yield _counter("experts_misses", "experts that were read from the disk", counted.misses)
-            yield _counter("experts_layers", "layers whose experts were streamed", counted.layers)
-            yield _counter("experts_read_bytes", "bytes of these and of the misses", counted.bytes_read)
-            yield _counter("experts_seconds", "time that steps waited for them", counted.seconds)
+        for what, counted in reads_of(self._served.model).items():
+            yield _counter(f"{what}_hits", f"{what} that were in memory", counted.hits)
+            yield _counter(f"{what}_misses", f"{what} that were read from the disk", counted.misses)
+            yield _counter(f"{what}_layers", f"layers whose {what} were streamed", counted.layers)
+            yield _counter(f"{what}_read_bytes", "bytes of these and of the misses", counted.bytes_read)
+            yield _counter(f"{what}_seconds", "time that steps waited for them", counted.seconds)
         if (disk := generator.disk) is not None:
-            saved = disk.tokens * self._seconds / max(1, self._computed) - disk.seconds
             yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
             yield _counter("disk_tokens", "tokens of these", disk.tokens)
-            yield _counter("disk_read_bytes", "bytes of these", disk.read_bytes)
-            yield _counter("disk_written_bytes", "bytes of prompts written", disk.files.written_bytes)
             yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.files.nbytes)
-            yield _gauge("disk_seconds_saved", "time that computing these would have taken", max(0.0, saved))
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

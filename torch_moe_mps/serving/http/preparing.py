@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from ..engine.defaults import settings_of_answer
 from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
-from ..engine.ranges import check_settings, unknown_token, unserved_settings, vocabulary_of
+from ..engine.ranges import check_settings, unknown_token, vocabulary_of
 from ..media.decoding import File, decoded
 from ..media.loading import opened
 from ..prefix_cache.memory import Images
@@ -27,7 +26,7 @@ from .logprobs import Logprobs
 from .protocols.forms import begun_by
 from .protocols.reader import Reader, Sink
 from .protocols.tools import grammar
-from .request import STOPS, Chat, Refused, Request, check_count, unsupported, wrong
+from .request import STOPS, Chat, Refused, Request, check_count, wrong
 from .served import Served
 from .structured import check_size
 from .template import tensor
@@ -90,9 +89,6 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     length = _length(read)
     _check_length(length, served.context, request.prompt_field)
     config = _settings(served, request, length)
-    if config.suppress_tokens:  # transformers' processor compares all logits with all of them
-        banned = dict.fromkeys([(token,) for token in config.suppress_tokens], -math.inf)
-        config.sequence_bias, config.suppress_tokens = (config.sequence_bias or {}) | banned, None
     if (token := unknown_token(served.model, read["input_ids"])) is not None:
         raise wrong(request.prompt_field, f"of tokens below {vocabulary_of(served.model)}", token)
     inputs = {name: tensor(value) for name, value in read.items()}
@@ -152,7 +148,7 @@ def _with_media(served: Served, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def media_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the image, audio and video parts of messages."""
+    """Yields the image and audio parts of messages."""
     return (part for message in messages for part in message["content"] if part["type"] != "text")
 
 
@@ -160,8 +156,6 @@ def _file(served: Served, part: dict[str, Any]) -> File:
     """Opened image or audio. Raises: Refused for a kind that the model or the server does not read."""
     if not served.template.reads(part["type"]):
         raise Refused(f"This model does not read '{part['as']}'.", part["field"])
-    if part["type"] == "video":
-        raise unsupported(part["field"], part["as"])
     return File(part["type"], part["field"], opened(part))
 
 
@@ -213,25 +207,15 @@ def _check_length(length: int, context: int, field: str) -> None:
 
 
 def _settings(served: Served, request: Request, length: int) -> Any:
-    """Generation settings of a request, limited by the context.
-
-    Raises: Refused for unknown settings.
-    """
-    model, context = served.model, served.context
-    asked, whole, vocabulary = request.settings, request.config, vocabulary_of(model)
+    """Generation settings of a request, limited by the context. Raises: Refused."""
+    model, asked, vocabulary = served.model, request.settings, vocabulary_of(served.model)
     try:
         tokenizer = served.template.tokenizer
-        config = settings_of_answer(model, tokenizer, asked, length, context, request.max_tokens, whole)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise wrong("generation_config", "of settings that exist", first_line(error)) from None
-    if whole is None:
+        config = settings_of_answer(model, tokenizer, asked, length, served.context, request.max_tokens)
         config.update(**{name: value for name, value in _UNASKED.items() if name not in asked})
-    for name in unserved_settings(whole or {}):
-        raise wrong("generation_config", "of settings that this server knows", name)
-    try:
         check_settings(config, model.generation_config, vocabulary)
-    except ValueError as error:
-        raise Refused(f"'generation_config': {error}.", "generation_config", "invalid_value") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"{first_line(error)}.", None, "invalid_value") from None
     for tokens in config.sequence_bias or ():
         if tokens[0] >= vocabulary:
             raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
@@ -246,7 +230,7 @@ def _stops(request: Request, config: Any) -> tuple[str, ...]:
     own, config.stop_strings = config.stop_strings or [], None
     fits, expected = STOPS
     if not fits(own):
-        raise wrong("generation_config", f"of stop_strings that are {expected}", own)
+        raise wrong("stop_strings", expected, own)
     return (*request.stops, *([own] if isinstance(own, str) else own))
 
 
@@ -269,19 +253,10 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
         answer.end,
         answer.progress,
         processors=processors,
-        likely=_likely(served, request),
         place=number,
         images=prompt.images,
     )
     return answer, job
-
-
-def _likely(served: Served, request: Request) -> list[int]:
-    if not request.likely:
-        return []
-    with served.template.tokenizing() as tokenizer:
-        tokens: list[int] = tokenizer(request.likely, add_special_tokens=False)["input_ids"]
-    return tokens
 
 
 def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[Any], Logprobs | None]:

@@ -86,7 +86,7 @@ class Chat:
     """A conversation to continue.
 
     Args:
-        messages: in the form of chat templates; contents are lists of text, image, audio and video parts.
+        messages: in the form of chat templates; contents are lists of text, image and audio parts.
         variables: for the chat template.
         goes_on: True if the last message is the start of the answer.
     """
@@ -117,31 +117,27 @@ class Request:
     Args:
         prompts: conversations, texts or tokens; each has `count` answers.
         settings: GenerationConfig fields that override the model's.
-        config: all generation settings, in place of the model's.
         max_tokens: the maximum length of an answer; None for the rest of the context.
         frequency, presence: penalties as defined by OpenAI.
-        form: of structured output: a JSON schema, or the text of a grammar.
+        form: JSON schema of structured output.
         form_field: field that `form` or `forced` came from.
         logprobs: number of top log probabilities per token; None for no log probabilities.
-        likely: predicted text of the answers, used as draft tokens.
         later: body fields that the response still needs; the others are freed before.
     """
 
     prompts: list[Chat | str | list[int]]
     prompt_field: str
     settings: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] | None = None
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
     seed: int | None = None
     frequency: float = 0.0
     presence: float = 0.0
-    form: dict[str, Any] | str | None = None
+    form: dict[str, Any] | None = None
     forced: Forced | None = None
     form_field: str = ""
     logprobs: int | None = None
     count: int = 1
-    likely: str = ""
     stream: bool = False
     later: dict[str, Any] = field(default_factory=dict)
 
@@ -176,13 +172,6 @@ def _are_biases(value: Any) -> bool:
     )
 
 
-def is_object_in_json(value: Any) -> bool:
-    try:
-        return len(value) <= limits.FORM_CHARACTERS and isinstance(read_json(value), dict)
-    except (TypeError, ValueError):
-        return False
-
-
 TEXT = instance(str, "a text")
 OBJECT = instance(dict, "an object")
 YES_OR_NO = instance(bool, "true or false")
@@ -193,10 +182,6 @@ STOPS: Check = (
 # {field: check} of what all of OpenAI's protocols have, where it is not null.
 SHARED: dict[str, Check] = {
     "frequency_penalty": number(-2, 2),
-    "generation_config": (
-        is_object_in_json,
-        f"the text of an object in JSON, of at most {limits.FORM_CHARACTERS} characters",
-    ),
     "logit_bias": (_are_biases, f"an object of at most {TOKENS} token ids and numbers from -100 to 100"),
     "min_p": DRAWS["min_p"],
     "model": TEXT,
@@ -272,10 +257,9 @@ def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> 
     settings = choice(settings)
     if body.get("logit_bias"):
         settings["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-    config, stop = body.get("generation_config"), body.get("stop")
+    stop = body.get("stop")
     return {
         "settings": settings,
-        "config": None if config is None else read_json(config),
         "stops": (stop,) if isinstance(stop, str) else tuple(stop or ()),
         "seed": body.get("seed"),
         "frequency": float(body.get("frequency_penalty") or 0),

@@ -109,17 +109,16 @@ def check_size(form: Any, field: str) -> None:
     """Raises: Refused for a form that would take xgrammar too much time or stack.
 
     Args:
-        form: text of a grammar, a JSON schema, or a list of schemas.
+        form: a JSON schema, or a list of schemas.
     """
-    kind = _kind_of(form)
 
     def check(got: int, limit: int, expected: str) -> None:
         if got > limit:
-            line = f"The {kind} of '{field}' must {expected.format(limit)}, got {got}."
+            line = f"The schema of '{field}' must {expected.format(limit)}, got {got}."
             raise Refused(line, field, "invalid_value")
 
     choices = "have at most {} choices in one place"
-    level, parts, depth = [] if isinstance(form, str) else [form], 0, 0
+    level, parts, depth = [form], 0, 0
     while level:  # wide and deep ones are refused before they are visited
         parts, depth = parts + len(level), depth + 1
         check(parts, limits.FORM_PARTS, "be of at most {} objects and lists")
@@ -127,7 +126,7 @@ def check_size(form: Any, field: str) -> None:
         check(max(map(len, level)), limits.CHOICES, choices)
         inner = (part.values() if isinstance(part, dict) else part for part in level)
         level = [part for values in inner for part in values if isinstance(part, dict | list)]
-    text = form if isinstance(form, str) else json.dumps(form)
+    text = json.dumps(form)
     check(len(text), limits.FORM_CHARACTERS, "be of at most {} characters")
     check(text.count("|"), limits.CHOICES, choices)
     check(_parentheses(text), limits.DEPTH, "have at most {} parentheses inside of each other")
@@ -142,10 +141,6 @@ def _parentheses(text: str) -> int:
     return deepest
 
 
-def _kind_of(form: Any) -> str:
-    return "grammar" if isinstance(form, str) else "schema"
-
-
 class Grammars:
     """Thread-safe grammar compiler of a tokenizer, with xgrammar's cache."""
 
@@ -157,20 +152,18 @@ class Grammars:
         """Logits processor for a grammar.
 
         Args:
-            form: a JSON schema, the text of a grammar (EBNF in llama.cpp's syntax), or a structural tag of
-                xgrammar, after `check_size`.
+            form: a JSON schema, or a structural tag of xgrammar, after `check_size`.
             field: request field of the form, for errors.
 
-        Raises: Refused for an unsupported schema, an invalid grammar, a grammar that allows no first token,
-            and compilation that takes too long.
+        Raises: Refused for an unsupported schema, one that allows no first token, and compilation that
+            takes too long.
         """
-        kind = _kind_of(form)
         if self._limited.is_busy:
             message = f"'{field}' must wait: the server is busy with schemas and grammars that take long."
             raise Refused(message, field, "busy", 503)
         compiler = self._compiler(tokenizer, config, vocabulary)
         message = (
-            f"The {kind} of '{field}' must be one that is quickly compiled and followed, got one that is not."
+            f"The schema of '{field}' must be one that is quickly compiled and followed, got one that is not."
         )
         too_long = Refused(message, field, "invalid_value")
 
@@ -183,10 +176,10 @@ class Grammars:
             raise too_long from None
         except RuntimeError as error:
             reason = _PLACE.sub("", first_line(error))
-            message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {reason}"
+            message = f"The schema of '{field}' must be one that xgrammar compiles, got: {reason}"
             raise Refused(message, field, "invalid_value") from None
         if masked.is_empty:
-            message = f"The {kind} of '{field}' must have an answer that a token begins, got one without any."
+            message = f"The schema of '{field}' must have an answer that a token begins, got one without any."
             raise Refused(message, field, "invalid_value")
         return masked
 
@@ -211,4 +204,4 @@ def _compiled(compiler: Any, form: Any) -> Any:
     if isinstance(form, dict):
         # One blank behind a comma or a colon: a model that may write any blanks may never end.
         return compiler.compile_json_schema(json.dumps(form), any_whitespace=False)
-    return compiler.compile_grammar(form) if isinstance(form, str) else compiler.compile_structural_tag(form)
+    return compiler.compile_structural_tag(form)

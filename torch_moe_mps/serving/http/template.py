@@ -27,7 +27,7 @@ NOT_READ = (
     "Tool calls of this model come as text: the form in which its chat template writes them is not known."
 )
 # {type of a part: what a processor has that reads it}
-READERS = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
+READERS = {"image": "image_processor", "audio": "feature_extractor"}
 
 
 class ChatTemplate:
@@ -72,7 +72,7 @@ class ChatTemplate:
         return not torch.equal(tensor(without), tensor(with_tool))
 
     def reads(self, kind: str) -> bool:
-        """True if messages may have parts of this kind: image, audio or video."""
+        """True if messages may have parts of this kind: image or audio."""
         return hasattr(self.processor, READERS[kind])
 
     @functools.cached_property

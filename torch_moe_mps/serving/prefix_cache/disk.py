@@ -12,7 +12,6 @@ import json
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,15 +68,14 @@ class Disk:
         folder, max_bytes: of its `Files`.
 
     Attributes:
-        hits, tokens, read_bytes, seconds: restored prefixes, their tokens and bytes, and the time it took.
+        hits, tokens: restored prefixes, and their tokens.
 
     Raises: OSError, ValueError as `Files`.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
         self.files = Files(folder, max_bytes)
-        self.hits = self.tokens = self.read_bytes = 0
-        self.seconds = 0.0
+        self.hits = self.tokens = 0
         self._writer = Writer(self.files)
         self._pending: deque[_Snapshot] = deque()
         self._copying: tuple[str, int, Part, Classes, Mark] | None = None
@@ -240,11 +238,10 @@ class Disk:
             return
         self.files.remove(name)
 
-    def restored(self, tokens: int, names: list[str], seconds: float) -> None:
+    def restored(self, tokens: int, names: list[str]) -> None:
         """Updates the counters after a prefix was restored."""
         self.hits += 1
         self.tokens += tokens
-        self.seconds += seconds
         self._writer.touch(names)
 
 
@@ -260,7 +257,7 @@ class Restoring:
     ):
         self._disk, self._joined, self._all, self._files, self._device = disk, joined, ids, files, device
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._begun, self._next, self._left = time.monotonic(), 0, False
+        self._next, self._left = 0, False
         self.ids = ids[:0]
         threading.Thread(target=self._read, name="prompt", daemon=True).start()
 
@@ -303,17 +300,14 @@ class Restoring:
         self._left = True
         self.ids = self._all[: 0 if needs_all else self._joined.tokens]
         if len(self.ids):
-            names, seconds = [name for name, _ in self._files], time.monotonic() - self._begun
-            self._disk.restored(len(self.ids), names, seconds)
+            self._disk.restored(len(self.ids), [name for name, _ in self._files])
 
     def _read(self) -> None:
         for name, end in self._files:
             if self._left:
                 return
-            path = self._disk.files.folder / name
             try:
-                self._ready.put(read_part(path, header(name, end)))
-                self._disk.read_bytes += path.stat().st_size
+                self._ready.put(read_part(self._disk.files.folder / name, header(name, end)))
             except Exception as error:  # anything may have been read
                 self._ready.put(error)
                 return

@@ -17,7 +17,7 @@ from ..._text import first_line
 from ...transformers.caches.parts import Classes, Part, octets_of
 
 log = logging.getLogger(__name__)
-_MARKER, _VERSION = "torch_moe_mps prompts", "1"
+_MARKER = "torch_moe_mps prompts"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FILE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}(\.block|-[0-9]+\.state)")
 _AT_ONCE = 4  # parts that wait for the disk: a slow one delays nothing, and later parts wait in memory
@@ -32,15 +32,11 @@ class Files:
         folder: created if missing.
         max_bytes: the capacity.
 
-    Attributes:
-        written_bytes: total of all writes.
-
-    Raises: OSError, ValueError for a folder with other content, of another version, not writable, or in use
-        by another server.
+    Raises: OSError, ValueError for a folder with other content, not writable, or in use by another process.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
-        self.folder, self.max_bytes, self.written_bytes = folder, max_bytes, 0
+        self.folder, self.max_bytes = folder, max_bytes
         self._lock, self._held = threading.Lock(), _owned(folder)
         self._sizes = _found(folder)  # {name: bytes}, unused longest first
 
@@ -73,7 +69,6 @@ class Files:
                 log.warning("the disk is full: %s takes at most %.2f GB from now on", self.folder, gigabytes)
         with self._lock:
             self._sizes[name] = len(data)
-        self.written_bytes += len(data)
 
     def _write_file(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -219,12 +214,6 @@ def _owned(folder: Path) -> int:
         os.close(held)
         why = "another process uses it" if isinstance(error, BlockingIOError) else error.strerror
         raise OSError(f"{folder} cannot be used: {why}") from None
-    version = os.pread(held, 64, 0).decode(errors="replace")
-    if not version:
-        os.pwrite(held, _VERSION.encode(), 0)
-    elif version != _VERSION:
-        os.close(held)
-        raise ValueError(f"{folder} is of another version ({first_line(version)})")
     return held
 
 

@@ -51,7 +51,7 @@ class CachedPrefix:
         number: sequence number of its insertion.
         storages: {address: bytes} of its tensors at insertion.
         nbytes: their total size.
-        adapters: active adapters when it was computed; None for a file, which fits the current ones.
+        adapters: active adapters when it was computed; None for a drafter's, which have none.
     """
 
     ids: Tensor

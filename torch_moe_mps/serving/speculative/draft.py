@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.caches.batched import BatchedCache, NotBatchable
-from ...transformers.caches.prompt_cache import reads_whole, takes_layers
+from ...transformers.deferred_states import forgets_states
 from ...transformers.upstream.calls import cache_argument
+from ..engine.abilities import keeps_prompts
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of
 from .drafter import Row, RowDrafter
@@ -55,7 +56,7 @@ class Draft(RowDrafter[_Read]):
         super().__init__(memory)
         require_tokens(model, draft)
         kind = type(draft).__name__
-        if not takes_layers(draft) or reads_whole(draft):
+        if not keeps_prompts(draft) or forgets_states(draft):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
         self._draft, self.modules = draft, [draft]
 

@@ -36,7 +36,6 @@ class Row:
     Attributes:
         tokens: prompt and generated tokens.
         prompt: number of prompt tokens.
-        likely: probable tokens of the answer in order, such as the text to edit.
         max_drafts: the maximum number of tokens to draft now.
         drafter: index of the drafter of the last draft tokens.
         acceptance: {drafter index: statistics}.
@@ -45,7 +44,6 @@ class Row:
 
     tokens: list[int]
     prompt: int
-    likely: list[int] = field(default_factory=list)
     max_drafts: int = 0
     drafter: int = 0
     acceptance: dict[int, Acceptance] = field(default_factory=dict)

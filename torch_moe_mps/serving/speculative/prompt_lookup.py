@@ -84,7 +84,7 @@ class Lookup(Drafter):
 
     def __init__(self, prompts: PrefixCache | None = None):
         self._prompts = prompts
-        self._own: WeakKeyDictionary[Row, list[Index]] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[Row, Index] = WeakKeyDictionary()
         self._kept: dict[CachedPrefix, Index] = {}
 
     def draft(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -92,16 +92,12 @@ class Lookup(Drafter):
         return [self._of(row, kept) for row in rows]
 
     def _of(self, row: Row, kept: list[Index]) -> list[int]:
-        done = len(row.tokens) - row.prompt
-        if row.likely[:done] == row.tokens[row.prompt :] and done < len(row.likely):
-            return row.likely[done : done + row.max_drafts]
         own = self._own.get(row)
         if own is None:
-            own = self._own[row] = [Index(row.tokens), *([Index(row.likely)] if row.likely else [])]
-        for index in own:
-            index.read()
-        best, place, longest = own[0], 0, 0
-        for index in (*own, *kept):
+            own = self._own[row] = Index(row.tokens)
+        own.read()
+        best, place, longest = own, 0, 0
+        for index in (own, *kept):
             found, length = index.follows(row.tokens)
             if length > longest:
                 best, place, longest = index, found, length

@@ -103,10 +103,15 @@ def _including(plain: Callable) -> Callable:
 
 def _check_on_disk(peft_config: Any, model: nn.Module) -> None:
     """Raises: ValueError for LoRA on experts that are read from the disk."""
-    asked = tuple(getattr(peft_config, "target_parameters", None) or ())
     for name, own in experts_on_disk(model):
-        if any(f"{name}.{each}".endswith(asked) for each in projections(model.get_submodule(name))):
+        if own.pools.staging is not None and adapts_experts(peft_config, name, model.get_submodule(name)):
             own.refuse("LoRA needs all experts in memory")
+
+
+def adapts_experts(peft_config: Any, name: str, experts: Any) -> bool:
+    """True if a LoraConfig has layers for the matrices of an experts module."""
+    asked = tuple(getattr(peft_config, "target_parameters", None) or ())
+    return any(f"{name}.{projection}".endswith(asked) for projection in projections(experts))
 
 
 def _quantized_linears(model: Any) -> Iterator[str]:

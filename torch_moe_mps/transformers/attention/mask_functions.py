@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..graphs.constants import numbers_of
-
 
 class Box(NamedTuple):
     """Pairs of a token and a key: the token's position less the key's, and the key's, both inclusive."""
@@ -75,11 +73,11 @@ def _seen_by(function: Callable, tokens: tuple[float, float]) -> "_Seen | None":
 
 
 class _ElementsByPosition(TorchFunctionMode):
-    """Gives for an element of a tensor at a position the numbers that the tensor may hold."""
+    """Gives an element of a tensor at a position, which may be any number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][0], _Unreadable):
-            return _Element(numbers_of(args[0]))
+            return _Element()
         return func(*args, **(kwargs or {}))
 
 
@@ -134,17 +132,12 @@ _BOUNDS = {(1, -1): ("highest", -1), (-1, 1): ("lowest", 1), (0, 1): ("last", -1
 
 
 class _Element(_Unreadable):
-    """An element of a tensor, one of these numbers; None where they are not known."""
-
-    def __init__(self, numbers: set[float] | None) -> None:
-        self.numbers = numbers
+    """An element of a tensor: what a comparison with it shows is not known."""
 
     def __eq__(self, other: object) -> _Seen:  # type: ignore[override]  # tensors compare so
         return _Seen(maybe=[Box()])
 
-    def __ge__(self, other: float) -> _Seen:
-        is_below = self.numbers is not None and max(self.numbers) < other
-        return _Seen(maybe=() if is_below else [Box()])
+    __ge__ = __eq__
 
 
 class _Position(_Unreadable):

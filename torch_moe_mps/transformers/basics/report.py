@@ -175,15 +175,12 @@ class Report:
     quantization: QuantizationReport | None = None
     compiled: str | None = None
     checked: str | None = None
-    trials: str | None = None  # how many there were
     small_model: str | None = None  # the result for a small model, behind a transformers that is not known
     tensor_units: str | None = None
     tuned: Callable[[], str | None] | None = None  # asked when it is printed
-    kept_on_cpu: str | None = None
     own_on_cpu: str | None = None
     beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # asked for a line on tokens when it is printed
-    growth: Callable[[], str | None] | None = None  # the same of its caches
 
     def add(
         self, name: str, module: object, kind: str, done: Iterable[Done], reason: str | None = None
@@ -218,9 +215,8 @@ class Report:
         table = [*aligned(self._table(), 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
-        lines_about = [self.small_model, self.trials, self.compiled, self.checked, self.tensor_units]
-        lines_about += [self.kept_on_cpu, self.own_on_cpu]
-        lines_about += [asked() for asked in (self.tuned, self.capture, self.growth) if asked is not None]
+        lines_about = [self.small_model, self.compiled, self.checked, self.tensor_units, self.own_on_cpu]
+        lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
         table += [*about, ""] if about else []
         replaced, alone = len(self.replaced), len(self.left_alone)

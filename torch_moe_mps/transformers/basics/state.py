@@ -124,7 +124,6 @@ class State:
             module, those that its activation rests on.
         is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
-        cache_fault: why the caches that this decoder is called with do not grow in place, if they do not.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         previous: {attribute of a config: the config, and its value before `accelerate`}.
         joined: the matrix of several linear layers, this one the first.
@@ -138,7 +137,6 @@ class State:
         self.reads: tuple | None = None
         self.is_attention = False
         self.expansion: Any = None
-        self.cache_fault: str | None = None
         self.kv_bits: int | None = None
         self.previous: dict[str, tuple[Any, str | None]] = {}
         self.joined: Any = None

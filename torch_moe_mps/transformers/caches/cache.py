@@ -1,8 +1,8 @@
 """The caches that a model is called with: their layers grow in place from then on, or hold 8 bits."""
 
+import functools
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
 from .state import LayerState
 
-STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
+_STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
@@ -54,19 +54,6 @@ def restore_cache(module: nn.Module) -> None:
         del module._forward_pre_hooks_with_kwargs[key]
 
 
-def growth_of(model: nn.Module) -> Callable[[], str | None]:
-    """A function that says why the caches of a model do not grow in place, if they do not."""
-    known = weakref.ref(model)
-
-    def says() -> str | None:
-        there = known()
-        modules = () if there is None else there.modules()
-        faults = (state_in(module).cache_fault for module in modules)
-        return next((f"its cache does not grow in place: {fault}" for fault in faults if fault), None)
-
-    return says
-
-
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
 
@@ -83,7 +70,8 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     follow_moved()
     if is_plain:
-        _note_unknown(module, _grow(cache, CACHE_BITS if quantizes else None))
+        if (unknown := _grow(cache, CACHE_BITS if quantizes else None)) is not None:
+            _warn_of(type(module).__name__, unknown)
         _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
@@ -124,15 +112,14 @@ def _grow(cache: Any, bits: int | None) -> str | None:
     return unknown
 
 
-def _note_unknown(module: nn.Module, layer: str | None) -> None:
-    """Says once of a decoder that its caches have layers of a class that is not known."""
-    if layer is not None and state_in(module).cache_fault is None:
-        state_of(module).cache_fault = f"{layer} is no class of layers that is known"
-        warnings.warn(
-            f"torch_moe_mps: the cache of {type(module).__name__} does not grow in place, and every token "
-            f"copies it: {layer} is no class of layers that is known",
-            stacklevel=2,
-        )
+@functools.cache
+def _warn_of(model: str, layer: str) -> None:
+    """Warns once that the caches of a model have layers of a class that is not known."""
+    warnings.warn(
+        f"torch_moe_mps: the cache of {model} does not grow in place, and every token copies it: {layer} is "
+        "no class of layers that is known",
+        stacklevel=2,
+    )
 
 
 def _note_positions(cache: Any, positions: Tensor) -> None:
@@ -194,9 +181,5 @@ def hands_cache_on(model: PreTrainedModel) -> bool:
 
     RWKV has a list of states; RecurrentGemma's modules have them.
     """
-    return takes_cache(model) and not keeps_states(model)
-
-
-def keeps_states(model: nn.Module) -> bool:
-    """True if a model's modules keep the states of a conversation, as RecurrentGemma's do."""
-    return any(hasattr(module, STATE_OF_MODULE) for module in model.modules())
+    keeps_states = any(hasattr(module, _STATE_OF_MODULE) for module in model.modules())
+    return takes_cache(model) and not keeps_states

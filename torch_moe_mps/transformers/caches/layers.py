@@ -20,9 +20,6 @@ from .held import HeldPools
 from .quantized_states import can_be_quantized
 from .state import LayerState
 
-# Trials of a model: whether its modules forget the states of a layer where several tokens follow.
-FORGETS: list[Callable[[Any], bool]] = []
-
 
 @functools.cache
 def growing_class(plain: type, bits: int | None = None) -> type | None:

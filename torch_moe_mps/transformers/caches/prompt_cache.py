@@ -20,9 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..basics.interface import experts_on_disk
 from ..basics.state import kv_bits_of
-from .cache import keeps_states
 from .declared import Trim, declared
-from .layers import FORGETS
 from .state import LayerState, copy_of_cache, copy_of_layer
 
 _PACKAGE = __package__.partition(".")[0]
@@ -41,11 +39,6 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 def takes_layers(model: PreTrainedModel) -> bool:
     """True if a model takes a cache whose states all lie in its layers."""
     return bool(model._supports_default_dynamic_cache())
-
-
-def reads_whole(model: PreTrainedModel) -> bool:
-    """True if a model must read a prompt in one call: chunks would give it another cache."""
-    return keeps_states(model) or any(forgets(model) for forgets in FORGETS)
 
 
 def can_be_cut(layer: Any) -> bool:

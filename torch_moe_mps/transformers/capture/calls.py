@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import Cache
 
 from ..._text import first_line
+from ...ops.slots import using
 from ..attention.attention import MOST_TOKENS
 from ..basics.residency import follow_moved
 from ..basics.unmodified import refused
@@ -60,7 +61,7 @@ class Capture(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
-    handover: Any  # made by an Exchange, or None
+    handover: Any  # None without a pipeline
     operators: tuple[Any, ...]
     seconds: float
 
@@ -92,9 +93,6 @@ class Captures:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Captures, (self._anywhere, self._user_code, self._max_tokens)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
-        return Captures(self._anywhere, self._user_code, self._max_tokens)
 
     def __str__(self) -> str:
         if not self.programs:
@@ -292,7 +290,8 @@ class Captures:
         seconds = time.perf_counter() - started
         operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
         match = recording.match(writes)
-        return Capture(fingerprint, match, evaluate, program.run, make, handover, operators, seconds)
+        call = using(program.run) if torch.ops.moe_mps._expert_slots.default in operators else program.run
+        return Capture(fingerprint, match, evaluate, call, make, handover, operators, seconds)
 
 
 def _positions_by_hand(arguments: dict[str, Any]) -> str | None:

@@ -249,7 +249,7 @@ class Quantizer(HfQuantizer):
         dense = {name: self.wanted.pop(name) for name in filter(loaded, [*self.wanted])}
         if self.report is not None:
             left = {name: target for name, target in dense.items() if not formats_in(target.module)}
-            quantize_targets("quantize", model, left, self.report, progress=False)
+            quantize_targets(model, left, self.report, progress=False)
 
     def close(self, model: Any) -> None:
         """Ends loading, once the model has all its weights."""
@@ -345,7 +345,7 @@ def quantizer_for(
     """
     quantization = source.quantization(recipe, importance)
     if quantization is None and source.stored:
-        refuse_second_method("quantize", source.stored["quant_method"])
+        refuse_second_method(source.stored["quant_method"])
     return None if quantization is None else quantizer_of(quantization, source, model, files)
 
 

@@ -191,7 +191,8 @@ class Recorder(TorchDispatchMode):
         if node is None:
             if isinstance(tensor, FakeTensor):
                 raise NotCapturable("a tensor of an earlier trace is used again")
-            node = self.graph.get_attr(f"constant_{len(self._nodes)}")
+            with self.graph.inserting_before():  # in front, where every call can read it
+                node = self.graph.get_attr(f"constant_{len(self._nodes)}")
             node.meta[TENSOR] = tensor
             self._name(tensor, node)
         return node
@@ -240,11 +241,6 @@ class Recorder(TorchDispatchMode):
         if func is _ATEN.constant_pad_nd.default and _has_symbols((*args[0].shape, *args[1])):
             with self:  # its kernel takes no symbols
                 return _refs.constant_pad_nd(*args, **kwargs)
-        if func is _ATEN.baddbmm.default:
-            shape = *args[1].shape[:-1], args[2].shape[-1]
-            if _has_symbols(shape):
-                with self:  # nor does the expansion in its own
-                    args = args[0].expand(shape), *args[1:]
         return self._record(func, args, kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
+from ...ops.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
@@ -20,7 +21,7 @@ from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..upstream.models import ALL_EXPERTS_FUNCTIONS, Cache
+from ..upstream.models import ALL_EXPERTS_FUNCTIONS
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
@@ -144,9 +145,8 @@ def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | Non
 def runs_eager(module: nn.Module, *inputs: object) -> bool:
     """True for calls that run the eager forward: training, needed gradients, autocast and float64.
 
-    So does a call without a tensor among its inputs. Gradients are needed where an input, a parameter or what
-    a cache holds for the module asks for them; forward-mode gradients (torch.func.jvp) wherever a level of
-    dual numbers is open.
+    So does a call without a tensor among its inputs. Gradients are needed where an input or a parameter asks
+    for them; forward-mode gradients (torch.func.jvp) wherever a level of dual numbers is open.
     """
     if module.training or forward_ad._current_level >= 0:
         return True
@@ -156,28 +156,14 @@ def runs_eager(module: nn.Module, *inputs: object) -> bool:
             found = True
             if x.dtype is torch.float64 or (autocast and _is_cast(x)):
                 return True
-    return not found or (torch.is_grad_enabled() and _needs_gradients(module, inputs))
+    if not found or not torch.is_grad_enabled():
+        return not found
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *module.parameters()))
 
 
 def _is_cast(x: Tensor) -> bool:
     """True if operators of torch would cast a tensor."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def _needs_gradients(module: nn.Module, inputs: tuple[object, ...]) -> bool:
-    """True if a backward may go through an input, a parameter or what a cache holds for a module."""
-    if any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *module.parameters())):
-        return True
-    number = getattr(module, "layer_idx", None)
-    return any(isinstance(x, Cache) and _holds_gradients(x, number) for x in inputs)
-
-
-def _holds_gradients(cache: Cache, number: int | None) -> bool:
-    """True if a layer of a cache holds a tensor that a backward goes through."""
-    layers = getattr(cache, "layers", ())
-    held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
-    inner = (item for value in held if type(value) is dict for item in value.values())
-    return any(isinstance(value, Tensor) and value.requires_grad for value in (*held, *inner))
 
 
 def is_observed(*modules: nn.Module) -> bool:
@@ -277,15 +263,20 @@ def experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps"."""
-    inputs = (hidden_states, top_k_weights)
-    if (on_disk := self.__dict__.get(ON_DISK)) is not None:
-        if runs_eager(self, *inputs) or _activation_is_observed(self):
-            on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
-        self, top_k_index = on_disk.ready(self, top_k_index)
+    if (on_disk := self.__dict__.get(ON_DISK)) is None:
+        return _forward(self, hidden_states, top_k_index, top_k_weights)
+    if runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self):
+        on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+    with using_slots:
+        module, ids = on_disk.ready(self, top_k_index)
+        return _forward(module, hidden_states, ids, top_k_weights)
+
+
+def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    own = runs_eager(self, *inputs) or _activation_is_observed(self)
+    own = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...disk.file import Layer
-from ...disk.pool import Pool, Pools, Tables
+from ...disk.pool import Counters, Pool, Pools
+from ...ops.slots import using_slots
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 from ..graphs.tracing import LeftAlone
 
 ops = torch.ops.moe_mps
-TURNED = "turned"  # matrices of a layer whose rows are columns in the module
 
 
 class OnDisk(Beside):
@@ -24,13 +24,11 @@ class OnDisk(Beside):
 
     Attributes:
         key: of the file, which tells the weights.
-        pools: of the model's experts; None for a table.
+        pools: of the model's experts, or of its embeddings.
     """
 
-    def __init__(self, pool: Pool, keeper: Pools | Tables):
-        self.pool, self._keeper = pool, keeper
-        self.pools = keeper if isinstance(keeper, Pools) else None
-        self.key = self.pool.reader.file.key
+    def __init__(self, pool: Pool, pools: Pools):
+        self.pool, self.pools, self.key = pool, pools, pool.reader.file.key
 
     def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
         """The module with the weights of some experts in memory, and the rows of those for the ids.
@@ -49,8 +47,8 @@ class OnDisk(Beside):
             needed = {*ids.flatten().tolist()} & {*range(self.pool.about.experts)}
             if len(needed) <= self.pool.size:
                 return module, ops._expert_slots(ids, self.pool.number)
-        assert self.pools is not None
         staging, number = self.pools.staging, self.pools.layers.index(self.pool)
+        assert staging is not None
         staging.read(number, needed)
         return _with_weights(module, turned(self.pool.about, staging.tensors[number])), ids
 
@@ -67,7 +65,7 @@ class OnDisk(Beside):
 
 def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer as those of its module, or the other way round."""
-    return {n: t.mT if n in layer.about.get(TURNED, ()) else t for n, t in tensors.items()}
+    return {n: t.mT if n in layer.turned else t for n, t in tensors.items()}
 
 
 def put_on_disk(module: nn.Module, own: OnDisk) -> None:
@@ -89,10 +87,10 @@ def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
     forward = module.forward
 
     def gathered(ids: Tensor) -> Tensor:
-        parts = [
-            forward(ops._expert_slots(part, own.pool.number)) for part in ids.flatten().split(own.pool.size)
-        ]
-        return torch.cat(parts).view(*ids.shape, -1)
+        parts = ids.flatten().split(own.pool.size)
+        with using_slots:
+            rows = [forward(ops._expert_slots(part, own.pool.number)) for part in parts]
+        return torch.cat(rows).view(*ids.shape, -1)
 
     vars(module)["forward"] = gathered
 
@@ -100,7 +98,13 @@ def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
 def expert_pools(model: nn.Module) -> Pools | None:
     """The pools of a model whose experts are on the disk; None for any other."""
     every = (own.pools for _, own in experts_on_disk(model))
-    return next((pools for pools in every if pools is not None), None)
+    return next((pools for pools in every if pools.staging is not None), None)
+
+
+def reads_of(model: nn.Module) -> dict[str, Counters]:
+    """Reads of a model from the disk: of "experts", of "embeddings"."""
+    every = [own.pools for _, own in experts_on_disk(model)]
+    return {"embeddings" if pools.staging is None else "experts": pools.counters for pools in every}
 
 
 def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:

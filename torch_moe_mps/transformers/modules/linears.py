@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops._checks import dtype_name
-from ...ops._decoded import memory
 from ...ops.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.logits import are_wide
-from ..basics.report import in_unit
 
 ops = torch.ops.moe_mps
 
@@ -127,23 +125,6 @@ def formats_in(module: nn.Module) -> dict[str, Format]:
 
 def has_quantized_weights(module: nn.Module) -> bool:
     return bool(formats_in(module))
-
-
-def kept_on_cpu(model: nn.Module) -> str | None:
-    """Line of the report about quantised weights on a CPU; None without any."""
-    values: dict[int, int] = {}  # {id of the words: how many values}
-    for module in model.modules():
-        for name, format in formats_in(module).items():
-            is_layer = isinstance(module, QuantizedLayer)
-            packed: Tensor = module.packed if is_layer else getattr(module, f"{name}_packed")  # type: ignore[assignment]
-            if packed.device.type == "cpu" and not isinstance(module, QuantizedEmbedding):
-                values[id(packed)] = packed.shape[:-1].numel() * format.columns(packed.shape[-1])
-    if not values:
-        return None
-    size, allowed = 4 * sum(values.values()), memory()
-    show = in_unit(size)
-    kept = show(size) if size <= allowed else f"{show(allowed)} of {show(size)}, the others in every call"
-    return f"on the CPU weights are decoded once and kept in float32: {kept}"
 
 
 def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:

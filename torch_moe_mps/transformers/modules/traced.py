@@ -81,12 +81,11 @@ def trace(
     *inputs: Input,
     function: Callable | None = None,
     weights: torch.dtype | None = None,
-    raises: bool = False,
 ) -> Traced | None:
     """Traces a module's forward, or another function of it, with its parameters in another dtype if given.
 
-    Returns None if the forward raises (with `raises`, the error is raised), changes an input, or uses more of
-    the module than attributes, parameters and children.
+    Returns None if the forward raises, changes an input, or uses more of the module than attributes,
+    parameters and children.
     """
     recorder = Recorder()
     watch = _Watch(recorder, weights)
@@ -102,8 +101,6 @@ def trace(
         nodes = tuple(map(recorder.node_of, fakes))
         recorder.finish([results[place] for place in places])
     except Exception:  # it is not ours: any error may come of it
-        if raises:
-            raise
         return None
     graph = recorder.graph
     # Aliases first: a tensor that another one shows is not made new.

@@ -4,6 +4,7 @@ The first draw has numbers about 1. In the others a tensor may have another magn
 number that eager code compared values with. Every second one has other layer indices.
 """
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -126,6 +127,11 @@ class Draws:
         raise Unsupported(in_words(*missing) if missing else "eager code gives no finite numbers")
 
 
-def shows(compare: Callable[[], Any]) -> bool:
-    """True if a comparison holds in each draw of a trial."""
-    return Draws()(lambda draw: bool(compare()))
+def in_each_draw(compare: Callable[..., Any]) -> Callable[..., bool]:
+    """Decorator of a comparison: it then is True if it holds in each draw of a trial."""
+
+    @functools.wraps(compare)
+    def shows(*arguments: Any) -> bool:
+        return Draws()(lambda draw: bool(compare(*arguments)))
+
+    return shows

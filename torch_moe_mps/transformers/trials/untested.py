@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ from ..basics.report import Report
 from ..basics.state import class_before
 from ..basics.unmodified import UNMODIFIED, all_operators
 from .comparing import TOLERANCE, apart
-from .memory import note_error, recall_of_model
+from .memory import recall_of_model
 from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model
 
 TOKENS = 7  # behind the prompt: of its calls the third is captured, and others follow
@@ -115,12 +115,11 @@ def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, qu
 
 
 def _judged(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
-    def compare() -> list[Any]:
+    def compare() -> Verdict:
         with noted(f"comparing a small {_name(model)} with its eager code"):
-            return [*_compared(model, replace, restore)]
+            return _compared(model, replace, restore)
 
-    own, *rest = recall_of_model(model, compare, _compared)
-    return Verdict(tuple(own), *rest)
+    return recall_of_model(model, compare, _compared)
 
 
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -199,7 +198,6 @@ def _difference(
                 classes = _classes(small, report)
                 fault = _differs(said(small), expected)
         except Exception as error:
-            note_error(error)
             fault = f"it raises {type(error).__name__}: {first_line(error)}"
         finally:
             restore(small)
@@ -229,10 +227,8 @@ def said(model: PreTrainedModel) -> dict[str, Tensor]:
         result["a prompt"] = model(input_ids=ids[:1])[0]
     mask = torch.ones_like(ids)
     mask[1, : _PROMPT // 3] = 0
-    try:
+    with contextlib.suppress(Exception):  # a model without masks may say anything of them
         result["a padded prompt"] = model(input_ids=ids, attention_mask=mask)[0][:, -1]
-    except Exception as error:  # a model without masks may say anything of them
-        note_error(error)
     return result
 
 

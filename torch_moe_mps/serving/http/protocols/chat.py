@@ -11,7 +11,6 @@ from ..request import (
     HINTS,
     OBJECT,
     SHARED,
-    TEXT,
     YES_OR_NO,
     Chat,
     Fields,
@@ -29,34 +28,14 @@ from .protocol import Protocol, Writer, event, input_of, openai_error
 MOST_LOGPROBS = 20
 
 
-def _predicted(prediction: Any) -> str | None:
-    """Text of a `prediction`, or None."""
-    if not isinstance(prediction, dict) or prediction.get("type") != "content":
-        return None
-    content = prediction.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        return None
-    texts = [part.get("text") for part in parts if part.get("type") == "text"]
-    return "".join(texts) if len(texts) == len(parts) and all(isinstance(t, str) for t in texts) else None
-
-
 _FIELDS = Fields(
     SHARED
     | {
-        "add_generation_prompt": YES_OR_NO,
         "chat_template_kwargs": OBJECT,
-        "continue_final_message": YES_OR_NO,
-        "grammar": TEXT,
-        "json_schema": OBJECT,
         "logprobs": YES_OR_NO,
         "max_completion_tokens": integer(1),
         "max_tokens": integer(1),
         "n": integer(1, limits.ANSWERS),
-        "prediction": (
-            lambda value: _predicted(value) is not None,
-            'an object of type "content" with a text, or a list of texts',
-        ),
         "stream_options": OBJECT,
         "top_logprobs": integer(0, MOST_LOGPROBS),
     },
@@ -66,6 +45,9 @@ _FIELDS = Fields(
         "audio": [],
         "function_call": ["auto", "none"],
         "functions": [[]],
+        "generation_config": [],
+        "grammar": [],
+        "json_schema": [],
         "modalities": [["text"]],
         "truncation": ["disabled"],
     },
@@ -73,7 +55,7 @@ _FIELDS = Fields(
 
 
 class ChatCompletions(Protocol):
-    path, counts = "/v1/chat/completions", "input_tokens"
+    path = "/v1/chat/completions"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
@@ -82,22 +64,19 @@ class ChatCompletions(Protocol):
         messages = conversation.messages(body["messages"], "messages", served.say_once)
         own = conversation.tools(body.get("tools"), "tools", served.say_once)
         tools, forced = conversation.chosen(body, own)
-        form_field, form = _form(body)
-        if forced is not None and form_field != "response_format":
-            raise Refused(f"'{form_field}' must not be there where a tool must be called.", form_field)
+        schema = schema_of(body.get("response_format"), "response_format")
         variables = conversation.effort(body.get("reasoning_effort"))
         variables |= body.get("chat_template_kwargs") or {}
-        goes_on = conversation.goes_on(messages, "messages", body)
+        goes_on = conversation.goes_on(messages, "messages")
         return Request(
             prompts=[Chat(messages, tools, variables, goes_on)],
             prompt_field="messages",
             max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-            form=None if forced else form,  # OpenAI's clients ask for both
+            form=None if forced else schema,  # OpenAI's clients ask for both
             forced=forced,
-            form_field="tool_choice" if forced else form_field,
+            form_field="tool_choice" if forced else "response_format",
             logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
             count=body.get("n") or 1,
-            likely=_predicted(body.get("prediction")) or "",
             **common(body),
         )
 
@@ -181,20 +160,6 @@ class _Chunks(Chunks):
     ) -> str:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self.choice(choice)
-
-
-def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:
-    """(field that requests structured output, its schema or grammar).
-
-    `json_schema` and `grammar` are llama.cpp's fields. Raises: Refused for more than one.
-    """
-    asked = {name: body[name] for name in ("json_schema", "grammar") if body.get(name) is not None}
-    schema = schema_of(body.get("response_format"), "response_format")
-    forms: dict[str, Any] = asked if schema is None else asked | {"response_format": schema}
-    for name in asked:
-        if len(forms) > 1:
-            raise wrong(name, f"the only one of {', '.join(forms)}", asked[name])
-    return next(iter(forms.items()), ("response_format", None))
 
 
 def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:

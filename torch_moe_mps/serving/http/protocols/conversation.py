@@ -12,8 +12,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 # {type of a part: what it is for a processor}
 _MEDIA = {
-    "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
-    "input_audio": "audio",
+    "image_url": "image", "input_image": "image", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
@@ -249,30 +248,15 @@ def effort(value: Any) -> dict[str, Any]:
     return {"reasoning_effort": level}
 
 
-def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | None = None) -> bool:
+def goes_on(values: list[dict[str, Any]], field: str) -> bool:
     """True if the last message is the start of the answer (prefill of the assistant).
 
-    Args:
-        body: may set vLLM's `continue_final_message` or `add_generation_prompt`.
-
-    Raises: Refused for both of them, or if the last message does not allow it.
+    Raises: Refused for two of them.
     """
     *_, before, last = [False, False, *map(_says, values)]
     if before and last:
         raise wrong(field, "with at most one message of the assistant at the end", "two")
-    is_begun = last and bool(values[-1]["content"])
-    wanted, prompted = (
-        (body or {}).get(name) for name in ("continue_final_message", "add_generation_prompt")
-    )
-    if wanted is None:
-        wanted = is_begun and prompted is not True
-    if wanted and prompted:
-        raise wrong("add_generation_prompt", "false with 'continue_final_message' true", prompted)
-    if wanted and not is_begun:
-        raise wrong("continue_final_message", "false unless the last message is the assistant's", wanted)
-    if not wanted and prompted is False:
-        raise wrong("add_generation_prompt", "true unless the last message is gone on with", prompted)
-    return bool(wanted)
+    return last and bool(values[-1]["content"])
 
 
 def _says(value: dict[str, Any]) -> bool:

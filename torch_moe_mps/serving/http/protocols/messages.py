@@ -54,7 +54,7 @@ def anthropic_error(refused: Refused) -> dict[str, Any]:
 
 
 class Messages(Protocol):
-    path, counts = "/v1/messages", "count_tokens"
+    path = "/v1/messages"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
         request = self.read_prompt(body, served)

@@ -44,14 +44,9 @@ class Writer(ABC):
 
 
 class Protocol(ABC):
-    """One generating endpoint.
-
-    Attributes:
-        counts: name of the sub-path that counts prompt tokens, if any.
-    """
+    """One generating endpoint."""
 
     path: str
-    counts: str | None = None
 
     @abstractmethod
     def read(self, body: dict[str, Any], served: Served) -> Request:
@@ -63,10 +58,6 @@ class Protocol(ABC):
 
     @abstractmethod
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer: ...
-
-    def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
-        """Request of a body that only counts prompt tokens. Raises: Refused."""
-        return self.read(body, served)
 
 
 @dataclass

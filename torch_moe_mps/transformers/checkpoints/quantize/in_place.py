@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ...._progress import with_progress
-from ....quantization import Format
-from ...basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
+from ...basics.interface import formats_of, is_quantized, weights_in
 from ...basics.report import QuantizationReport
 from ...modules.experts import unsupported
 from ...modules.linears import QuantizedLayer, has_quantized_weights
@@ -21,49 +20,17 @@ from .tied import sharing, tie_quantized
 from .weights import check_target, quantize_target, release_cache
 
 
-def quantize_experts(
-    model: nn.Module,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mode: str = "affine",
-    *,
-    modules: Mapping[str, nn.Module] | None = None,
-    progress: bool = True,
-) -> QuantizationReport:
-    """Quantise the experts of a transformers model in place, layer by layer; `accelerate` quantises all.
-
-    The dense weights of a layer are freed before the next one is quantised, so the peak is the dense model
-    plus one quantised layer. Everything is checked first; if a check fails, the model is unchanged.
-
-    From then on the modules run as experts implementation "moe_mps", for inference only: no parameter of
-    `model` requires gradients any more. save_pretrained of `model`, and of models of transformers inside it,
-    keeps them quantised.
-
-    Args:
-        model: any module; experts are recognised by the interface of transformers' experts implementations.
-        bits, group_size, mode: see Format.
-        modules: the experts modules to quantise, by name; None means all of the model.
-        progress: shows the progress on stderr.
-
-    Returns: a report with the relative error of each parameter, and what was left dense.
-
-    Raises: ValueError for a format or a shape that does not fit; for weights that are not finite, offloaded,
-        distributed or under an adapter of PEFT; and for a model with another quantisation method.
-    """
-    format = Format(bits, group_size, mode)
-    targets, report = {}, QuantizationReport()
-    for name, module in (experts_of(model) if modules is None else modules).items():
-        targets[name] = Target(name, module, "experts", dict.fromkeys(projections(module), format))
-    return quantize_targets("quantize_experts", model, targets, report, progress)
-
-
 def quantize_model(
     model: nn.Module, recipe: Recipe, importance: Importance | None = None, progress: bool = True
 ) -> QuantizationReport:
-    """Quantise a model by a recipe, as quantize_experts does; what cannot be quantised stays dense.
+    """Quantise a model by a recipe in place, weight by weight; what cannot be quantised stays dense.
 
-    Raises: ValueError for experts that do not fit, for importance of another model, and whatever
-        quantize_experts raises.
+    The dense weights of a module are freed before the next one is quantised, so the peak is the dense model
+    plus one quantised layer. Everything is checked first; if a check fails, the model is unchanged.
+
+    Raises: ValueError for a shape that does not fit a format; for weights that are not finite, offloaded,
+        distributed or under an adapter of PEFT; for importance of another model; and for a model with another
+        quantisation method.
     """
     weights = weights_of(model, recipe)
     report = QuantizationReport(
@@ -71,7 +38,7 @@ def quantize_model(
     )
     if importance is not None:
         report.importance = importance.assign(model, weights.targets)
-    quantize_targets("quantize", model, weights.targets, report, progress)
+    quantize_targets(model, weights.targets, report, progress)
     return report
 
 
@@ -82,7 +49,7 @@ def _packed(model: nn.Module) -> dict[str, str]:
 
 
 def quantize_targets(
-    function: str, model: nn.Module, targets: Mapping[str, Target], report: QuantizationReport, progress: bool
+    model: nn.Module, targets: Mapping[str, Target], report: QuantizationReport, progress: bool
 ) -> QuantizationReport:
     """Check all targets, quantise them, and add the results to the report."""
     dense = {}
@@ -91,11 +58,11 @@ def quantize_targets(
         if reason is not None:
             report.skipped[name], report.sizes[name] = reason, size_of(target)
         else:
-            check_target(function, target)
+            check_target(target)
             dense[name] = target
     if dense:
-        _check_adapters(function, model, dense)
-        _check_one_method(function, model)
+        _check_adapters(model, dense)
+        _check_one_method(model)
     report.bytes_before = report.bytes_before or bytes_a_token(model)
     alike = sharing(model, dense)
     try:
@@ -151,23 +118,23 @@ def keep_when_saving(model: nn.Module) -> None:
         mark_quantized(model)
 
 
-def _check_adapters(function: str, model: nn.Module, targets: Mapping[str, Target]) -> None:
+def _check_adapters(model: nn.Module, targets: Mapping[str, Target]) -> None:
     """A PEFT adapter needs the dense parameters that quantising removes."""
     names = {id(target.module): name for name, target in targets.items()}
     for adapter in model.modules():
         get_base_layer: Any = getattr(adapter, "get_base_layer", None)
         name = None if get_base_layer is None else names.get(id(get_base_layer()))
         if name is not None:
-            raise ValueError(f"moe_mps::{function}: a PEFT adapter is on {name}; merge_and_unload() it first")
+            raise ValueError(f"moe_mps::quantize: a PEFT adapter is on {name}; merge_and_unload() it first")
 
 
-def _check_one_method(function: str, model: nn.Module) -> None:
+def _check_one_method(model: nn.Module) -> None:
     for module in model.modules():
         stored = getattr(getattr(module, "config", None), "quantization_config", None)
         get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)
         method = get("quant_method", None)
         if method not in (None, "moe_mps") and not get("dequantize", False):
-            refuse_second_method(function, getattr(method, "value", method))
+            refuse_second_method(getattr(method, "value", method))
 
 
 def refuse_dequantizing() -> NoReturn:
@@ -178,8 +145,8 @@ def refuse_dequantizing() -> NoReturn:
     )
 
 
-def refuse_second_method(function: str, method: object) -> NoReturn:
+def refuse_second_method(method: object) -> NoReturn:
     raise ValueError(
-        f"moe_mps::{function}: the model is already quantised with {method}: a checkpoint holds one method; "
+        f"moe_mps::quantize: the model is already quantised with {method}: a checkpoint holds one method; "
         "use bits=None"
     )

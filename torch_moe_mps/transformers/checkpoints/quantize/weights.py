@@ -41,9 +41,9 @@ def quantized_names(parameter: str) -> list[str]:
     return [f"{prefix}{part}" for part in TENSORS]
 
 
-def check_target(function: str, target: Target) -> None:
+def check_target(target: Target) -> None:
     """Raises: ValueError for weights that cannot be quantised; changes nothing."""
-    check = Check(function)
+    check = Check("quantize")
     for parameter in target.formats:
         weight = getattr(target.module, parameter)
         argument = f"{target.name}.{parameter}"

@@ -15,7 +15,6 @@ from .attention import turn_in_attention
 from .fused import (
     add_in_operators,
     add_norms,
-    factor_in_norm,
     gate_in_attention,
     gates_in_linear_attention,
     input_in_convolution,
@@ -23,7 +22,7 @@ from .fused import (
     norm_sums,
     streams_in_update,
 )
-from .linear_attention import convolve_behind_state, keep_state
+from .linear_attention import keep_state
 from .linears import activate_in_linears, join_linears, order_outputs
 from .norms import norm_in_operators
 from .pointwise import join_elements, split_dimensions
@@ -36,7 +35,6 @@ from .rotation import (
 )
 from .routing import choose_in_experts, hand_routing_over, shared_expert_in_experts
 from .simplify import (
-    constants_first,
     drop_neutral,
     drop_unused,
     make_new_tensors,
@@ -63,8 +61,6 @@ class Place(NamedTuple):
 
 # Passes in the order in which they run.
 PASSES: list[Callable[[fx.Graph], None]] = [
-    convolve_behind_state,
-    constants_first,
     make_new_tensors,
     drop_neutral,
     share_views,  # readers of one value in one shape read one node
@@ -91,7 +87,6 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     update_in_connections,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
-    factor_in_norm,
     choose_in_experts,  # from logits that have their norm
     shared_expert_in_experts,
     split_dimensions,

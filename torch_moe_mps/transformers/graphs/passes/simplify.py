@@ -31,13 +31,6 @@ def drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def constants_first(graph: fx.Graph) -> None:
-    """Moves constants to the front, where every call can read them."""
-    first = next(iter(graph.nodes))
-    for node in [node for node in graph.nodes if node.op == "get_attr"]:
-        first.prepend(node)
-
-
 def make_new_tensors(graph: fx.Graph) -> None:
     """x.op_(Y) -> x.op(Y), which later calls read, of a tensor that no other one shows.
 

@@ -19,7 +19,7 @@ from ....ops.linear_attention import MAX_KEY_WIDTH
 from ...basics.report import Done
 from ...basics.tensors import notes_in, uncommitted_of
 from ...trials.comparing import agrees, tried
-from ...trials.draws import eager, normal, shows
+from ...trials.draws import eager, in_each_draw, normal
 from ..functions import InPlace
 
 ops = torch.ops.moe_mps
@@ -121,44 +121,33 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
 # Recognising functions by running them
 
 
+@in_each_draw
 def is_causal_conv(function: Callable) -> bool:
     """True if a function of (x, conv_state, weight, bias, activation) is causal_conv1d_update_."""
-    return shows(functools.partial(_is_causal_conv, function))
+    return _convolves(function, normal(2, 3, 1), normal(2, 3, 4))
 
 
-def _is_causal_conv(function: Callable) -> bool:
-    x, state, weight, bias = normal(2, 3, 1), normal(2, 3, 4), normal(3, 4), normal(3)
-    for arguments, activation in ((None, "silu"), (bias, None)):
-        theirs, ours = state.clone(), state.clone()
-        result = tried(eager(function), x, theirs, weight, arguments, activation)
-        expected = ops.causal_conv1d_update_(x.mT, ours, weight, arguments, ACTIVATIONS[activation]).mT
-        if not agrees(expected, result, 1e-4) or not torch.equal(theirs, ours):
-            return False
-    return True
-
-
+@in_each_draw
 def is_conv_of_prompt(function: Callable) -> bool:
     """True if a function of (x, weight, bias, activation) is that with nothing in front of x."""
-    return shows(functools.partial(_is_conv_of_prompt, function))
+    return _convolves(function, normal(2, 3, 6))
 
 
-def _is_conv_of_prompt(function: Callable) -> bool:
-    x, weight, bias = normal(2, 3, 6), normal(3, 4), normal(3)
+def _convolves(function: Callable, x: Tensor, *states: Tensor) -> bool:
+    weight, bias = normal(3, 4), normal(3)
     for arguments, activation in ((None, "silu"), (bias, None)):
-        result = tried(eager(function), x, weight, arguments, activation=activation)
-        state = torch.zeros(2, 3, 4)
-        expected = ops.causal_conv1d_update_(x.mT, state, weight, arguments, ACTIVATIONS[activation]).mT
-        if not agrees(expected, result, 1e-4):
+        theirs = [state.clone() for state in states]
+        result = tried(eager(function), x, *theirs, weight, arguments, activation=activation)
+        ours = states[0].clone() if states else torch.zeros(2, 3, 4)
+        expected = ops.causal_conv1d_update_(x.mT, ours, weight, arguments, ACTIVATIONS[activation]).mT
+        if not agrees(expected, result, 1e-4) or not all(torch.equal(state, ours) for state in theirs):
             return False
     return True
 
 
+@in_each_draw
 def is_delta_rule(function: Callable) -> bool:
     """True if a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
-    return shows(functools.partial(_is_delta_rule, function))
-
-
-def _is_delta_rule(function: Callable) -> bool:
     tokens = 66  # more than a chunk
     q, k, v = normal(2, tokens, 2, 8), normal(2, tokens, 2, 8), normal(2, tokens, 4, 3)
     g, beta, state = -normal(2, tokens, 4).abs(), normal(2, tokens, 4).sigmoid(), normal(2, 4, 8, 3)

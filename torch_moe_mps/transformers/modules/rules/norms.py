@@ -5,14 +5,12 @@ weight, bias or gate. What they leave of a trace must be a single call, for inpu
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ...._text import first_line
 from ....ops.norms import layer_norm, rms_norm, rms_norm_gated
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, state_of
@@ -226,32 +224,3 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     call: Call | None = norm.__dict__.get(STATE, NOTHING).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))
     return None if call is None or weights is None else (*weights, *call.constants)
-
-
-class _Usual(nn.Module):
-    """A norm as most models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-
-
-@functools.cache
-def check_traces() -> None:
-    """Warns, once, where traces show no formula: in another torch every module would run unmodified."""
-    try:
-        traced = trace(_Usual(), Input((*SIZES[0], 8)), raises=True)
-        if traced is not None and read(traced, ("x",)) is not None:
-            return
-        nodes = () if traced is None else traced.graph.nodes
-        reason = f"a norm gives [{', '.join(str(node.target) for node in nodes)}]"
-    except Exception as error:  # another torch may raise it in any of its functions
-        reason = f"{type(error).__name__}: {first_line(error)}"
-    warnings.warn(
-        f"torch_moe_mps: torch {torch.__version__} does not show what modules compute ({reason}); norms, "
-        "MLPs and routers run unmodified",
-        stacklevel=2,
-    )

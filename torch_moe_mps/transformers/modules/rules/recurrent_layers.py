@@ -87,8 +87,6 @@ def with_cache(run: Callable) -> Callable:
             return NotImplemented
         return run(layer, masked(hidden_states, attention_mask), cache, attention_mask)
 
-    for name in ("__module__", "__qualname__", "__doc__"):  # its place, where it is found again
-        setattr(forward, name, getattr(run, name))
     return forward
 
 
