@@ -21,7 +21,7 @@ NGRAMS = {
 
 
 def layers(count: int = LAYERS, experts: int = EXPERTS) -> list[Layer]:
-    return [Layer(f"layers.{number}.experts", experts, SHAPES, {"bits": 4}) for number in range(count)]
+    return [Layer(f"layers.{number}.experts", experts, SHAPES, ("codes",)) for number in range(count)]
 
 
 def draw(seed: int = 0, count: int = LAYERS, experts: int = EXPERTS) -> list[dict[str, torch.Tensor]]:

@@ -573,7 +573,6 @@ def _serve(command: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="answer scripts of its pages, such as https://app.example; again for each",
     )
-    add("--only-model", action="store_true", help="refuse requests for a model of another name")
     add(
         "--allow-host",
         action="append",

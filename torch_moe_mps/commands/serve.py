@@ -73,7 +73,7 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
     if not served.template.shows_tools:
         print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
-    access = Access(tuple(options.allow_host), key, options.only_model, origins)
+    access = Access(tuple(options.allow_host), key, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests
     return Ending(
         uvicorn.Config(

@@ -18,10 +18,9 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +42,13 @@ class Layer:
         name: of the module.
         experts: how many it has.
         tensors: {name: (dtype as torch calls it, shape)} of one expert, in the order of a block.
-        about: anything in JSON that the reader needs to know of the module.
+        turned: the matrices whose rows are columns in the module.
     """
 
     name: str
     experts: int
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    about: dict[str, Any] = field(default_factory=dict)
+    turned: Sequence[str] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -77,7 +76,7 @@ class _Places:
     """Offsets in a file of these layers."""
 
     def __init__(self, key: str, layers: Sequence[Layer]):
-        text = json.dumps({"key": key, "layers": [vars(layer) for layer in layers]})
+        text = json.dumps({"key": key, "layers": [[*vars(layer).values()] for layer in layers]})
         self.header = _MAGIC + _LENGTH.pack(len(text.encode())) + text.encode()
         self.checksums = _aligned(len(self.header))
         self.first = [0]  # number of blocks before each layer
@@ -238,8 +237,8 @@ class ExpertsFile:
                 raise ValueError
             header = json.loads(self._pread(length, len(start)))
             layers = [
-                Layer(**layer | {"tensors": {n: (d, tuple(s)) for n, (d, s) in layer["tensors"].items()}})
-                for layer in header["layers"]
+                Layer(name, experts, {n: (d, tuple(s)) for n, (d, s) in tensors.items()}, tuple(turned))
+                for name, experts, tensors, turned in header["layers"]
             ]
             return header["key"], layers
         except (ValueError, KeyError, TypeError, AttributeError):

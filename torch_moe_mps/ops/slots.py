@@ -5,7 +5,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,12 +38,7 @@ class SlotPool(Protocol):
         ...
 
 
-class _Registered(NamedTuple):
-    pool: "weakref.ref[SlotPool]"
-    name: str
-
-
-_pools: dict[int, _Registered] = {}
+_pools: dict[int, "weakref.ref[SlotPool]"] = {}
 _numbers = itertools.count(RESIDENT + 1)
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
@@ -61,7 +56,7 @@ def register_pool(pool: SlotPool, name: str, limit: float = LIMIT) -> int:
         limit: seconds that an answer to a GPU may take from when the ids are there.
     """
     number = next(_numbers)
-    _pools[number] = _Registered(weakref.ref(pool), name)
+    _pools[number] = weakref.ref(pool)
     if host_library() is not None:
         torch.ops.moe_mps._add_slot_pool(number, name, limit)
     weakref.finalize(pool, release_pool, number).atexit = False
@@ -98,16 +93,9 @@ def _slots_of(number: int, ids: Tensor) -> Tensor:
     """Slots of experts [n], int32 on the CPU, by a pool. Raises what the pool raises."""
     if number == RESIDENT:
         return ids
-    registered = _pools.get(number)
-    pool = None if registered is None else registered.pool()
-    if pool is None:
-        _check_pool(Check("_expert_slots"), number)
+    if (pool := _pools.get(number, lambda: None)()) is None:
         raise RuntimeError("the pool of slots was freed")
-    slots = pool.slots(ids)
-    if not isinstance(slots, Tensor) or slots.shape != ids.shape or slots.dtype != torch.int32:
-        got = f"{slots.dtype} {tuple(slots.shape)}" if isinstance(slots, Tensor) else type(slots).__name__
-        raise TypeError(f"slots must be a torch.int32 {tuple(ids.shape)}, got {got}")
-    return slots.contiguous()
+    return pool.slots(ids)
 
 
 def _check_pool(check: Check, number: int) -> None:
@@ -132,11 +120,9 @@ def _answer() -> None:
         if request == 0:
             return
         try:
-            slots = _slots_of(number, ids)
+            operators._answer_slot_request(request, _slots_of(number, ids))
         except BaseException as error:  # it ends the step that asked
             operators._fail_slot_request(request, first_line(error) or type(error).__name__)
-        else:
-            operators._answer_slot_request(request, slots)
 
 
 def _close(thread: threading.Thread) -> None:

@@ -58,7 +58,7 @@ def generate_batch(
             tokens. Their number follows step times and acceptance rates. Answers equal those without
             speculative decoding up to rounding, also sampled ones with a seed. Models that cannot be batched,
             or must compute a prompt in one call, run without it and log that.
-        draft_width: draft tokens per sequence and step, from 1 to 7; None is 3, while drafting pays.
+        draft_width: draft tokens per sequence and step, from 1 to 7; None is 4, while drafting pays.
         progress: shows the progress on stderr.
 
     Returns: N tensors of new tokens [M], on the CPU, in the order of the prompts, end tokens included.

@@ -195,7 +195,7 @@ def _add_other_experts(model: nn.Module, report: Report, known: Collection[str])
 def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Changes calls of the model: its caches, its head and losses, tokens that become one call."""
     from .caches.cache import grow_caches_in_place
-    from .capture.classes import capture_calls, never_captured, operators_of_calls, tokens_of
+    from .capture.classes import capture_calls, operators_of_calls, tokens_of
     from .modules.loss import chunk_losses
 
     grow_caches_in_place(model, kv_bits)
@@ -203,9 +203,6 @@ def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, captur
     chunk_losses(model)
     capture_calls(model, capture)
     report.capture = tokens_of(model)
-    if (reason := never_captured(model, capture)) is not None:
-        report.capture = lambda: reason
-        warnings.warn(f"torch_moe_mps: {type(model).__name__}: {reason}", stacklevel=4)
     report.beside = operators_of_calls(model)
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from .._text import first_line
 from .basics.code import code_of
 from .basics.report import Done
-from .basics.scoped import Bounded
 from .basics.state import (
     NOTHING,
     REWRITTEN,
@@ -36,9 +35,8 @@ from .modules.experts import runs_eager
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .trials.comparing import on_the_cpu
+from .trials.memory import recall
 from .upstream.calls import Binder, as_given, cache_name, in_place
-
-_replacements = Bounded(4096)  # {code of a function that forwards call: what runs in its place}
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -109,15 +107,16 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
 
 def _in_place(function: types.FunctionType) -> InPlace | None:
     """Replacement of a function. Raises: Unsupported if no trial reached a branch of it."""
-    key = code_of(function)
-    if key not in _replacements:
+
+    def find() -> tuple[InPlace | None, str | None]:
         try:
-            _replacements[key] = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+            return next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None), None
         except Unsupported as error:
-            _replacements[key] = error
-    found = _replacements[key]
-    if isinstance(found, Unsupported):
-        raise Unsupported(*found.args)
+            return None, str(error)
+
+    found, missing = recall((_in_place, code_of(function)), find)
+    if missing is not None:
+        raise Unsupported(missing)
     return found
 
 

@@ -18,7 +18,7 @@ from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.gguf.file import checked_headers
-from .checkpoints.on_disk import OnDiskLoading, planned
+from .checkpoints.on_disk import planned, reading_beside_the_disk
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
 from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
@@ -106,11 +106,11 @@ def from_pretrained(
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
     plan = None if experts_memory is None else planned(source, wanted, experts_memory)
-    if plan is not None:
-        loading = OnDiskLoading(source, wanted, plan)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
+    if plan is not None:
+        reading = reading_beside_the_disk(source, wanted, plan)
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -549,3 +550,14 @@ def test_a_model_that_generates_nothing_is_refused_before_it_is_read(command, tm
     more = {"generate": ["-p", "a"], "serve": ["--port", 0]}
     error = refused(command, tmp_path, *more.get(command, []), "--device", "cpu")
     assert error == "This model generates no text: sentence-transformers runs encoders and rerankers."
+
+
+def test_the_part_of_a_model_that_writes_is_served(checkpoint, monkeypatch):
+    """As Qwen3-Omni's thinker is, beside which a talker speaks."""
+    whole = "torch_moe_mps.commands.serving.load"
+    monkeypatch.setattr(whole, lambda *given: types.SimpleNamespace(thinker=load(*given)))
+    with client_of(checkpoint) as client:
+        answer = client.chat.completions.create(
+            model="m", messages=said("hello"), temperature=0, max_tokens=6
+        )
+        assert answer.choices[0].message.content == expected_text(checkpoint, "hello", 6)

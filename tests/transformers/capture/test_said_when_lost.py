@@ -2,7 +2,6 @@
 
 import warnings
 
-import pytest
 import torch
 from support import tiny_models
 from support.models import prompt
@@ -24,19 +23,6 @@ def said(model, run=None, **options) -> tuple[str, list[str]]:
 
 def generate(model) -> None:
     model.generate(prompt(1), max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
-
-
-def test_a_forward_without_a_cache(simulated):
-    reason = "tokens run module by module: its forward has no argument for a cache"
-    report, lines = said(tiny_models.other_model("openai-gpt"), capture=True)
-    assert reason in report.splitlines()
-    assert lines == [f"torch_moe_mps: OpenAIGPTLMHeadModel: {reason}"]
-
-
-@pytest.mark.parametrize("wanted", [None, False])
-def test_a_model_that_is_not_to_be_captured(simulated, wanted):
-    report, lines = said(tiny_models.other_model("openai-gpt"), capture=wanted)
-    assert "module by module" not in report and not lines
 
 
 def test_a_token_that_asks_for_values(simulated):

@@ -14,6 +14,7 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.transformers import install
+from torch_moe_mps.transformers.trials import memory
 
 RAN = {"causal_conv1d_update_": 1}
 
@@ -117,7 +118,8 @@ def test_a_function_that_is_patched(monkeypatch):
     monkeypatch.setitem(globals(), "conv_step", lambda *args: own(*args) + 1)
     out, state = expected
     check(layer, (out + 4.0, state), {})
-    monkeypatch.setitem(globals(), "conv_step", functools.wraps(own)(lambda *args: own(*args)))
+    again = functools.wraps(own)(lambda *args, **named: own(*args, **named))
+    monkeypatch.setitem(globals(), "conv_step", again)
     check(layer, expected, {})
     torch_moe_mps.accelerate(nn.ModuleList([layer]))  # it is one as well
     check(layer, expected, RAN)
@@ -165,7 +167,7 @@ def test_a_function_whose_trial_fails_is_left_alone(monkeypatch):
     def fails(function):
         raise RuntimeError("moe_mps::rope: no such kernel")
 
-    install._replacements.clear()
+    memory.forget()
     monkeypatch.setattr(install, "FUNCTION_RULES", (fails,))
     layer = Layer().eval()
     assert install.rewrite(layer) == ([], "moe_mps::rope: no such kernel")

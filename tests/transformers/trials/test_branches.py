@@ -41,15 +41,14 @@ def patched(monkeypatch, owner, name, change):
     monkeypatch.setattr(owner, name, functools.wraps(own)(change(own)))
 
 
-@pytest.mark.parametrize("architecture", ["bamba", "granitemoehybrid"])
-def test_an_upper_limit_of_time_steps(architecture):
+def test_an_upper_limit_of_time_steps():
     """Of the config alone, which no step of a small model reaches by itself."""
-    model = eager(tiny_models.tiny_model(architecture, time_step_limit=(0.0, 8.0)))
+    model = eager(tiny_models.tiny_model("granitemoehybrid", time_step_limit=(0.0, 8.0)))
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             parameter.data += 12.0
     assert SCAN not in accelerated(model).operators()
-    assert SCAN in accelerated(eager(tiny_models.tiny_model(architecture))).operators()
+    assert SCAN in accelerated(eager(tiny_models.tiny_model("granitemoehybrid"))).operators()
 
 
 def test_a_factor_of_the_layer_index(monkeypatch):
@@ -94,7 +93,7 @@ def test_a_delta_rule_whose_decay_has_a_floor(monkeypatch):
     assert SCAN not in accelerated(eager(tiny_models.tiny_model("qwen3_next"))).operators()
 
 
-@pytest.mark.parametrize("bound", [0.01, 1.7, 40.0])
+@pytest.mark.parametrize("bound", [0.01, 40.0])
 def test_a_rotation_with_a_bound(monkeypatch, bound):
     def clamped(own):
         return lambda q, k, *args, **options: own(q.clamp(-bound, bound), k, *args, **options)
@@ -106,10 +105,6 @@ def test_a_rotation_with_a_bound(monkeypatch, bound):
 FUNCTIONS = {
     "rotate_half": (modeling_llama, "llama", ROPE, lambda own: lambda x: 2.0 * own(x)),
     "l2norm": (modeling_qwen3_next, "qwen3_next", SCAN, lambda own: lambda x, *a, **k: 2.0 * own(x, *a, **k)),
-    "apply_mask_to_padding_states": (
-        *(modeling_bamba, "bamba", SCAN),
-        lambda own: lambda x, mask: 2.0 * own(x, mask),
-    ),
 }
 
 

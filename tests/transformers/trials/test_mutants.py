@@ -12,7 +12,7 @@ ARCHITECTURES = (
 IN_EACH, OFTEN = 10, 1
 
 
-@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("bamba",)))
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("nemotron_h",)))
 def test_changes_are_noticed(architecture, monkeypatch, request):
     count = IN_EACH if request.config.getoption("markexpr") == "sweep" else OFTEN
     found = [*mutants.tried(architecture, count, monkeypatch)]

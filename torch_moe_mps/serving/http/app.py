@@ -58,13 +58,11 @@ class Access:
     Args:
         hosts: accepted Host headers beside this machine's.
         key: API key that requests need; None for none.
-        only_model: True to reject requests for another model name.
         origins: web origins allowed by CORS, "*" for any.
     """
 
     hosts: tuple[str, ...] = ()
     key: str | None = None
-    only_model: bool = False
     origins: tuple[str, ...] = ()
 
 
@@ -108,13 +106,13 @@ class Server:
         """Wraps a route so that its requests are counted by status, protocol errors included."""
 
         async def counted(asked: Asked) -> Response:
-            with self.metrics.counted(protocol_path) as request:
-                try:
-                    return await answer(asked)
-                except Exception as error:
-                    refused = refused_by(error)
-                    request.status = refused.status
-                    return refusal(protocol_path, refused)
+            try:
+                response, status = await answer(asked), 200
+            except Exception as error:
+                refused = refused_by(error)
+                response, status = refusal(protocol_path, refused), refused.status
+            self.metrics.requests.labels(protocol_path, status).inc()
+            return response
 
         protocol_path = path if path.startswith("/v1") else f"/v1{path}"
         return Route(path, counted, methods=["POST"])
@@ -122,25 +120,16 @@ class Server:
     async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
         self._check_memory()
         coming = _Coming()
+        read = functools.partial(protocol.read, served=self.served)
         async with self.reading.place(asked) as client:
-            request = await self._prepare(protocol, asked, client, coming)
+            kind, request = await self._requested(asked, client, read)
+            if request.form is not None or request.forced is not None:
+                kind = "grammar"
+            coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
         _say("%s: begins, prompt %d tokens", protocol.path, coming.answers.prompt_tokens)
         if request.stream:
             return self._streamed(protocol, request, coming)
         return await self._whole(protocol, request, coming)
-
-    async def _prepare(self, protocol: Protocol, asked: Asked, client: Client, coming: "_Coming") -> Request:
-        """Request of a body, and its prepared answers, which report to `coming`. Raises: Refused."""
-
-        def read(body: dict[str, Any]) -> Request:
-            self._check_model(body)
-            return protocol.read(body, self.served)
-
-        kind, request = await self._requested(asked, client, read)
-        if request.form is not None or request.forced is not None:
-            kind = "grammar"
-        coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
-        return request
 
     async def _requested(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
         """(kind of thread that prepares it, parsed request). Raises: Refused."""
@@ -201,12 +190,6 @@ class Server:
         answers.cancel()
         self.metrics.ended(answers)
         _say("%s: %s", protocol.path, answers)
-
-    def _check_model(self, body: dict[str, Any]) -> None:
-        name = body.get("model", self.served.name)
-        if self.access.only_model and name != self.served.name:
-            message = f"The model must be {self.served.name}, got {name}."
-            raise Refused(message, "model", "model_not_found", 404)
 
     def _check_memory(self) -> None:
         """Raises: Refused while memory pressure is critical."""

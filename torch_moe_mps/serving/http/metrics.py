@@ -1,8 +1,6 @@
 """Prometheus metrics of the server."""
 
-import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,35 +12,20 @@ from .answers import Answers
 from .served import Served
 
 
-@dataclass
-class Counted:
-    """A request in progress, and its HTTP status."""
-
-    status: int = 200
-
-
 class Metrics:
-    """Counts requests and tokens; other metrics are read from the device thread."""
+    """Counts requests and tokens; other metrics are read from the device thread.
+
+    Attributes:
+        requests: counter of requests by path and HTTP status.
+    """
 
     def __init__(self, served: Served):
         self._served, self._registry = served, CollectorRegistry()
-        self._requests = Counter(
+        self.requests = Counter(
             "moe_mps_requests", "requests by path and status", ["path", "status"], registry=self._registry
         )
         self._generated = Counter("moe_mps_generated_tokens", "tokens of answers", registry=self._registry)
         self._registry.register(self)
-
-    @contextlib.contextmanager
-    def counted(self, path: str) -> Iterator[Counted]:
-        """Context of a request; an exception counts as status 500."""
-        counted = Counted()
-        try:
-            yield counted
-        except BaseException:
-            counted.status = 500
-            raise
-        finally:
-            self._requests.labels(path, counted.status).inc()
 
     def ended(self, answers: Answers) -> None:
         """Adds the tokens of finished answers."""

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from ..._extension import host_library
 from ..attention.attention import MOST_TOKENS
 from ..basics.state import made_as, restore_class, state_in, state_of, subclass
-from ..basics.unmodified import is_on_mps
 from ..caches.cache import takes_cache
 from ..modules.sampling import OPERATOR
 from .calls import Captures
@@ -71,15 +70,6 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
         return None if result is None else str(result)
 
     return says
-
-
-def never_captured(model: nn.Module, wanted: bool | None) -> str | None:
-    """Reason why decode steps are not captured on this device and with these options, or None."""
-    may_be = wanted is not False and host_library() is not None and (bool(wanted) or is_on_mps(model))
-    says_tokens = any(isinstance(m, PreTrainedModel) and m.can_generate() for m in model.modules())
-    if captures_of(model) is not None or not may_be or not says_tokens:
-        return None
-    return "tokens run module by module: its forward has no argument for a cache"
 
 
 def operators_of_calls(model: nn.Module) -> set[str]:

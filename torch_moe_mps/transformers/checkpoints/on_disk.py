@@ -1,5 +1,6 @@
 """Models whose experts stay on the disk: the file of their experts, and loading beside it."""
 
+import functools
 import hashlib
 import json
 import re
@@ -22,7 +23,6 @@ from ...macs import memory_for_models
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..modules.experts import pinned_config
 from ..modules.experts_on_disk import (
-    TURNED,
     OnDisk,
     give_weights,
     keep_whole,
@@ -64,42 +64,37 @@ def experts_file(
     """
     path, files = path_of(source), _files(source)
     key = _key(source, files, recipe)
-    if (found := _found(source, recipe, layers, key)) is not None:
-        return found
-    how: dict[str, Any] = {name: source.others.get(name) or usual for name, usual in _OPTIONS.items()}
+    if not path.exists():
+        if (stored := _stored(source, recipe, layers, key)) is not None:
+            return stored
+        _write_file(path, key, source, recipe, layers)
+    if (file := ExpertsFile(path, key)).layers != layers:
+        raise ValueError(f"{path} has its experts for another device: remove it")
+    return file
+
+
+def _write_file(
+    path: Path, key: str, source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
+) -> None:
+    own: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
+    own["trust_remote_code"] = source.others.get("trust_remote_code") or False
     model_class = source.cls if isinstance(source.cls, type) else None
-    checkpoint = files[0] if source.gguf is not None else source.folder
+    checkpoint = _files(source)[0] if source.gguf is not None else source.folder
     with (
         written(path, key, layers) as new,
-        Parts(checkpoint, model_class=model_class, recipe=recipe, **how) as parts,
+        Parts(checkpoint, model_class=model_class, recipe=recipe, **own) as parts,
     ):
         for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
             name = layers[number].name
             with parts.loaded(name):
                 new.add(number, turned(layers[number], tensors_of(parts.model.get_submodule(name))))
-    return ExpertsFile(path, key)
-
-
-_OPTIONS = {"dtype": "auto", "trust_remote_code": False}
-
-
-def _found(
-    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
-) -> ExpertsFile | StoredExperts | None:
-    """The experts, if they can be read without writing anything. Raises: ValueError for another's file."""
-    path = path_of(source)
-    if path.exists():
-        if (file := ExpertsFile(path, key)).layers != layers:
-            raise ValueError(f"{path} has its experts for another device: remove it")
-        return file
-    return None if any(layer.about.get(TURNED) for layer in layers) else _stored(source, recipe, layers, key)
 
 
 def _stored(
     source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
 ) -> StoredExperts | None:
     """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
-    if source.gguf is not None:
+    if source.gguf is not None or any(layer.turned for layer in layers):
         return None
     (model, quantizer), files = _dense(source, recipe), _files(source)
     if quantizer is None and source.stored:
@@ -245,8 +240,9 @@ def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
     """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
     tensors = tensors_of(module)
     is_turned = on_mps and module.is_transposed and not is_quantized(module)
-    about = {TURNED: [*projections(module)]} if is_turned else {}
-    layer = Layer(name, len(next(iter(tensors.values()))), {}, about)
+    layer = Layer(
+        name, len(next(iter(tensors.values()))), {}, tuple(projections(module)) if is_turned else ()
+    )
     return replace(layer, tensors=_shapes(turned(layer, tensors)))
 
 
@@ -271,61 +267,50 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.dim() and len(tensor) == count}
 
 
-class OnDiskLoading:
-    """Loading of a model whose experts stay on the disk.
+def reading_beside_the_disk(
+    source: Source, recipe: Mapping[str, Any] | None, plan: Plan
+) -> AbstractContextManager[None]:
+    """Block where `from_pretrained` reads a model but for what stays on the disk by a plan.
 
-    Args:
-        source: the checkpoint.
-        recipe: arguments of `accelerate`, or None.
-        plan: which experts are in memory.
-
-    Raises: as `experts_file`.
+    Raises: as `experts_file`, before that.
     """
+    experts = experts_file(source, recipe, plan.layers) if plan.on_disk else None
+    names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
 
-    def __init__(self, source: Source, recipe: Mapping[str, Any] | None, plan: Plan):
-        self._plan = plan
-        self._experts = experts_file(source, recipe, plan.layers) if plan.on_disk else None
-
-    def reading(self) -> AbstractContextManager[None]:
-        return cutting(self._cut)
-
-    def finish(self, model: Any) -> None:
-        pass
-
-    def _cut(self, model: Any, device: torch.device) -> Callable[[], None]:
-        """Takes the experts out of a model; what is returned puts them back, on the disk."""
-        plan = self._plan
-        names = [
-            *plan.on_disk,
-            *([] if plan.tables is None else [table.name for table in plan.tables.layers]),
-        ]
+    def cut(model: Any, device: torch.device) -> Callable[[], None]:
         for name in names:
             _put(model, name, nn.Module())
         ignored = {rf"^{re.escape(name)}\." for name in names}
         model._keys_to_ignore_on_load_unexpected = ignored | {
             *(model._keys_to_ignore_on_load_unexpected or ())
         }
+        return functools.partial(_put_on_disk, model, device, plan, experts)
 
-        def complete() -> None:
-            kinds = ((self._experts, plan.slots, put_on_disk), (plan.tables, None, put_table_on_disk))
-            for file, slots, put in kinds:
-                if file is None:
-                    continue
-                pools = Pools(file, slots, device)
-                for pool in pools.layers:
-                    module: Any = plan.model.get_submodule(pool.about.name)
-                    give_weights(module, turned(pool.about, pool.tensors))
-                    module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
-                    module._is_hf_initialized = True
-                    if slots is not None:
-                        module.config = pinned_config(module)
-                        for name in projections(module):  # in place of weights that are not read
-                            vars(module).pop(name, None)
-                    put(module, OnDisk(pool, pools))
-                    _put(model, pool.about.name, module)
-            keep_whole(model, [model.get_submodule(name) for name in names])
+    return cutting(cut)
 
-        return complete
+
+def _put_on_disk(
+    model: Any, device: torch.device, plan: Plan, experts: ExpertsFile | StoredExperts | None
+) -> None:
+    """Gives a model that was cut the modules of a plan, with slots in place of weights."""
+    modules = []
+    for file, slots, put in ((experts, plan.slots, put_on_disk), (plan.tables, None, put_table_on_disk)):
+        if file is None:
+            continue
+        pools = Pools(file, slots, device)
+        for pool in pools.layers:
+            module: Any = plan.model.get_submodule(pool.about.name)
+            give_weights(module, turned(pool.about, pool.tensors))
+            module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
+            module._is_hf_initialized = True
+            if slots is not None:
+                module.config = pinned_config(module)
+                for name in projections(module):  # in place of weights that are not read
+                    vars(module).pop(name, None)
+            put(module, OnDisk(pool, pools))
+            _put(model, pool.about.name, module)
+            modules.append(module)
+    keep_whole(model, modules)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

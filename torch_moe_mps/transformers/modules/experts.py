@@ -21,7 +21,7 @@ from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..upstream.models import ALL_EXPERTS_FUNCTIONS, Cache
+from ..upstream.models import ALL_EXPERTS_FUNCTIONS
 from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
@@ -145,9 +145,8 @@ def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | Non
 def runs_eager(module: nn.Module, *inputs: object) -> bool:
     """True for calls that run the eager forward: training, needed gradients, autocast and float64.
 
-    So does a call without a tensor among its inputs. Gradients are needed where an input, a parameter or what
-    a cache holds for the module asks for them; forward-mode gradients (torch.func.jvp) wherever a level of
-    dual numbers is open.
+    So does a call without a tensor among its inputs. Gradients are needed where an input or a parameter asks
+    for them; forward-mode gradients (torch.func.jvp) wherever a level of dual numbers is open.
     """
     if module.training or forward_ad._current_level >= 0:
         return True
@@ -157,28 +156,14 @@ def runs_eager(module: nn.Module, *inputs: object) -> bool:
             found = True
             if x.dtype is torch.float64 or (autocast and _is_cast(x)):
                 return True
-    return not found or (torch.is_grad_enabled() and _needs_gradients(module, inputs))
+    if not found or not torch.is_grad_enabled():
+        return not found
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *module.parameters()))
 
 
 def _is_cast(x: Tensor) -> bool:
     """True if operators of torch would cast a tensor."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def _needs_gradients(module: nn.Module, inputs: tuple[object, ...]) -> bool:
-    """True if a backward may go through an input, a parameter or what a cache holds for a module."""
-    if any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *module.parameters())):
-        return True
-    number = getattr(module, "layer_idx", None)
-    return any(isinstance(x, Cache) and _holds_gradients(x, number) for x in inputs)
-
-
-def _holds_gradients(cache: Cache, number: int | None) -> bool:
-    """True if a layer of a cache holds a tensor that a backward goes through."""
-    layers = getattr(cache, "layers", ())
-    held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
-    inner = (item for value in held if type(value) is dict for item in value.values())
-    return any(isinstance(value, Tensor) and value.requires_grad for value in (*held, *inner))
 
 
 def is_observed(*modules: nn.Module) -> bool:

@@ -17,7 +17,6 @@ from ..basics.state import Beside
 from ..graphs.tracing import LeftAlone
 
 ops = torch.ops.moe_mps
-TURNED = "turned"  # matrices of a layer whose rows are columns in the module
 
 
 class OnDisk(Beside):
@@ -66,7 +65,7 @@ class OnDisk(Beside):
 
 def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer as those of its module, or the other way round."""
-    return {n: t.mT if n in layer.about.get(TURNED, ()) else t for n, t in tensors.items()}
+    return {n: t.mT if n in layer.turned else t for n, t in tensors.items()}
 
 
 def put_on_disk(module: nn.Module, own: OnDisk) -> None:

@@ -9,7 +9,6 @@ from ..answers import Answers
 from ..logprobs import completion_form
 from ..request import HINTS, OBJECT, SHARED, Chat, Fields, Request, common, wrong
 from ..served import Served
-from ..structured import schema_of
 from .chat import Chunks, envelope, usage
 from .protocol import Protocol, Writer
 
@@ -23,8 +22,8 @@ _FIELDS = Fields(
         "stream_options": OBJECT,
     },
     needed="prompt",
-    others=HINTS | {"response_format"},
-    nothing={"best_of": [1], "echo": [False], "suffix": [""]},
+    others=HINTS,
+    nothing={"best_of": [1], "echo": [False], "response_format": [], "suffix": [""]},
 )
 
 
@@ -37,8 +36,6 @@ class Completions(Protocol):
             prompts=_prompts(body["prompt"]),
             prompt_field="prompt",
             max_tokens=body.get("max_tokens"),
-            form=schema_of(body.get("response_format"), "response_format"),
-            form_field="response_format",
             logprobs=body.get("logprobs"),
             count=body.get("n") or 1,
             **common(body),

@@ -39,12 +39,13 @@ _FIELDS = Fields(
         "top_logprobs": integer(0, MOST_LOGPROBS),
     },
     needed="input",
-    others=HINTS | {"response_format", "tool_choice", "tools"},
+    others=HINTS | {"tool_choice", "tools"},
     nothing={
         "background": [False],
         "conversation": [],
         "previous_response_id": [],
         "prompt": [],
+        "response_format": [],
         "truncation": ["disabled"],
     },
 )
@@ -70,9 +71,7 @@ class Responses(Protocol):
         for name in included:
             if name != _INCLUDED:
                 served.say_once(f"'include' of {name} is left out: this server has none")
-        field = "response_format" if body.get("response_format") is not None else "text.format"
-        asked = body.get("response_format") or (body.get("text") or {}).get("format")
-        schema = schema_of(asked, field)
+        schema = schema_of((body.get("text") or {}).get("format"), "text.format")
         tools, forced = conversation.chosen(
             body, conversation.tools(body.get("tools"), "tools", served.say_once)
         )
@@ -84,7 +83,7 @@ class Responses(Protocol):
             max_tokens=body.get("max_output_tokens"),
             form=None if forced else schema,
             forced=forced,
-            form_field="tool_choice" if forced else field,
+            form_field="tool_choice" if forced else "text.format",
             logprobs=logprobs_of(body, _INCLUDED in included, f"'include' of {_INCLUDED}"),
             **common(body, _SAID_AGAIN),
         )

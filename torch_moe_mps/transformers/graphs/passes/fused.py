@@ -27,7 +27,6 @@ add_in_operators = Fusion(
 add_norms = Fusion(
     "add_norms", ("R[S] + rms_norm(X, W, EPS, OFFSET)", "fused_norm_add(R, X[S], W, EPS, OFFSET)")
 )
-factor_in_norm = Fusion("factor_in_norm", ("rms_norm(*A) * FACTOR", "rms_norm(*A, factor=FACTOR)"))
 
 norm_sums = Fusion(
     "norm_sums",
@@ -53,25 +52,18 @@ streams_in_update = Fusion(
     ),
     (f"{_UPDATED} + STREAMS", "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
 )
-_GATE = 'gate=GATE[{}], gate_activation="{}"'
-_BACK = ("heads_mm", "heads_quantized")
+_GATE = 'gate=GATE[{}], gate_activation="sigmoid"'
 # One number for a head may be a factor of what the head's matrix makes of latents: a product is linear.
 gate_in_attention = Fusion(
     "gate_in_attention",
+    ("sigmoid(GATE)[G] * attention(*A[S])[G]", f"attention(*A, {_GATE.format('S')})"),
+    ("sigmoid(GATE)[..., 1] * attention(*A[S])[S]", f"attention(*A, {_GATE.format('..., 1')})"),
     *(
-        row
-        for name in ("sigmoid", "softplus")
-        for row in (
-            (f"{name}(GATE)[G] * attention(*A[S])[G]", f"attention(*A, {_GATE.format('S', name)})"),
-            (f"{name}(GATE)[..., 1] * attention(*A[S])[S]", f"attention(*A, {_GATE.format('..., 1', name)})"),
-            *(
-                (
-                    f"{name}(GATE)[..., 1] * {heads}(attention(*A)[I], *M[S])[S]",
-                    f"{heads}(attention(*A, {_GATE.format('..., 1', name)})[I], *M)",
-                )
-                for heads in _BACK
-            ),
+        (
+            f"sigmoid(GATE)[..., 1] * {heads}(attention(*A)[I], *M[S])[S]",
+            f"{heads}(attention(*A, {_GATE.format('..., 1')})[I], *M)",
         )
+        for heads in ("heads_mm", "heads_quantized")
     ),
     where=lambda M=None, **_: M is None or not M.arguments.get("transposed"),
 )

@@ -1,6 +1,6 @@
 """Routers: modules that give logits, weights and ids, recognised by the operators that they run.
 
-    logits = scale * linear(x, weight, bias)            in float32, or in the dtype of x
+    logits = linear(x, weight, bias)                    in float32, or in the dtype of x
     weights, ids = moe_router(logits)                   or
     weights, ids = moe_hash_router(x, weight, table, tokens)
 
@@ -21,7 +21,7 @@ from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
-from ...graphs.patterns import before_widening, linear_of, match, uncast
+from ...graphs.patterns import before_widening, linear_of, uncast
 from ..experts import is_observed
 from ..traced import PATH, Input, Sizes, Traced, everywhere, path_of, remembered, trace
 from .selection import UNKNOWN, Selection, selection_of
@@ -43,7 +43,6 @@ class Router(NamedTuple):
         is_flat: True if hidden states of any shape become rows.
         in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
         weight, bias: their names in the module.
-        scale: multiplies the product.
         choice_bias: the name of an argument, or of a tensor in the module.
         table: the name of a buffer that has the choice of each token, which the second argument names.
         options: of moe_router, or of moe_hash_router where there is a table.
@@ -56,7 +55,6 @@ class Router(NamedTuple):
     in_float32: bool
     weight: str
     bias: str | None
-    scale: float
     choice_bias: str | None
     table: str | None
     options: dict[str, Any]
@@ -78,8 +76,6 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         logits = ops.router_logits(x, weight, bias)
     else:
         logits = F.linear(x, weight, bias)
-    if router.scale != 1.0:
-        logits = logits * router.scale
     if router.table is not None:
         table, tokens = attrgetter(router.table)(module), arguments[router.inputs[1]].reshape(-1)
         weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
@@ -203,7 +199,8 @@ def _router(traced: Traced, names: list[str]) -> Router:
     inputs = dict(zip(traced.inputs, names, strict=True))
     first, weights, ids = traced.result
     selection = selection_of(weights, ids)
-    product, scale, linear = _product(first, before_widening(selection.logits))
+    product = before_widening(selection.logits)
+    linear = _linear_of(first, product)
     in_float32 = _dtype(product) is not None
 
     def name_of(value: fx.Node | None) -> str | None:
@@ -217,7 +214,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
     if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
         raise Unsupported(UNKNOWN)
-    if selection.table is not None and (in_float32 or bias is not None or scale != 1.0):
+    if selection.table is not None and (in_float32 or bias is not None):
         raise Unsupported(UNKNOWN)
     names_of_three = [name for name in (weight, bias, choice_bias) if name]
     return Router(
@@ -226,7 +223,6 @@ def _router(traced: Traced, names: list[str]) -> Router:
         in_float32=in_float32,
         weight=weight,
         bias=bias,
-        scale=scale,
         choice_bias=choice_bias,
         table=_table_of(selection, traced.inputs),
         options=selection.options,
@@ -244,15 +240,13 @@ def _table_of(selection: Selection, inputs: Sequence[fx.Node]) -> str | None:
     return table
 
 
-def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:
-    """The matmul of logits, its factor, and its (x, weight, bias); `first` are the logits."""
-    scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
-    product, scale = scaled["PRODUCT"], scaled["SCALE"]
+def _linear_of(first: fx.Node, product: fx.Node) -> Any:
+    """x, weight and bias of the matmul of logits; `first` are the logits that the router returns."""
     linear = linear_of(product)
-    is_first = first is logits or (is_call(first, aten._to_copy) and first.args[0] is logits)
-    if linear is None or not is_first or not isinstance(scale, (int, float)):
+    is_first = first is product or (is_call(first, aten._to_copy) and first.args[0] is product)
+    if linear is None or not is_first:
         raise Unsupported(UNKNOWN)
-    return product, scale, linear
+    return linear
 
 
 def _dtype(value: fx.Node) -> torch.dtype | None:
