@@ -11,6 +11,7 @@ import pytest
 import torch
 from measured.streamed import CASES, Streamed
 from support import processes
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps._faults import Mark
@@ -253,7 +254,7 @@ class Unreliable:
         return 3 * ids + 1
 
 
-@SCHEDULES
+@pytest.mark.parametrize("schedule", in_sweep(range(60), range(4)))
 def test_random_steps(simulated, schedule):
     """Each step is right or raises one error, whatever steps before it did."""
     simulated.set_schedule(schedule)
