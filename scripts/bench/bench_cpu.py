@@ -2,7 +2,7 @@
 """This package's experts on the CPU beside transformers' eager, grouped_mm and batched_mm, in one run.
 
 The four take turns within every repeat, so that what else the machine does hits all of them alike. batched_mm
-copies the weights of every selected expert: it is left out where that takes more than --copy-limit GiB.
+copies the weights of every selected expert: it is left out where that takes more than 4 GiB.
 
 With --modules ARCHITECTURE... instead: the CPU time of a call of each kind of replaced module of these small
 models, by its operators and by its own code, for a token and for a prompt; the least of several turns.
@@ -24,6 +24,7 @@ from torch_moe_mps.transformers.basics.unmodified import all_operators
 
 SHAPES = ((32, 2048, 768, 8), (128, 1024, 512, 8))
 PEERS = ("eager", "grouped_mm", "batched_mm")
+COPY_LIMIT = 4  # GiB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Largest difference from eager in float32, as a part of the largest output.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -40,7 +41,7 @@ def build(experts: int, hidden: int, intermediate: int, top_k: int, dtype: torch
     return module.to(dtype).requires_grad_(False)
 
 
-def candidates(module: Qwen3MoeExperts, x, ids, weights, copy_limit: float) -> dict:
+def candidates(module: Qwen3MoeExperts, x, ids, weights) -> dict:
     def ours():
         return torch.ops.moe_mps.moe_experts(x, module.gate_up_proj, module.down_proj, ids, weights)
 
@@ -53,7 +54,7 @@ def candidates(module: Qwen3MoeExperts, x, ids, weights, copy_limit: float) -> d
 
     calls = {"ours": ours, **{name: peer(name) for name in PEERS}}
     copied = ids.numel() * module.gate_up_proj[0].nbytes / 2**30
-    if copied > copy_limit:
+    if copied > COPY_LIMIT:
         del calls["batched_mm"]
     return calls
 
@@ -128,25 +129,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="the first shape, T = 1 and 64, 2 seconds each")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="per row")
     parser.add_argument("--modules", nargs="+", metavar="ARCHITECTURE", help="compare modules instead")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--copy-limit", type=float, default=4.0, metavar="GIB")
     options = parser.parse_args()
-    shapes, tokens, seconds = SHAPES, options.tokens, options.seconds
-    if options.quick:
-        shapes, tokens, seconds = SHAPES[:1], [1, 64], 2.0
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.modules is not None:
         with all_operators():
             for architecture in options.modules:
                 compare_modules(architecture)
         return
-    print(f"torch {torch.__version__}, {options.threads} threads; median milliseconds")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; median milliseconds")
     columns = ("ours", *PEERS)
     print(
         f"{'E, H, I, K':>20} {'dtype':>9} {'T':>4}"
@@ -154,17 +148,17 @@ def main() -> None:
         + "  ours/best"
     )
     worst = 0.0
-    for shape in shapes:
+    for shape in SHAPES:
         for dtype in (DTYPES[name] for name in options.dtype):
             module = build(*shape, dtype)
-            for count in tokens:
+            for count in options.tokens:
                 x = torch.randn(count, shape[1]).to(dtype)
                 weights, ids = torch.randn(count, shape[0]).softmax(-1).topk(shape[3])
                 weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
                 with torch.inference_mode():
-                    calls = candidates(module, x, ids, weights, options.copy_limit)
+                    calls = candidates(module, x, ids, weights)
                     check(calls, dtype)
-                    result = measure(calls, seconds, least=5)
+                    result = measure(calls, options.seconds, least=5)
                 ratio = result["ours"] / min(result[name] for name in PEERS if name in result)
                 worst = max(worst, ratio)
                 cells = "".join(

@@ -72,8 +72,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "6 bits, attention 8": {"bits": 6, **attention(8)},
     "8 bits": {"bits": 8},
     "4 bits, groups of 32": {"bits": 4, "group_size": 32},
-    "nvfp4, embedding 6": {"mode": "nvfp4", "embedding_bits": 6},
-    "mxfp4, embedding 6": {"mode": "mxfp4", "embedding_bits": 6},
 }
 
 
@@ -288,7 +286,7 @@ def table(kept: dict[str, Any]) -> str:
 WIDTH, HEIGHT, EDGE = 520, 420, 50
 # Recipes with a row on the page and a name in the plot; the others are points.
 NAMED = ("3 bits", "4 bits", "5 bits", "6 bits", "4 bits, attention 6", "3 bits, attention 6, down 4")
-NAMED += ("4 bits, attention 6, down 5", "mixed_3_6 of mlx-lm", "mixed_4_6 of mlx-lm", "nvfp4, embedding 6")
+NAMED += ("4 bits, attention 6, down 5", "mixed_3_6 of mlx-lm", "mixed_4_6 of mlx-lm")
 NAMED += ("q3_k, attention 6, down iq4_xs", "iq4_xs everywhere", "q4_k, attention 6", "q5_k, attention 6")
 NAMED += (
     "iq4_xs, attention 6, down q5_k",

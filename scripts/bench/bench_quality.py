@@ -188,7 +188,8 @@ def ours(texts: Texts, names: list[str]) -> Iterator[Row]:
     for name, recipe in RECIPES:
         if not names or name in names:
             yield row(f"{name}: MLX's rule", lambda r=recipe: load(r), texts)
-            yield row(f"{name}: importance", lambda r=recipe: load(r, weighed=True), texts)
+            if "mode" not in recipe:
+                yield row(f"{name}: importance", lambda r=recipe: load(r, weighed=True), texts)
 
 
 def of_mlx_lm(work: Path, texts: Texts, method: str) -> Row:

@@ -78,7 +78,7 @@ each sequence of a step, and everything else once for all. Dispatches of a token
 
 | Architecture | One sequence | Four in a step | Four steps alone |
 |---|---|---|---|
-| deepseek_v4 | 45 | 117 | 180 |
+| deepseek_v4 | 50 | 122 | 200 |
 | glm5_next | 36 | 78 | 144 |
 | minimax_m3_vl | 21 | 38 | 84 |
 | qwen4_exp | 52 | 101 | 208 |

@@ -159,21 +159,6 @@ def test_draft_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
         assert output.count("of the speed without drafts, 4.00 tokens and 3.00 drafts a step") == 2
 
 
-def test_contexts_are_those_that_the_model_reads(checkpoint, capsys, refused):
-    """At most 256 tokens; without --depth those of 0, 4096 and 16384 that fit."""
-    sizes = [argument for argument in SIZES if argument not in ("--depth", "0,20")]
-    assert run(checkpoint, *sizes) == 0
-    assert list(rows(capsys.readouterr().out)) == TESTS[:3]
-    for arguments, message in (
-        (["--depth", 251], "--depth must be at most 250: the model reads 256 tokens, and 6 follow, got 251"),
-        (
-            ["--max-tokens", 257],
-            "--prompt, --max-tokens and --turn must be at most the model's 256 tokens, got 257",
-        ),
-    ):
-        assert refused("bench", checkpoint, *sizes, *arguments, progress=True) == message
-
-
 @pytest.mark.parametrize("longest", ["prompt", "max_tokens", "turn"])
 def test_a_context_ends_where_the_model_does(longest):
     config = LlamaConfig(max_position_embeddings=4100)
@@ -187,6 +172,9 @@ def test_a_context_ends_where_the_model_does(longest):
         bench._depths(options, config)
     options.depth = None
     assert bench._depths(options, config) == [0]
+    vars(options)[longest] = 4101
+    with pytest.raises(ValueError, match=r"--turn must be at most the model's 4100 tokens, got 4101"):
+        bench._depths(options, config)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ def test_what_is_wrong_is_one_line(dense, tmp_path, capsys):
         (("--importance", tmp_path / "short"), "at least 512, got (9,): too little text"),
         (("--importance", tmp_path / "binary"), "binary must be a file of importance, or a text in UTF-8"),
         (("--importance", dense / "model.safetensors"), "written by Importance.save"),
-        (("--importance", "auto", "--bits", 1), "--importance must be of formats with 2 bits and more"),
+        (("--importance", "auto", "--bits", 1), "of 2 bits and more, or ggml's, got --bits 1"),
+        (("--importance", "auto", "--mode", "mxfp4"), "of 2 bits and more, or ggml's, got --mode mxfp4"),
     ):
         assert run(dense, tmp_path / "a", *arguments) == 1, arguments
         lines = capsys.readouterr().err.strip().splitlines()

@@ -58,21 +58,23 @@ def test_no_token_waits(architecture, simulated, waits):
     new = whole[0, 40:51].tolist()
     count = max(position for position, token in enumerate(new) if token not in new[:position]) + 1
     later = torch.cat([whole[:, : 40 + count], ids[:, :9]], 1)
-    cases = [(ids, 4), (ids, 12), (ids, count), (later, 5)]
+    assert count > 4
+    cases = [(ids, 4), (ids, count), (later, 5)]
     results = [expected(ids, new)[0, ids.shape[1] :].tolist() for ids, new in cases]
     model = model.to("mps")
     torch_moe_mps.accelerate(model)
     prefixes = PrefixCache(1 << 30)
-    ended = Asked(ids, 12, lambda token: token == results[2][-1])
-    asked = [Asked(ids, 4), Asked(ids, 12), ended, Asked(later, 5)]
-    for each, found in zip(asked, results, strict=True):
-        run(Engine(model, prefixes, 1), each)
+    ended = Asked(ids, 12, lambda token: token == results[1][-1])
+    asked = [Asked(ids, 4), ended, Asked(later, 5)]
+    engines = [Engine(model, prefixes, 1) for _ in asked]
+    for engine, each, found in zip(engines, asked, results, strict=True):
+        run(engine, each)
         assert each.tokens == found
-    few, many, ended, second = waits
-    assert few >= many >= ended >= second  # the first one compiles, too
+    few, many, second = waits
+    assert few >= many >= second  # the first one compiles, too
     # The first eight tokens of a prompt are kept, and all that was generated: of the second turn only what is
     # new was computed.
-    assert prefixes.computed == 40 + 32 + 32 + 9
+    assert [engine.counts.computed for engine in engines] == [40, 32, 9]
 
 
 def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, waits, monkeypatch, capsys):

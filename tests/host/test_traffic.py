@@ -141,7 +141,7 @@ class Copied(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("format, of_results", [("affine4_64", 0.5625), ("mxfp8", 1.03125)])
+@pytest.mark.parametrize("format, of_results", [("affine4_64", 0.5625)])
 def test_quantising_by_importance_moves_each_weight_once(simulated, format, of_results):
     """For weights on the CPU. Copies, two of the scales, and what the report sums are counted, too."""
     weight, importance = torch.randn(1, 256, 1024).bfloat16(), torch.rand(1, 1024)

@@ -43,7 +43,6 @@ def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=
 
 
 RULE = {"l2norm_eps": 1e-6, "decay_form": "softplus", "beta_activation": "sigmoid"}
-MAMBA = {"delta": False, "decay_form": "times_beta", "beta_activation": "softplus"}
 
 
 def check(arguments, device, **options):
@@ -120,18 +119,24 @@ def test_the_recurrence_of_qwen3_next(device, dtype):
         assert (abs(exact(actual) - expected) <= allowed).all()
 
 
-@pytest.mark.parametrize(("delta", "wide"), [(False, False), (True, False), (True, True)])
-def test_a_prompt_in_pieces(device, delta, wide):
+# The kernels, by their options and whether each channel has a decay.
+PLAIN = {"decay_form": "times_beta", "A_log": torch.tensor([0.5, -1.0])}
+KERNELS = [(PLAIN, False), ({}, False), ({}, True)]
+
+
+@pytest.mark.parametrize(("options", "wide"), KERNELS)
+def test_a_prompt_in_pieces(device, options, wide):
     """Wherever it is cut, results and state have the same bits."""
     (q, k, v, g, state), beta = inputs(1, 37, 1, 2, 20, 16, torch.float32, wide=wide)
-    q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, -g.abs(), state, beta))
+    q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, -g.abs(), state, beta.abs()))
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
     expected = None
     for sizes in ([37], [1, 36], [16, 16, 5], [15, 17, 5], [7, 1, 1, 28]):
         own, results = state.clone(), []
         for part in zip(*(x.split(sizes, 1) for x in (q, k, v, g, beta)), strict=True):
-            *heads, strength = part
-            options = {"beta": strength, "delta": delta, "l2norm_eps": 1e-6}
-            results.append(linear_attention_(*heads, own, 0.2, **options))
+            *heads, decay, strength = part
+            more = {"beta": strength, "l2norm_eps": 1e-6, **options}
+            results.append(linear_attention_(*heads, None if options else decay, own, 0.2, **more))
         found = torch.cat(results, 1).cpu(), own.cpu()
         expected = expected or found
         assert all(map(torch.equal, found, expected))
@@ -173,17 +178,18 @@ class Steps:
                 torch.testing.assert_close(state[row : row + 1], one, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("delta", "wide"), [(False, False), (True, False), (True, True)])
-def test_tokens_that_are_pending(device, delta, wide):
+@pytest.mark.parametrize(("options", "wide"), KERNELS)
+def test_tokens_that_are_pending(device, options, wide):
     """Whichever of them hold, results and states have the bits that these give one by one."""
     (q, k, v, g, state), beta = inputs(2, 16, 1, 2, 20, 16, torch.float16, wide=wide)
     tokens = [tensor.to(device).unflatten(1, (4, 4)) for tensor in (q, k, v, -g.abs(), beta.abs())]
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
 
     def call(states, step, rows, tokens_of_step, **pending):
         taken = slice(0, tokens_of_step) if isinstance(tokens_of_step, int) else tokens_of_step
-        *heads, strength = (each[rows, step, taken] for each in tokens)
-        more = {"beta": strength, "delta": delta, "l2norm_eps": 1e-6}
-        return linear_attention_(*heads, *states, 0.2, **more, **pending)
+        *heads, decay, strength = (each[rows, step, taken] for each in tokens)
+        more = {"beta": strength, "l2norm_eps": 1e-6, **options}
+        return linear_attention_(*heads, None if options else decay, *states, 0.2, **more, **pending)
 
     pending = torch.full((2, 2, 5, 20 + 16 + 2 + (20 if wide else 1)), float("nan"), device=device)
     Steps(device).check([state.to(device)], pending, call)

@@ -99,9 +99,9 @@ def test_a_shared_prefix_is_computed_once(outcomes):
     assert len(outcomes["in turn"][1]["cached"]) == 1
 
 
-def test_a_process_that_fails_ends_all_answers_with_its_error(outcomes):
+def test_a_process_that_fails_ends_all_answers(outcomes):
     for answer in outcomes["failing"][0]["answers"]:
-        assert str(answer).startswith("moe_mps: ") and "raised MemoryError: no memory left" in answer
+        assert "moe_mps: rank 1 (" in str(answer) and "closed its connection" in answer
 
 
 @pytest.mark.sweep

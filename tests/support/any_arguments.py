@@ -15,7 +15,7 @@ from torch import Tensor
 
 from support.expert_layers import ACTIVATIONS, random_options
 from support.ops import family
-from support.quantized_layers import ALL_FORMATS, EVERY_FORMAT, random_quantized
+from support.quantized_layers import EVERY_FORMAT, WEIGHED, random_quantized
 from support.values import DTYPES
 from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._registry import DECLARED
@@ -82,8 +82,8 @@ class Draws:
     def format(self) -> str:
         return self.one(*EVERY_FORMAT)
 
-    def format_of_mlx(self) -> str:
-        return self.one(*ALL_FORMATS)
+    def weighed_format(self) -> str:
+        return self.one(*WEIGHED)
 
     def quantized(self, *shape_format_dtype_seed: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """random_quantized."""

@@ -73,14 +73,14 @@ def positions_taken_in(a) -> np.ndarray:
     return state
 
 
-def convolution(x, state: np.ndarray, weight, bias, activation, before=0) -> tuple[np.ndarray, ...]:
+def convolution(x, state: np.ndarray, weight, bias, activation) -> tuple[np.ndarray, ...]:
     """Result, its magnitude and the state that is left: position by position."""
     every = np.concatenate((state, exact(x)), -1)
-    weight = np.ones((x.shape[1], 1)) if weight is None else exact(weight)
-    length, width, results = state.shape[-1] - before, weight.shape[-1], before + x.shape[-1]
-    value, magnitude = (np.zeros((*x.shape[:-1], results)) for _ in range(2))
+    weight = exact(weight)
+    length, width = state.shape[-1], weight.shape[-1]
+    value, magnitude = (np.zeros(x.shape) for _ in range(2))
     shift = np.zeros(x.shape[1]) if bias is None else exact(bias)
-    for t in range(results):
+    for t in range(x.shape[-1]):
         window = every[..., length + t + 1 - width : length + t + 1]
         value[..., t] = (window * weight).sum(-1) + shift
         magnitude[..., t] = (abs(window) * abs(weight)).sum(-1) + abs(shift)
@@ -136,7 +136,7 @@ def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         factors = 1.0 / np.sqrt((k * k).sum(-1) + a.l2norm_eps)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + a.l2norm_eps) for x in (q, k))
     bias = 0.0 if a.dt_bias is None else exact(a.dt_bias)
-    beta = np.ones(v.shape[:3]) if a.beta is None else exact(a.beta)
+    beta = exact(a.beta)
     if a.beta_activation != "none":
         beta = sigmoid(beta) if a.beta_activation == "sigmoid" else np.logaddexp(0.0, beta + bias)
     beta = beta if a.beta_min is None else np.maximum(beta, a.beta_min)
@@ -157,7 +157,7 @@ def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 
     def taken_in(s, key, value, strength, decays):
         s = s * decays[:, None]
-        return s + np.outer(key, (value - (key @ s if a.delta else 0.0)) * strength)
+        return s + np.outer(key, (value - (0.0 if a.decay_form == "times_beta" else key @ s)) * strength)
 
     pending = None if a.pending_ is None else exact(a.pending_).copy()
     ends = np.cumsum([q.shape[3], v.shape[3], 1, 1])

@@ -439,19 +439,13 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
                 lambda: staged(_changed(folder) if rank() == culprit else folder).forward
             )
             continue
-        if failure in ("stops while loading", "stops before they meet"):
-            if is_culprit and failure == "stops while loading":
+        if failure == "stops while loading":
+            if is_culprit:
                 pipeline_loading.this_machine = _stop
-            elif is_culprit:
-                dist.new_group = lambda *args, **kwargs: _stop()
             found[failure] = outcome(lambda: staged(folder, loading_timeout=3.0).forward)
             continue
         model = staged(folder, decoding_timeout=2.0)
-        if failure == "features for layers of one process":
-            features = {} if is_culprit else {"features": torch.ones(1)}
-            found[failure] = outcome(lambda m=model, f=features: m(input_ids=prompt(), **f).logits)
-            continue
-        elif is_culprit and failure == "other ids":
+        if is_culprit and failure == "other ids":
             ids = ids + 1
         elif is_culprit and failure in WITHIN:
             _at_third_call(model, WITHIN[failure])

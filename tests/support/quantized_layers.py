@@ -14,12 +14,9 @@ from support.values import DTYPES, random
 FORMATS = ("affine4_32", "affine4_64", "affine4_128", "affine8_32", "affine8_64", "affine8_128", "mxfp4")
 
 
-ALL_FORMATS = (
-    *(f"affine{bits}_{group_size}" for bits in (2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
-    "mxfp4",
-    "mxfp8",
-    "nvfp4",
-)
+# By importance, too.
+WEIGHED = tuple(f"affine{bits}_{size}" for bits in (2, 3, 4, 5, 6, 8) for size in (32, 64, 128))
+ALL_FORMATS = (*WEIGHED, "mxfp4", "mxfp8", "nvfp4")
 
 
 GGUF_FORMATS = tuple(GGML)

@@ -20,7 +20,7 @@ from .._install import install_extra
 from .._text import first_line
 from .arguments import parse, parser
 from .early import check_options, importing_torch
-from .processes import first_process_talks, follow, follows, send_to_other_processes
+from .processes import first_process_talks, follow, follows
 
 WITHOUT_TORCH = ("launch",)
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -71,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        send_to_other_processes(error)
         line = "" if pressed else _line(error)  # an import that Ctrl-C interrupts raises anything
         if line is None or options.debug:
             raise

@@ -116,8 +116,9 @@ def _convert(options: argparse.Namespace) -> None:
         raise ValueError("--save-importance needs --importance, which it writes")
     if options.importance not in (None, "auto") and not Path(options.importance).is_file():
         raise ValueError(f"--importance must be auto or a file, got {options.importance}")
-    if options.importance is not None and options.bits == 1:
-        raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
+    if options.importance is not None and (options.bits == 1 or "fp" in options.mode):
+        got = "--bits 1" if options.bits == 1 else f"--mode {options.mode}"
+        raise ValueError(f"--importance must be for affine formats of 2 bits and more, or ggml's, got {got}")
     _check_format(options)
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")

@@ -69,12 +69,6 @@ def first_process_talks() -> Iterator[None]:
         yield
 
 
-def send_to_other_processes(error: Exception) -> None:
-    peers = sys.modules.get(f"{_PIPELINE}.peers")
-    if peers is not None:
-        peers.tell(error)
-
-
 def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
     """`from_pretrained` of a folder, its layers spread over all processes. Raises: ValueError."""
     if processes() == 1:

@@ -25,28 +25,26 @@ bool has(const OptionalTensor& tensor, uint32_t& dtype) {
   return tensor.has_value();
 }
 
-Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const OptionalTensor& weight_,
+Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
                              const OptionalTensor& bias_, std::string_view activation, bool add_input,
-                             int64_t before, const OptionalTensor& pending_, const OptionalTensor& counts_,
-                             bool keep) {
-  Tensor output = at::empty({x.size(0), x.size(1) + before, x.size(2)}, x.options());
+                             const OptionalTensor& pending_, const OptionalTensor& counts_, bool keep) {
+  Tensor output = at::empty(x.sizes(), x.options());
   if (output.numel() == 0 && (!pending_ || pending_->numel() == 0)) return output;
-  const Tensor state = conv_state_.contiguous();
-  const OptionalTensor weight = contiguous(weight_), bias = contiguous(bias_);
+  const Tensor state = conv_state_.contiguous(), weight = weight_.contiguous();
+  const OptionalTensor bias = contiguous(bias_);
   const OptionalTensor pending = contiguous(pending_), counts = contiguous(counts_);
   ConvParams params{};
   params.x = token_strides(x);
   params.tokens = x.size(1);
   params.channels = x.size(2);
   params.length = state.size(2);
-  params.width = weight ? weight->size(1) : 0;
-  params.before = before;
+  params.width = weight.size(1);
   // Only the first results read the state.
-  params.thread_results = std::max<int64_t>(kConvTokens, params.width + before);
+  params.thread_results = std::max<int64_t>(kConvTokens, params.width);
   params.silu = activation == "silu";
   params.add_input = add_input;
   params.state_dtype = dtype_code(state);
-  params.has_weight = has(weight, params.weight_dtype);
+  params.weight_dtype = dtype_code(weight);
   params.has_bias = has(bias, params.bias_dtype);
   params.pending = pending ? pending->size(2) : 0;
   params.keep = keep;
@@ -57,7 +55,7 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const O
   Commands commands;
   commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update", some)
       .bind_strided(x.numel() > 0 ? x : some)
-      .bind(state.numel() > 0 ? state : some, weight && params.width > 0 ? *weight : some, bias, some)
+      .bind(state.numel() > 0 ? state : some, params.width > 0 ? weight : some, bias, some)
       .bind(pending, counts)
       .params(params)
       .threadgroups({ceil_div(params.channels, kConvThreads),
@@ -85,7 +83,7 @@ Scan scan_of(int64_t key_width, int64_t value_width, bool delta, bool channels) 
 
 // Strides and sizes of the tensors; everything else is zero.
 LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                               const OptionalTensor& beta, const OptionalTensor& gate, const Tensor& state) {
+                               const Tensor& beta, const OptionalTensor& gate, const Tensor& state) {
   LinearAttentionParams params{};
   params.q = token_strides(q);
   params.k = token_strides(k);
@@ -106,7 +104,7 @@ LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v
 }
 
 Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
-                         const Tensor& state, double scale, const OptionalTensor& beta, bool delta,
+                         const Tensor& state, double scale, const Tensor& beta,
                          std::optional<double> l2norm_eps, std::string_view decay,
                          const OptionalTensor& a_log_, const OptionalTensor& dt_bias_,
                          std::optional<double> lower_bound, std::string_view beta_activation,
@@ -128,7 +126,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.decay = code_of(decay, {"log", "softplus", "sigmoid", "times_beta"});
   params.g_dtype = dtype_code(g);
   params.beta_activation = code_of(beta_activation, {"none", "sigmoid", "softplus"});
-  params.has_beta = has(beta, params.beta_dtype);
+  params.beta_dtype = dtype_code(beta);
   params.has_a_log = has(a_log, params.a_log_dtype);
   params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
   params.has_skip = has(skip, params.skip_dtype);
@@ -144,7 +142,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   // The norm of a head's result needs all its columns in one threadgroup. Where heads are fewer than cores, a
   // prompt is faster with its columns spread over more of them, and a dispatch for the norm. Tokens that are
   // pending are read before they are overwritten, by one threadgroup.
-  const Scan scan = scan_of(params.key_width, params.value_width, delta, channels);
+  const Scan scan = scan_of(params.key_width, params.value_width, decay != "times_beta", channels);
   const int64_t heads = q.size(0) * params.heads;
   const bool is_normed_here = norm && (heads >= gpu_cores() || params.tokens <= kScanTokens);
   const bool is_whole = is_normed_here || pending;
@@ -162,7 +160,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   Commands commands;
   commands.add({"linear_attention", q.scalar_type()}, scan.kernel, some)
       .bind_strided(has_tokens ? q : some, has_tokens ? k : some, has_tokens ? v : some)
-      .bind_strided(has_tokens ? g : none, has_tokens ? beta : none)
+      .bind_strided(has_tokens ? g : none, has_tokens ? beta : some)
       .bind(a_log, dt_bias, skip)
       .bind_strided(state)
       .bind(some)

@@ -1,7 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <string>
+#include <string_view>
 #include <tuple>
 
 #include "formats.h"
@@ -21,12 +21,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& 
   const WeightFormat& format = weight_format(to);
   const int64_t experts = weight_.size(0), rows = weight_.size(1), columns = weight_.size(2);
   const int64_t group = format.group_size;
-  const bool is_affine = format.scales_like_activations;
   const auto options = weight_.options();
-  const auto of_scales = is_affine ? options : options.dtype(at::kByte);
   Tensor packed = at::empty({experts, rows, columns * format.bits / 32}, options.dtype(at::kInt));
-  Tensor scales = at::empty({experts, rows, columns / group}, of_scales);
-  Tensor biases = is_affine ? at::empty(scales.sizes(), options) : at::empty({0}, options);
+  Tensor scales = at::empty({experts, rows, columns / group}, options);
+  Tensor biases = at::empty(scales.sizes(), options);
   Tensor sums = at::empty({experts, rows, columns / group, 2}, options.dtype(at::kFloat));
   if (weight_.numel() == 0) return {packed, scales, biases, sums};
 
@@ -40,11 +38,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& 
   params.lanes = group / kQuantized;
   params.bits = format.bits;
   Commands commands;
-  Command& command = commands.add({"quantize", weight.scalar_type()},
-                                  is_affine ? "quantize_affine" : "quantize_" + format.name);
-  command.bind_strided(weight, importance).bind(packed, scales);
-  if (is_affine) command.bind(biases);
-  command.bind(sums)
+  commands.add({"quantize", weight.scalar_type()}, "quantize_affine")
+      .bind_strided(weight, importance)
+      .bind(packed, scales, biases, sums)
       .params(params)
       .work(kSlotsOfWeight * static_cast<double>(weight.numel()), static_cast<double>(weight.nbytes()))
       .threadgroups({ceil_div(rows * params.parts, kQuantizeThreads), experts}, {kQuantizeThreads});

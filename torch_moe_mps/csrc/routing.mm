@@ -99,23 +99,6 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
 
 // The router's matmul, and moe_gate
 
-RouterLogitsParams logits_params(const Tensor& hidden, const Tensor& router,
-                                 const std::optional<InputNorm>& norm) {
-  RouterLogitsParams params{};
-  params.tokens = hidden.size(0);
-  params.experts = router.size(0);
-  params.width = hidden.size(1);
-  params.vectorised = rows_start_aligned(params.width, {hidden, router, norm ? norm->weight : hidden});
-  params.hidden_dtype = dtype_code(hidden);
-  params.factor = 1.0f;
-  if (norm) {
-    params.norm_dtype = dtype_code(norm->weight);
-    params.eps = static_cast<float>(norm->eps);
-    params.norm_weight_offset = static_cast<float>(norm->offset);
-  }
-  return params;
-}
-
 // logits[T, E] = factor * norm(hidden) @ router^T + bias in `dtype`.
 Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional<InputNorm>& norm,
                  const OptionalTensor& bias, c10::ScalarType dtype, double factor = 1.0) {
@@ -125,7 +108,17 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
   const int64_t tokens = hidden.size(0), experts = router.size(0);
   const bool is_wide = hidden.size(1) > 0;  // an empty tensor cannot be bound
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(dtype));
-  RouterLogitsParams params = logits_params(hidden, router, norm);
+  RouterLogitsParams params{};
+  params.tokens = tokens;
+  params.experts = experts;
+  params.width = hidden.size(1);
+  params.vectorised = rows_start_aligned(params.width, {hidden, router, norm ? norm->weight : hidden});
+  params.hidden_dtype = dtype_code(hidden);
+  if (norm) {
+    params.norm_dtype = dtype_code(norm->weight);
+    params.eps = static_cast<float>(norm->eps);
+    params.norm_weight_offset = static_cast<float>(norm->offset);
+  }
   params.factor = static_cast<float>(factor);
   params.has_bias = bias.has_value();
   params.bias_dtype = dtype_code(bias);
@@ -177,35 +170,6 @@ Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor
   RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
   params.normalise_scaled = renormalize_after_scale;
   return route(router_with(logits, std::nullopt, per_expert_scale, params));
-}
-
-Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& table_, const Tensor& tokens_,
-                        std::string_view scoring, bool norm_topk_prob, double sum_eps, double scaling_factor,
-                        const std::optional<InputNorm>& norm) {
-  const Tensor hidden = x.contiguous(), router = weight.contiguous();
-  const Tensor table = table_.contiguous(), tokens = tokens_.contiguous();
-  const Routing result = empty_routing(hidden, {hidden.size(0)}, table.size(1));
-  const auto& [weights, ids] = result;
-  if (weights.numel() == 0) return result;
-  HashRouterParams params{};
-  params.logits = logits_params(hidden, router, norm);
-  params.table_rows = table.size(0);
-  params.top_k = table.size(1);
-  params.scoring = scoring_code(scoring);
-  params.normalise = norm_topk_prob;
-  params.wide_table = table.scalar_type() == at::kLong;
-  params.wide_tokens = tokens.scalar_type() == at::kLong;
-  params.sum_eps = static_cast<float>(sum_eps);
-  params.scaling_factor = static_cast<float>(scaling_factor);
-  const bool is_wide = hidden.size(1) > 0;  // an empty tensor cannot be bound
-  Commands commands;
-  commands.add({"hash_router", router.scalar_type()}, norm ? "normed_hash_route" : "hash_route")
-      .bind(is_wide ? hidden : weights, is_wide ? router : weights, is_wide && norm ? norm->weight : weights,
-            table, tokens, weights, ids)
-      .params(params)
-      .threadgroups({hidden.size(0)}, {kLogitsSimdgroups * kSimdWidth});
-  commands.encode();
-  return result;
 }
 
 }  // namespace
@@ -262,6 +226,5 @@ MOE_OPERATOR(moe_router_topk_softmax)
 MOE_OPERATOR(fused_moe_routing)
 MOE_OPERATOR(router_logits)
 MOE_OPERATOR(moe_gate)
-MOE_OPERATOR(moe_hash_router)
 
 }  // namespace moe_mps

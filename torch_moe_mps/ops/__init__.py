@@ -47,7 +47,6 @@ from .routing import fused_moe_routing as fused_moe_routing
 from .routing import moe_bucket as moe_bucket
 from .routing import moe_compute_ids_tpe as moe_compute_ids_tpe
 from .routing import moe_gate as moe_gate
-from .routing import moe_hash_router as moe_hash_router
 from .routing import moe_router as moe_router
 from .routing import moe_router_topk_softmax as moe_router_topk_softmax
 from .routing import router_logits as router_logits

@@ -25,26 +25,17 @@ def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, 
         scale, bias = affine_range(low, high, format.bits)
         codes = (groups - bias).div_(scale).round_().clamp_(0, 2**format.bits - 1).to(torch.uint8)
         return codes, scale.squeeze(-1), bias.squeeze(-1)
-    scales = fitting_scales(groups, dtype, format)
-    return encode_with(groups, scales, format), scales, None
-
-
-def fitting_scales(groups: Tensor, dtype: torch.dtype, format: Format) -> Tensor:
-    """uint8 [...]: the scales of a format without biases, with which nothing saturates."""
     largest = E2M1_LARGEST if format.bits == 4 else E4M3_LARGEST
     # MLX divides in the dtype of the weight; for a magnitude between two scales, the rounding decides.
     fit = (groups.abs().amax(-1).to(dtype) / largest).float()
-    return e4m3_codes(fit) if format.scale_type == "e4m3" else _covering_powers(fit).to(torch.uint8)
-
-
-def encode_with(groups: Tensor, scales: Tensor, format: Format) -> Tensor:
-    """The nearest codes for given scales, of a format without biases."""
     if format.scale_type == "e4m3":
+        scales = e4m3_codes(fit)
         # A scale of zero makes codes of zero.
         factors = e4m3(scales).unsqueeze(-1)
-        return _e2m1_codes(torch.where(factors == 0, 0.0, groups / factors))
+        return _e2m1_codes(torch.where(factors == 0, 0.0, groups / factors)), scales, None
+    scales = _covering_powers(fit).to(torch.uint8)
     groups = groups * e8m0(254 - scales).unsqueeze(-1)
-    return _e2m1_codes(groups) if format.bits == 4 else e4m3_codes(groups)
+    return (_e2m1_codes(groups) if format.bits == 4 else e4m3_codes(groups)), scales, None
 
 
 def affine_range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:

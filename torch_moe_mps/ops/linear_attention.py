@@ -32,14 +32,11 @@ def _check_keep(check, pending_, keep):
 # The convolution
 
 
-def _check_conv(check, x, conv_state_, weight, add_input, before, pending_, keep, **_):
-    least, length = (1 if weight is None else weight.shape[1]) - 1 + before, conv_state_.shape[2]
-    if before and add_input:
-        check.fail("before", "0 with add_input", before)
+def _check_conv(check, conv_state_, weight, pending_, keep, **_):
+    least, length = weight.shape[1] - 1, conv_state_.shape[2]
     if length < least:
-        check.fail("conv_state_", f"of W - 1 + before = {least} positions or more", length)
+        check.fail("conv_state_", f"of W - 1 = {least} positions or more", length)
     _check_keep(check, pending_, keep)
-    return x.new_empty(x.shape[0], x.shape[1] + before, x.shape[2])
 
 
 def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tensor:
@@ -53,19 +50,18 @@ def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tens
 
 @operator(
     f"x[B, T, C] weight[C, W] conv_state_[B, C, S] bias[C] pending_[B, C, N<={MAX_PENDING}]:x "
-    "counts[B, 1]:int32",
+    "counts[B, 1]:int32 -> x",
     _check_conv,
-    allowed={"activation": ACTIVATIONS, "before": 0},
+    allowed={"activation": ACTIVATIONS},
     dependences=(_PENDING,),
 )
 def causal_conv1d_update_(
     x: Tensor,
     conv_state_: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
     bias: Tensor | None = None,
     activation: str = "silu",
     add_input: bool = False,
-    before: int = 0,
     pending_: Tensor | None = None,
     counts: Tensor | None = None,
     keep: bool = False,
@@ -74,7 +70,6 @@ def causal_conv1d_update_(
 
         all = conv_state_ followed by the new positions
         result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias) + (x[t] with add_input)
-                    for t from -before on
         conv_state_ = the last S positions of all
 
     With `pending_`, the first `counts` positions that are kept there lie between the state and the new ones.
@@ -83,18 +78,17 @@ def causal_conv1d_update_(
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16; any strides.
-        conv_state_: [B, C, S], any of the three dtypes, S at least W - 1 + before; updated in place, whatever
+        conv_state_: [B, C, S], any of the three dtypes, S at least W - 1; updated in place, whatever
             its strides. It must not overlap itself (as an expanded tensor does) nor the other arguments.
-        weight: [C, W], any of the three dtypes: of the oldest position first. None: a 1 for each channel.
+        weight: [C, W], any of the three dtypes: of the oldest position first.
         bias: [C], any of the three dtypes, or None.
         activation: "silu" or "none".
         add_input: the new positions are added to the result, in float32.
-        before: how many positions in front of the new ones have a result, too; 0 with `add_input`.
         pending_: [B, C, N] in the dtype of `x`, N at most 8, or None; written in place as the state is.
         counts: [B, 1], int32: how many positions of each row in `pending_` are right; given with it.
         keep: the new positions, at most N, are pending.
 
-    Returns: [B, before + T, C] in the dtype of `x`.
+    Returns: [B, T, C] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
 
@@ -105,7 +99,6 @@ def causal_conv1d_update_(
         >>> state.tolist()
         [[[2.0, 3.0]]]
     """
-    weight = x.new_ones(x.shape[2], 1) if weight is None else weight
     length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[1]
     held = conv_state_.float()
     if pending_ is not None and counts is not None:
@@ -114,9 +107,8 @@ def causal_conv1d_update_(
     conv_state_.copy_(held if keep else every[..., every.shape[-1] - length :])
     if pending_ is not None and keep:
         pending_[..., :tokens] = x.mT
-    results = tokens + before
-    windows = every[..., length - before - width + 1 :].unfold(-1, width, 1) if width and results else None
-    out = x.new_zeros((x.shape[0], x.shape[2], results), dtype=torch.float32)
+    windows = every[..., length - width + 1 :].unfold(-1, width, 1) if width and tokens else None
+    out = x.new_zeros((x.shape[0], x.shape[2], tokens), dtype=torch.float32)
     if windows is not None:
         out = (windows * weight.float().unsqueeze(1)).sum(-1)
     if bias is not None:
@@ -145,21 +137,15 @@ def _log_decay(
     return g if is_wide else g.unsqueeze(-1)
 
 
-def _check_linear_attention(check, g, beta, delta, decay_form, dt_bias, beta_activation, pending_, keep, **_):
+def _check_linear_attention(check, g, dt_bias, beta_activation, pending_, keep, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
     is_wide = g is not None and g.dim() == 4
-    if is_wide and not delta:
-        check.rank("g", g, (1, 3))
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    if decay_form == "times_beta" and beta is None:
-        check.fail("beta", 'given with decay_form="times_beta"', None)
     if dt_bias is not None:
         check.rank("dt_bias", dt_bias, (2 if is_wide else 1,))
-    if beta is None and beta_activation != "none":
-        check.fail("beta_activation", "none without beta", beta_activation)
     if pending_ is not None:
         key_width, value_width = check.dims("Dk Dv")
         width = pending_width(key_width, value_width, is_wide)
@@ -208,7 +194,7 @@ def _advanced(state: Tensor, pending: Tensor, counts: Tensor, delta: bool) -> Te
 
 @operator(
     f"q[B, T, Hk>=1, Dk<={MAX_KEY_WIDTH}] k[B, T, Hk, Dk]:q v[B, T, Hv, Dv]:q state_[B, Hv, Dk, Dv]:float32 "
-    "g[B, T, Hv]|[Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
+    "g[B, T, Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
     f"gate[B, T, Hv, Dv]:v norm_weight[Dv] pending_[B, Hv, N<={MAX_PENDING}, _]:float32 "
     "counts[B, 1]:int32 -> v",
     _check_linear_attention,
@@ -218,7 +204,6 @@ def _advanced(state: Tensor, pending: Tensor, counts: Tensor, delta: bool) -> Te
         'A_log only unless decay_form="log"',
         'lower_bound only with decay_form="sigmoid"',
         "dt_bias not without A_log",
-        "beta_min not without beta",
         "gate only with norm_weight",
         _PENDING,
     ),
@@ -231,8 +216,7 @@ def linear_attention_(
     state_: Tensor,
     scale: float,
     *,
-    beta: Tensor | None = None,
-    delta: bool = True,
+    beta: Tensor,
     l2norm_eps: float | None = None,
     decay_form: str = "log",
     A_log: Tensor | None = None,
@@ -250,12 +234,12 @@ def linear_attention_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Linear attention by recurrence: gated delta rule, Kimi Delta Attention, Mamba-2, lightning attention.
+    """Linear attention by recurrence: gated delta rule, Kimi Delta Attention, Mamba-2.
 
     For each head of v, with the head of q and k that it shares with its neighbours:
 
         state_ = exp(log decay) * state_           a factor for each row, or one for all
-        u = (v - k state_) * beta                  v * beta without `delta`
+        u = (v - k state_) * beta                  v * beta for "times_beta"
         state_ = state_ + k^T u
         result = q state_ * scale + skip * v
 
@@ -278,13 +262,11 @@ def linear_attention_(
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256. Mamba's C and B.
         v: [B, T, Hv, Dv] in the dtype of `q`, Hv a multiple of Hk: value head h reads key head h * Hk / Hv.
-        g: [B, T, Hv], [Hv] (the same for every token) or, with `delta`, [B, T, Hv, Dk], any of the three
-            dtypes; None for "times_beta".
+        g: [B, T, Hv] or [B, T, Hv, Dk], any of the three dtypes; None for "times_beta".
         state_: [B, Hv, Dk, Dv], float32; updated in place, whatever its strides. It must not overlap itself
             (as an expanded tensor does) nor the other arguments.
         scale: factor of the result, 1 / sqrt(Dk) in most models.
-        beta: [B, T, Hv], any of the three dtypes; None: 1.
-        delta: write what the state lacks of the value, not the value.
+        beta: [B, T, Hv], any of the three dtypes.
         l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None does not normalise.
         decay_form: see above.
         A_log: [Hv], any of the three dtypes; None for "log".
@@ -298,7 +280,7 @@ def linear_attention_(
         norm_weight: [Dv], any of the three dtypes, or None.
         norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
         pending_: [B, Hv, N, Dk + Dv + 3], with a decay for each row [B, Hv, N, 2 Dk + Dv + 2], float32, N at
-            most 8, or None; written in place as the state is. It is for the same `delta`.
+            most 8, or None; written in place as the state is.
         counts: [B, 1], int32: how many tokens of each row in `pending_` are right; given with it.
         keep: the call's tokens, at most N, are pending.
 
@@ -307,17 +289,17 @@ def linear_attention_(
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
 
     Example:
-        >>> q = k = torch.ones(1, 3, 1, 1)  # the sum of all values: no decay, no delta rule
-        >>> v, g = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), torch.zeros(1)
+        >>> q = k = torch.ones(1, 3, 1, 1)  # the delta rule without decay: the last value replaces the others
+        >>> v, g = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1)
         >>> state = torch.zeros(1, 1, 1, 1)
-        >>> ops.linear_attention_(q, k, v, g, state, scale=1.0, delta=False).flatten().tolist()
-        [1.0, 3.0, 6.0]
+        >>> ops.linear_attention_(q, k, v, g, state, scale=1.0, beta=torch.ones(1, 3, 1)).flatten().tolist()
+        [1.0, 2.0, 3.0]
         >>> state.item()
-        6.0
+        3.0
     """
     heads = v.shape[2]
     (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
-    strength = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta.float()
+    strength = beta.float()
     if beta_activation == "softplus":
         shifted = strength if dt_bias is None else strength + dt_bias.float()
         strength = torch.nn.functional.softplus(shifted)
@@ -327,7 +309,7 @@ def linear_attention_(
         strength = strength.clamp(min=beta_min)
     factor = _log_decay(g, strength, A_log, dt_bias, lower_bound).exp()
     factor, strength = factor.expand(*v.shape[:3], factor.shape[-1]), strength.unsqueeze(-1)
-    state = state_.clone()
+    state, delta = state_.clone(), decay_form != "times_beta"
     if pending_ is not None and counts is not None:
         state = _advanced(state, pending_, counts, delta)
         if keep:
@@ -501,7 +483,6 @@ CHANGES: Changes = {
         {"conv_state_": s.values(2, 5, 6).transpose(1, 2), "add_input": True},
         *({"pending_": s.values(2, 6, MAX_PENDING), "keep": keep} | _counts(s) for keep in (False, True)),
         {"pending_": s.values(2, 6, MAX_PENDING)} | s.of("x[2, 0, 6]") | _counts(s),
-        {"weight": None, "bias": None, "activation": "none", "before": 2},
     ],
     "selective_scan_": lambda s: [
         s.of("gate[2, T, 6] skip[6]", dt_bias=None),
@@ -516,15 +497,13 @@ CHANGES: Changes = {
         s.of("gate[2, T, 4, V] norm_weight[V]", norm_weight_offset=1.0),
         s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay_form="sigmoid")
         | {"lower_bound": -5.0, "gate_activation": "sigmoid"},
-        s.of("skip[4]", g=None, delta=False, decay_form="times_beta", beta_activation="softplus")
+        s.of("skip[4]", g=None, decay_form="times_beta", beta_activation="softplus")
         | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1},
-        {"g": -s.values(4).abs(), "delta": False, "decay_form": "log", "beta_activation": "none"}
-        | dict.fromkeys(("A_log", "dt_bias", "beta")),
         _pending(s) | {"keep": True},
         _pending(s) | s.of("gate[2, T, 4, V] norm_weight[V]"),
         _pending(s, is_wide=True) | s.of("g[2, T, 4, D] dt_bias[4, D]", keep=True),
         _pending(s)
-        | s.of("skip[4]", g=None, delta=False, decay_form="times_beta", beta_activation="softplus")
+        | s.of("skip[4]", g=None, decay_form="times_beta", beta_activation="softplus")
         | {"l2norm_eps": None, "keep": True},
         _pending(s) | s.of("q[2, 0, 2, D]"),
     ],

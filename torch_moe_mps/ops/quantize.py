@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._weight_formats import ROWS
-from ._encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
-from ._formats import FORMATS, Format, decode, dequantize_values, e4m3, pack, scale_values
+from ._encoding import affine_range
+from ._formats import FORMATS, Format, decode, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample
 
@@ -26,21 +25,20 @@ def _meta_quantize_by_importance(check, weight, format, **_):
 def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rows, columns = weight.shape
     groups = columns // format.group_size
-    scales = weight.new_empty(*rows, groups, dtype=weight.dtype if format.is_affine else torch.uint8)
-    biases = torch.empty_like(scales) if format.is_affine else weight.new_empty(0)
+    scales = weight.new_empty(*rows, groups)
     packed = weight.new_empty(*rows, format.packed_columns(columns), dtype=torch.int32)
-    return packed, scales, biases, weight.new_empty(*rows, groups, 2, dtype=torch.float32)
+    return packed, scales, torch.empty_like(scales), weight.new_empty(*rows, groups, 2, dtype=torch.float32)
 
 
 @operator(
     "weight[E, R, C] importance[E, C]:float32",
     _meta_quantize_by_importance,
-    allowed={"format": tuple(name for name, row in ROWS.items() if row.is_of_mlx and row.bits > 1)},
+    allowed={"format": tuple(name for name, to in FORMATS.items() if to.is_affine and to.bits > 1)},
 )
 def quantize_by_importance(
     weight: Tensor, importance: Tensor, format: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights quantised to one of MLX's formats with an importance matrix, in one dispatch.
+    """Weights quantised to an affine format with an importance matrix, in one dispatch.
 
     For the weights w of a group, and k the mean squares of their inputs, the minimised error is
 
@@ -48,7 +46,7 @@ def quantize_by_importance(
 
     the mean square error that it adds to an output, for uncorrelated inputs; k counts as a
     1,000th of the group's mean at least, so that weights that multiply nothing stay near, too: none is
-    further off than the largest magnitude of its group. Of several scales (and biases) the best is taken;
+    further off than the largest magnitude of its group. Of several scales and biases the best are taken;
     codes are chosen again behind the rounding to the stored dtype. MLX's own are among them, so the error is
     never larger than by MLX's rule. Arithmetic is in float32; where
     two scales are equally good but for rounding, devices may choose differently.
@@ -57,11 +55,10 @@ def quantize_by_importance(
         weight: [E, R, C], float32, float16 or bfloat16, finite; any strides. C is a multiple of the format's
             group.
         importance: [E, C] float32, finite and not negative; about 1, so that float32 holds the sums.
-        format: its name: affine4_64 and so on, of 2 bits and more, mxfp4, mxfp8, nvfp4.
+        format: its name: affine4_64 and so on, of 2 bits and more.
 
-    Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`,
-        of formats without biases scales uint8 and biases empty; and float32 [E, R, C / group, 2], of each
-        group sum |w - decoded| and sum |w|.
+    Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`;
+        and float32 [E, R, C / group, 2], of each group sum |w - decoded| and sum |w|.
 
     Raises: ValueError for a dtype, shape, format or device that does not fit.
 
@@ -83,15 +80,14 @@ def quantize_by_importance(
         if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
             room = weight.new_empty(5, part.numel(), dtype=torch.float32)
         groups, *others = [buffer[: part.numel()].view(part.shape) for buffer in room]
-        codes, scales, biases = search(groups.copy_(part), importance[index[0]], weight.dtype, stored, others)
-        results = [pack(codes.flatten(-2), stored.bits), scales.to(outputs[1].dtype)]
-        if biases is not None:
-            biases = biases.to(weight.dtype)
-        apart = decode(codes, results[1], biases, stored).sub_(groups).abs_().sum(-1)
+        own, dtype = importance[index[0]], weight.dtype
+        codes, *line = search(groups.copy_(part), own, dtype, stored.bits, others)
+        scales, biases = (each.to(dtype) for each in line)
+        apart = decode(codes, scales, biases, stored).sub_(groups).abs_().sum(-1)
         sums = torch.stack((apart, groups.abs_().sum(-1)), -1)
-        for output, result in zip(outputs, (*results, biases, sums), strict=True):
-            if result is not None:
-                output[index] = result
+        results = pack(codes.flatten(-2), stored.bits), scales, biases, sums
+        for output, result in zip(outputs, results, strict=True):
+            output[index] = result
     return outputs
 
 
@@ -121,49 +117,19 @@ def counted(importance: Tensor) -> Tensor:
 
 
 def search(
-    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    groups: Tensor, importance: Tensor, dtype: torch.dtype, bits: int, room: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Results of `encode`, with errors weighed by importance.
 
     Args:
         groups: float32 [M, R, G, group_size].
         importance: float32 [M, 1, G, group_size], not negative.
-        dtype: of the scales and biases of affine formats.
+        dtype: of the scales and biases.
         room: four tensors like `groups`, to be overwritten.
     """
-    if format.has_biases:
-        return _affine(groups, importance, dtype, format, room)
-    scales = fitting_scales(groups, dtype, format)
-    in_e4m3 = format.scale_type == "e4m3"
-    tried = [scales, *(_of_e4m3(groups, importance, scales) if in_e4m3 else _of_e8m0(scales))]
-    errors = [_error_with(groups, importance, item, format) for item in tried]
-    scales = _best(errors, tried)
-    return encode_with(groups, scales, format), scales, None
-
-
-def _sums(values: Tensor, importance: Tensor) -> Tensor:
-    """Sums of values times importance, one for each group; the values are overwritten."""
-    return values.mul_(importance).sum(-1)
-
-
-def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
-    """The tried values with the smallest error, group by group; the first of equal ones."""
-    best, result = errors[0], tried[0]
-    for error, item in zip(errors[1:], tried[1:], strict=True):
-        better = error < best  # never of NaN
-        best, result = torch.where(better, error, best), torch.where(better, item, result)
-    return result
-
-
-# Affine formats
-
-
-def _affine(
-    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    low, high, scale, bias, fit = fitted_lines(groups, importance, format.bits, room)
-    scale, half = scale.to(dtype).float(), 2 ** (format.bits - 1)
-    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
+    low, high, scale, bias, fit = fitted_lines(groups, importance, bits, room)
+    scale, half = scale.to(dtype).float(), 2 ** (bits - 1)
+    lines = affine_range(low, high, bits), (scale, bias - half * scale)
     theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
     error = fit.error_of(fit.apart(groups, *theirs))
     apart = fit.apart(groups, *ours)
@@ -245,41 +211,7 @@ class _Fit:
 
     def error_of(self, apart: Tensor) -> Tensor:
         """The weighted error of each group, from distances, which become squares."""
-        return _sums(apart.square_(), self.k).unsqueeze(-1)
-
-
-# Formats without biases
-
-
-def _error_with(groups: Tensor, importance: Tensor, scales: Tensor, format: Format) -> Tensor:
-    factors = scale_values(scales, format).unsqueeze(-1)
-    numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), format.bits)
-    return _sums(numbers.mul_(factors).sub_(groups).square_(), importance)
-
-
-def _rounded(values: Tensor, bits: int) -> Tensor:
-    """The nearest numbers of e2m1, or of e4m3."""
-    smallest, mantissa, largest = (1.0, 1, E2M1_LARGEST) if bits == 4 else (2.0**-6, 3, E4M3_LARGEST)
-    powers = values.abs().clamp_(min=smallest).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
-    steps = powers.mul_(0.5**mantissa)
-    return (values / steps).round_().mul_(steps).clamp_(-largest, largest)
-
-
-def _of_e8m0(scales: Tensor) -> list[Tensor]:
-    return [(scales.int() + step).clamp(0, 254).to(torch.uint8) for step in map(int, constants("kSteps"))]
-
-
-def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]:
-    """Other scales, and for the numbers that are nearest with each the least squares."""
-    result = []
-    for factor in constants("kFactors"):
-        factors = e4m3(e4m3_codes(e4m3(scales) * factor)).unsqueeze(-1)
-        numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), 4)
-        kn = numbers * importance
-        fitted = _sums(numbers.square(), importance)
-        fitted = (kn.mul_(groups)).sum(-1) / fitted
-        result.append(e4m3_codes(torch.where(fitted > 0, fitted, factors.squeeze(-1))))
-    return result
+        return apart.square_().mul_(self.k).sum(-1, keepdim=True)
 
 
 def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
@@ -287,7 +219,7 @@ def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> li
     packed, scales, biases, sums = results
     weight, importance = arguments["weight"].float(), arguments["importance"][:, None]
     format = FORMATS[arguments["format"]]
-    decoded = dequantize_values(packed, scales, biases if format.is_affine else None, format)
+    decoded = dequantize_values(packed, scales, biases, format)
     products = [(importance * weight * other).sum((1, 2)) for other in (decoded, weight)]
     apart = (decoded - weight).abs().unflatten(-1, (-1, format.group_size)).sum(-1)
     return [products[0] / products[1], sums[..., 1], sums[..., 1] + sums[..., 0] - apart]
@@ -306,7 +238,6 @@ def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 1
 CALLS: Calls = {"quantize_by_importance": _weights}
 CHANGES: Changes = {
     "quantize_by_importance": lambda s: [
-        _weights(s, FORMATS[to])
-        for to in ("affine2_128", "affine3_32", "affine5_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4")
+        _weights(s, FORMATS[to]) for to in ("affine2_128", "affine3_32", "affine5_64", "affine8_32")
     ]
 }

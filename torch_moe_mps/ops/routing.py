@@ -23,7 +23,6 @@ SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
     "softmax_after_topk": lambda logits: logits,
 }
-OF_EACH = ("sigmoid", "sqrtsoftplus")  # an expert's score needs no other logits
 GROUP_SCORES = ("top2_sum", "max")
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
@@ -378,70 +377,6 @@ def moe_gate(
     return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
 
 
-# A router whose choice a table has
-
-
-@operator(
-    f"x[T, H] weight[E<={MAX_EXPERTS}, H] table[V>=1, K<={MAX_TOP_K}]:id tokens[T]:id norm_weight[H] "
-    "-> [T, K]:float32 [T, K]:int32",
-    allowed={"scoring": OF_EACH, "sum_eps": 0.0},
-)
-def moe_hash_router(
-    x: Tensor,
-    weight: Tensor,
-    table: Tensor,
-    tokens: Tensor,
-    *,
-    scoring: str,
-    norm_topk_prob: bool,
-    sum_eps: float = 1e-20,
-    scaling_factor: float = 1.0,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Experts of each token by a table of token ids, and their weights (DeepSeek-V4's first layers).
-
-        ids = table[tokens]
-        w   = scoring(norm(x) @ weight[ids]^T)
-        w   = w / (sum(w) + sum_eps)                 with norm_topk_prob
-        w   = w * scaling_factor
-
-    On mps, only the rows of the chosen experts are read.
-
-    Args:
-        x: [T, H], float32, float16 or bfloat16.
-        weight: [E, H], any of the three dtypes; E is at most 1024.
-        table: [V, K] int32 or int64: the experts of each token of the vocabulary; K is at most 64. Those
-            outside [0, E) are none: their id is -1 and their weight 0.
-        tokens: [T] int32 or int64. Tokens outside [0, V) have no experts.
-        scoring: "sigmoid" or "sqrtsoftplus" (the root of softplus). NaN logits count as the lowest float32.
-        norm_topk_prob: divide the weights by their sum; a sum of 0 counts as 1.
-        sum_eps: added to the sum.
-        scaling_factor: multiplies the weights.
-        norm_weight, norm_eps, norm_weight_offset: as for router_logits.
-
-    Returns: weights [T, K] float32 and ids [T, K] int32.
-
-    Raises: ValueError for a dtype, shape, count, choice or device that does not fit.
-
-    Example:
-        >>> x, weight, table = torch.ones(1, 2), torch.zeros(3, 2), torch.tensor([[0, 1], [2, 0]])
-        >>> tokens, options = torch.tensor([1]), {"scoring": "sigmoid", "norm_topk_prob": False}
-        >>> ops.moe_hash_router(x, weight, table, tokens, **options)
-        (tensor([[0.5000, 0.5000]]), tensor([[2, 0]], dtype=torch.int32))
-    """
-    logits = _finite(
-        InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float() @ weight.float().T
-    )
-    known = ((tokens >= 0) & (tokens < table.shape[0])).unsqueeze(-1)
-    ids = table[tokens.long().clamp(0, table.shape[0] - 1)].long()
-    known = known & (ids >= 0) & (ids < weight.shape[0])
-    scores = SCORINGS[scoring](logits.gather(-1, ids.where(known, 0))) * known
-    weights = _divide_by_sum(scores, sum_eps) if norm_topk_prob else scores
-    return weights * scaling_factor, ids.where(known, -1).int()
-
-
 # Sorting the pairs p = t * K + k by expert
 
 
@@ -546,10 +481,6 @@ CALLS: Calls = {
     "moe_router_topk_softmax": lambda s: {"top_k": s.K, "norm_topk_prob": True},
     "fused_moe_routing": lambda s: {"top_k": s.K},
     "router_logits": lambda s: {"bias": s.values(s.E)},
-    "moe_hash_router": lambda s: {
-        **{"table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64), "norm_topk_prob": True},
-        **{"tokens": s.integers(12, s.T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
-    },
     "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "norm_eps": 1e-6},
     "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
@@ -557,10 +488,6 @@ CALLS: Calls = {
     },
 }
 CHANGES: Changes = {
-    "moe_hash_router": lambda s: [
-        {"x": s.strided, "scoring": "sigmoid"},
-        {**s.norm, "norm_topk_prob": False},
-    ],
     "router_logits": lambda s: [
         {"x": s.strided, "bias": None},
         {**s.norm, "dtype": "bfloat16", "factor": 0.5},

@@ -6,16 +6,11 @@ message on each link.
 """
 
 import contextlib
-import functools
-import itertools
 import json
 import math
 import socket
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -29,9 +24,6 @@ from ..transformers.capture.exchange import ExchangeError
 
 _HEAD = 512  # bytes
 _ALIGNED = 16
-# For so many seconds, a failing process looks for a reason that another one has given.
-_GRACE = 1.5
-_COUNT = itertools.count()
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -52,25 +44,18 @@ class Peers:
     def __init__(self, timeouts: Timeouts):
         self.timeouts = timeouts
         limit = timedelta(seconds=timeouts.loading)
-
-        def meet() -> Any:
+        try:
             if not dist.is_initialized():
                 dist.init_process_group("gloo", timeout=limit)
-            return dist.new_group(backend="gloo", timeout=limit)
-
-        met = within(timeouts.loading, meet)
-        if met is None:
-            raise PeerError(f"moe_mps: the processes of the pipeline did not meet within {limit}")
-        self.group = met[0]
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+        except RuntimeError as error:
+            line = first_line(error)
+            raise PeerError(f"moe_mps: the processes of the pipeline did not meet: {line}") from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.hosts = [""] * self.size
-        self._number = next(_COUNT)  # the same in all processes
-        self._store: Any = dist.distributed_c10d._get_default_store()
         self._broken: str | None = None
         self._on_the_way: dict[int, list[tuple[Any, Tensor]]] = {rank: [] for rank in range(self.size)}
         self._first = {}, {}  # type: tuple[dict[int, int], dict[int, int]]
-        _ALIVE.add(self)
-        _tell_of_exceptions()
         self.hosts = [facts["host"] for facts in self.gather({"host": socket.gethostname()})]
 
     def name(self, rank: int) -> str:
@@ -174,98 +159,23 @@ class Peers:
 
     @contextlib.contextmanager
     def _blames(self, rank: int, limit: float) -> Iterator[None]:
-        """Turns an error of gloo into one line about the process that caused it."""
+        """Turns an error of gloo into one line about the process that it waited for."""
         began = time.monotonic()
         try:
             yield
         except (RuntimeError, ValueError) as error:
             late = time.monotonic() - began >= limit
             what = f"did not answer within {limit:g} s" if late else "closed its connection"
-            raise PeerError(self._reason(rank, what, late)) from error
-
-    def _reason(self, rank: int, what: str, late: bool) -> str:
-        """Finds the process that failed first, since others may only have waited for it.
-
-        If two blame each other, the late one counts: the other closed the connection because of it.
-        """
-        self._tell("waits", json.dumps([rank, what, late]))
-        seen, until = {self.rank}, time.monotonic() + _GRACE
-        while time.monotonic() < until:
-            raised, waits = self._told("raised", rank), self._told("waits", rank)
-            if self._store is None and 0 not in seen:  # the first process has it, or torchrun on its host
-                return f"moe_mps: {self.name(0)} {what if rank == 0 else 'does not answer'}"
-            if raised is not None:
-                return raised if raised.startswith("moe_mps: ") else f"moe_mps: {self.name(rank)} {raised}"
-            if waits is not None:
-                seen.add(rank)
-                other, of_other, was_late = json.loads(waits)
-                if other not in seen or (was_late and not late):
-                    rank, what, late = other, of_other, was_late
-                if other in seen:
-                    break
-            time.sleep(0.05)
-        return f"moe_mps: {self.name(rank)} {what}"
+            raise PeerError(f"moe_mps: {self.name(rank)} {what}") from error
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others why this process fails, and ends the connections to them."""
-        if self._broken is not None:
-            return
-        line = first_line(error)
-        is_peer = isinstance(error, PeerError)
-        self._broken = line if is_peer else f"raised {type(error).__name__}: {line}".rstrip(": ")
-        if not is_peer or self._told("waits", self.rank) is None:  # else the reason lies elsewhere
-            self._tell("raised", self._broken)
-        with contextlib.suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(self.group)
-        self.group = None
-        self._on_the_way.clear()
-        self._tell("ended", "")
-        if self.rank == 0:
-            self._outlast_others()
-
-    def _outlast_others(self) -> None:
-        """Waits until the others have read why this process fails: their store may end with it."""
-        others, until = range(1, self.size), time.monotonic() + _GRACE
-        while any(self._told("ended", rank) is None for rank in others):
-            if self._store is None or time.monotonic() >= until:
-                return
-            time.sleep(0.05)
-
-    def _tell(self, what: str, text: str) -> None:
-        self._ask(lambda store: store.set(f"moe_mps/{self._number}/{what}/{self.rank}", text))
-
-    def _told(self, what: str, rank: int) -> str | None:
-        key = f"moe_mps/{self._number}/{what}/{rank}"
-        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
-
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """The store's answer; None from the moment on when its process is stopped or has ended."""
-        store, answers = self._store, None
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
-                answers = within(_GRACE, lambda: question(store))
-            if answers is None:
-                self._store = None
-        return answers and answers[0]
-
-
-def within(seconds: float, function: Callable[[], Any]) -> list[Any] | None:
-    """[The result] of a function that torch may let wait for ever; None if it takes longer."""
-    results: list[Any] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return results or None
+        """Ends the connections to the others, whose next message fails then."""
+        if self._broken is None:
+            self._broken = first_line(error) or type(error).__name__
+            self._on_the_way.clear()
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(self.group)
+            self.group = None
 
 
 def on_the_host(tensor: Tensor) -> Tensor:
@@ -299,24 +209,3 @@ def _rounded(size: int) -> int:
 def _length(tensors: Sequence[Tensor | None]) -> int:
     """The number of tokens in tensors: their second dimension."""
     return max((t.shape[1] for t in tensors if t is not None and t.dim() > 1), default=1) or 1
-
-
-_ALIVE: "weakref.WeakSet[Peers]" = weakref.WeakSet()
-
-
-def tell(error: BaseException) -> None:
-    """Tells the processes of all pipelines why this one ends."""
-    for peers in _ALIVE:
-        peers.failed(error)
-
-
-@functools.cache
-def _tell_of_exceptions() -> None:
-    """An exception that ends this process is told to the others."""
-    before = sys.excepthook
-
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        tell(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook

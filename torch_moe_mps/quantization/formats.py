@@ -105,11 +105,12 @@ def quantize(
         weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size,
             or of 256 in modes whose scales are integers.
         bits, group_size, mode: see Format.
-        importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
-            input is, or another number that is not negative; it counts as a thousandth of its group's mean
-            at least, and no weight is further off than the largest magnitude of its group. Then
-            sum importance * (weight - dequantised)^2 of no group is larger than by MLX's rule, which chooses
-            without it. Modes whose scales are integers always search: None is the same importance for all.
+        importance: float32 [C], or [E, C] for a stack, in mode affine with 2 bits and more, and in modes
+            whose scales are integers: the mean square of what each input is, or another number that is not
+            negative; it counts as a thousandth of its group's mean at least, and no weight is further off
+            than the largest magnitude of its group. Then sum importance * (weight - dequantised)^2 of no
+            group is larger than by MLX's rule, which chooses without it. Modes whose scales are integers
+            always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and
@@ -139,8 +140,9 @@ def quantize(
 
 def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
     """Raises: ValueError for a format whose scales no importance can choose."""
-    if format.bits == 1:
-        check.fail("importance", "of formats with 2 bits and more", f"{format} for {weight}")
+    if format.bits == 1 or format.scale_type:
+        expected = "for affine formats of 2 bits and more, or ggml's"
+        check.fail("importance", expected, f"{format} for {weight}")
 
 
 def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:

@@ -36,7 +36,6 @@ ON_IDS = ("moe_bucket", "moe_compute_ids_tpe", "_expert_slots")  # without activ
 TYPED_BY = {
     "rope_cache_": "k",
     "router_logits": "weight",
-    "moe_hash_router": "weight",
     "moe_gate": "weight",
     "moe_weighted_reduce": "expert_out",
     "_pointwise": "dtype",
@@ -60,7 +59,7 @@ _COMMON_HEADS = {
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
 _UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads", "slots"}
-_UNCOMMON |= {"moe_hash_router", CACHE}
+_UNCOMMON.add(CACHE)
 
 
 class Subject(NamedTuple):

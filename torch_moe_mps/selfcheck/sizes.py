@@ -253,11 +253,6 @@ def _logits(s: Sample) -> list[dict[str, Any]]:
     return [*changes, {"dtype": "float16"}, {"bias": None}]
 
 
-def _hash_router(s: Sample) -> list[dict[str, Any]]:
-    unknown = {"tokens": torch.tensor([-1, 3, 2**31 - 1], dtype=torch.int32)}
-    return [s.of("x[T, 63]"), *([unknown] if s.T == 3 else [])]
-
-
 def _ids(s: Sample, tokens: int, slots: int, experts: int) -> Tensor:
     """Some of them are no expert."""
     return s.integers(experts + 2, tokens, slots, dtype=torch.int64) - 1
@@ -479,7 +474,6 @@ SIZES: Changes = {
     ),
     "moe_gate": _gate,
     "router_logits": _logits,
-    "moe_hash_router": _hash_router,
     "moe_bucket": _buckets,
     "moe_compute_ids_tpe": lambda s: [
         {"ids": _ids(s, 700, 2, 9).int()},

@@ -44,20 +44,18 @@ template <typename T>
   if (channel >= params.channels) return;
   const ulong x_start = group.z * params.x.batch + channel * params.x.head;
   const ulong state_start = (ulong(group.z) * params.channels + channel) * params.length;
-  const uint results = params.before + params.tokens;
-  const uint start = group.y * params.thread_results, end = min(start + params.thread_results, results);
+  const uint start = group.y * params.thread_results, end = min(start + params.thread_results, params.tokens);
   pending += (ulong(group.z) * params.channels + channel) * params.pending;
   const uint count = count_of(counts, params.pending, group.z);
   const ConvPositions<T> every = {state, state_start, pending, params.length + count, x, x_start};
   for (uint result = start; result < end; ++result) {
     float sum = params.has_bias != 0 ? load_one(bias, params.bias_dtype, channel) : 0.0f;
-    const uint first = every.end + result + params.has_weight - params.before - params.width;
+    const uint first = every.end + result + 1 - params.width;
     for (uint i = 0; i < params.width; ++i) {
       const float factor = load_one(weight, params.weight_dtype, ulong(channel) * params.width + i);
       sum = fma(factor, every.value(first + i, params), sum);
     }
-    if (params.has_weight == 0) sum += every.value(first, params);
-    const ulong place = (ulong(group.z) * results + result) * params.channels + channel;
+    const ulong place = (ulong(group.z) * params.tokens + result) * params.channels + channel;
     if (params.silu != 0) sum = silu(sum);
     if (params.add_input != 0) sum += float(x[x_start + result * params.x.token]);
     output[place] = T(sum);
@@ -273,16 +271,15 @@ inline void stage_token(uint token, threadgroup Token& target, ScanInputs<T> in,
     kk = fma(b, b, kk);
     qk = fma(a, b, qk);
   }
-  float q_scale = params.scale, k_scale = 1.0f, own_beta = 1.0f, decay = 1.0f;
+  float q_scale = params.scale, k_scale = 1.0f, decay = 1.0f;
   if (params.has_l2norm != 0) {
     q_scale *= precise::rsqrt(simd_sum(qq) + params.l2norm_eps);
     k_scale = precise::rsqrt(simd_sum(kk) + params.l2norm_eps);
   }
   const float q_dot_k = simd_sum(qk) * q_scale * k_scale;
-  if (params.has_beta != 0) {
-    const ulong place = token_start(params.beta, in.batch, token, in.head);
-    own_beta = activated_beta(load_one(in.beta, params.beta_dtype, place), in.shift, params);
-  }
+  const ulong beta_start = token_start(params.beta, in.batch, token, in.head);
+  const float beta = load_one(in.beta, params.beta_dtype, beta_start);
+  const float own_beta = activated_beta(beta, in.shift, params);
   const ulong g_start = token_start(params.g, in.batch, token, in.head);
   if constexpr (kKind == SCAN_CHANNELS) {
     threadgroup float* own_decays = reinterpret_cast<threadgroup float*>(target.decays);

@@ -5,12 +5,6 @@
 #include "params/quantize.h"
 #include "quantize_moves.h"
 
-// A code, and the value that it stands for.
-struct Coded {
-  uint code;
-  float value;
-};
-
 // Sum and largest over a group's lanes, in all of them.
 template <typename V>
 inline V sum_of_lanes(V x, uint lanes) {
@@ -21,6 +15,26 @@ inline float max_of_lanes(float x, uint lanes) {
   for (uint distance = 1; distance < lanes; distance *= 2) x = max(x, simd_shuffle_xor(x, ushort(distance)));
   return x;
 }
+
+struct Line {
+  float scale, bias;
+};
+
+// The nearest codes of a line, which is rounded to the weights' dtype.
+struct AffineCodes {
+  Line line;
+  float inverse, largest;
+
+  template <typename T>
+  static AffineCodes of(Line line, float largest) {
+    const float scale = float(T(line.scale));
+    // A scale that is zero as it is stored makes codes of zero.
+    return {{scale, float(T(line.bias))}, scale == 0.0f ? 0.0f : 1.0f / scale, largest};
+  }
+
+  float code(float w) const { return clamp(rint((w - line.bias) * inverse), 0.0f, largest); }
+  float nearest(float w) const { return code(w) * line.scale + line.bias; }
+};
 
 // A thread's weights of a group, and where its results belong. All lanes take part in the shuffles: those
 // behind the last row have its numbers.
@@ -55,8 +69,7 @@ struct GroupPart {
   }
 
   // Error of the group, sum k (w - decoded)^2.
-  template <typename Codes>
-  float error_of(Codes codes) const {
+  float error_of(AffineCodes codes) const {
     float error = 0.0f;
     UNROLL for (uint i = 0; i < kQuantized; ++i) {
       const float difference = codes.nearest(w[i]) - w[i];
@@ -66,8 +79,7 @@ struct GroupPart {
   }
 
   // The largest |w - decoded| of the group.
-  template <typename Codes>
-  float farthest_of(Codes codes) const {
+  float farthest_of(AffineCodes codes) const {
     float farthest = 0.0f;
     UNROLL for (uint i = 0; i < kQuantized; ++i) farthest = max(farthest, fabs(codes.nearest(w[i]) - w[i]));
     return max_of_lanes(farthest, lanes);
@@ -77,15 +89,13 @@ struct GroupPart {
   bool is_first() const { return exists && part % lanes == 0; }
 
   // A stream of codes, the first in the lowest bits; and of the group sum |w - decoded| and sum |w|.
-  template <typename Codes>
-  void write(Codes codes, uint bits, device ushort* packed, device float2* sums) const {
+  void write(AffineCodes codes, uint bits, device ushort* packed, device float2* sums) const {
     packed += part * bits;
     float2 sum = 0.0f;
     uint stream = 0, filled = 0;
     UNROLL for (uint i = 0; i < kQuantized; ++i) {
-      const Coded coded = codes.coded(w[i]);
-      sum += float2(fabs(coded.value - w[i]), fabs(w[i]));
-      stream |= coded.code << filled;
+      sum += float2(fabs(codes.nearest(w[i]) - w[i]), fabs(w[i]));
+      stream |= uint(codes.code(w[i])) << filled;
       filled += bits;
       if (filled >= 16) {
         if (exists) *packed++ = ushort(stream);
@@ -95,32 +105,6 @@ struct GroupPart {
     }
     sum = sum_of_lanes(sum, lanes);
     if (is_first()) sums[part / lanes] = sum;
-  }
-};
-
-// --- affine formats
-
-struct Line {
-  float scale, bias;
-};
-
-// The nearest codes of a line, which is rounded to the weights' dtype.
-struct AffineCodes {
-  Line line;
-  float inverse, largest;
-
-  template <typename T>
-  static AffineCodes of(Line line, float largest) {
-    const float scale = float(T(line.scale));
-    // A scale that is zero as it is stored makes codes of zero.
-    return {{scale, float(T(line.bias))}, scale == 0.0f ? 0.0f : 1.0f / scale, largest};
-  }
-
-  float code(float w) const { return clamp(rint((w - line.bias) * inverse), 0.0f, largest); }
-  float nearest(float w) const { return code(w) * line.scale + line.bias; }
-  Coded coded(float w) const {
-    const float number = code(w);
-    return {uint(number), number * line.scale + line.bias};
   }
 };
 
@@ -220,108 +204,4 @@ template <typename T>
   if (!group.is_first()) return;
   scales[group.part / group.lanes] = T(best.line.scale);
   biases[group.part / group.lanes] = T(best.line.bias);
-}
-
-// --- formats without biases
-
-// Numbers of few bits: kMantissa of them behind the point, and below the first power of two as far apart as
-// behind it.
-template <int kMantissaBits, int kFirstExponent, int kMost, bool kTiesDown>
-struct SmallFloat {
-  static constant constexpr int kBits = kMantissaBits == 1 ? 4 : 8;
-  static constant constexpr float kLargest = float(kMost);
-
-  // Distance to the next of the numbers near x.
-  static float spacing(float x) {
-    const uint power = max(as_type<uint>(x) & 0x7f800000u, uint(127 + kFirstExponent) << 23);
-    return as_type<float>(power - (uint(kMantissaBits) << 23));
-  }
-  // The nearest number; a tie is even.
-  static float nearest(float x) {
-    const float step = spacing(x);
-    return clamp(rint(x / step) * step, -kLargest, kLargest);
-  }
-  // The code of the nearest number, and the number: as MLX chooses of a tie.
-  static Coded coded(float x) {
-    float number = nearest(x);
-    if (kTiesDown) {
-      const float step = spacing(x);
-      number = copysign(min(ceil(fabs(x) / step - 0.5f) * step, kLargest), x);
-    }
-    const float size = fabs(number);
-    constexpr uint kFirst = uint(127 + kFirstExponent) << kMantissaBits, kOne = 1u << kMantissaBits;
-    const float first = as_type<float>(uint(127 + kFirstExponent) << 23);
-    const uint code = size < first ? uint(size / first * float(kOne))
-                                   : (as_type<uint>(size) >> (23 - kMantissaBits)) - (kFirst - kOne);
-    const bool negative = as_type<uint>(x) >> 31 != 0 && (!kTiesDown || code != 0);
-    return {code | (negative ? 1u << (kBits - 1) : 0u), number};
-  }
-};
-typedef SmallFloat<1, 0, 6, true> ToE2M1;
-typedef SmallFloat<3, -6, 448, false> ToE4M3;
-
-// The nearest numbers, times a scale.
-template <typename Code>
-struct FloatCodes {
-  float scale, inverse;
-
-  static FloatCodes of(float scale) { return {scale, scale == 0.0f ? 0.0f : 1.0f / scale}; }
-  float nearest(float w) const { return Code::nearest(w * inverse) * scale; }
-  Coded coded(float w) const {
-    const Coded coded = Code::coded(scale == 0.0f ? 0.0f : w / scale);
-    return {coded.code, coded.value * scale};
-  }
-};
-
-// The smallest power of two that is at least `fit`, as a scale of e8m0. None is below the normal numbers.
-inline uint covering_power(float fit) {
-  const uint bits = as_type<uint>(fit);
-  return fit == 0.0f ? 127 : (bits + 0x7fffffu) >> 23;
-}
-inline float e8m0(uint scale) {
-  return as_type<float>(scale << 23);
-}
-
-// The scale, of e4m3, that is the best for the numbers that another one gives.
-inline float least_squares(thread const GroupPart& group, float scale) {
-  const FloatCodes<ToE2M1> codes = FloatCodes<ToE2M1>::of(scale);
-  float2 sums = 0.0f;
-  UNROLL for (uint i = 0; i < kQuantized; ++i) {
-    const float number = ToE2M1::nearest(group.w[i] * codes.inverse), kn = group.k[i] * number;
-    sums += float2(kn * group.w[i], kn * number);
-  }
-  sums = sum_of_lanes(sums, group.lanes);
-  const float fitted = sums.x / sums.y;
-  return fitted > 0.0f ? ToE4M3::nearest(fitted) : scale;
-}
-
-template <typename T, typename Code, bool kE4M3Scale>
-[[kernel, max_total_threads_per_threadgroup(kQuantizeThreads)]] void quantize_floats(
-    device const T* weight [[buffer(0)]], device const float* importance [[buffer(1)]],
-    device ushort* packed [[buffer(2)]], device uchar* scales [[buffer(3)]],
-    device float2* sums [[buffer(4)]], constant QuantizeParams& params [[buffer(5)]],
-    uint2 position [[thread_position_in_grid]]) {
-  const GroupPart group(weight, importance, params, position);
-  float largest = 0.0f;
-  UNROLL for (uint i = 0; i < kQuantized; ++i) largest = max(largest, fabs(group.w[i]));
-  // MLX divides in the dtype of the weights.
-  const float fit = float(T(max_of_lanes(largest, group.lanes) / Code::kLargest));
-  const uint power = covering_power(fit);
-  FloatCodes<Code> best = FloatCodes<Code>::of(kE4M3Scale ? ToE4M3::nearest(fit) : e8m0(power));
-  float least = group.error_of(best);
-  const float covering = best.scale;
-  UNROLL for (uint i = 0; i < 2; ++i) {
-    float scale = e8m0(uint(clamp(int(power) + kSteps[i], 1, 254)));
-    if (kE4M3Scale) scale = least_squares(group, ToE4M3::nearest(covering * kFactors[i]));
-    const FloatCodes<Code> other = FloatCodes<Code>::of(scale);
-    const float error = group.error_of(other);
-    if (error < least) {
-      least = error;
-      best = other;
-    }
-  }
-  group.write(best, Code::kBits, packed, sums);
-  if (!group.is_first()) return;
-  scales[group.part / group.lanes] =
-      uchar(kE4M3Scale ? ToE4M3::coded(best.scale).code : as_type<uint>(best.scale) >> 23);
 }

@@ -33,7 +33,3 @@ constant constexpr float kMove[2][kMoves][2] = {{{0.0f, 0.0f},
 constant constexpr float kLeastShare[1] = {0.001f};
 // Least difference of the product of two sums that is not rounding.
 constant constexpr float kSmallest[1] = {0.00001f};
-// Factors that are tried, of the scale that a group's largest magnitude has: powers of two for e8m0; e4m3
-// tries the scale with which that magnitude becomes 4, too.
-constant constexpr int kSteps[2] = {-1, 1};
-constant constexpr float kFactors[2] = {1.0f, 1.5f};

@@ -179,7 +179,7 @@ def _replace_others(model: nn.Module, report: Report, experts: Collection[str]) 
         if name in attentions:
             done = [*done, ATTENTION, *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
-            routes = any(one.operator in ("moe_router", "moe_hash_router") for one in done)
+            routes = any(one.operator == "moe_router" for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
     _add_other_experts(model, report, experts)
     use_attention(attentions.values())

@@ -27,7 +27,6 @@ LIBRARY_OF = {
     "layer_norm": "norms_layer",
     "fused_residual_layer_norm": "norms_layer",
     "rms_norm_gated": "norms_gated",
-    "moe_hash_router": "hash_router",
     "router_logits": "routing_logits",
     **dict.fromkeys(("fused_norm_add", "fused_norm_add_scalar"), "norms_residual"),
     **dict.fromkeys(("fused_residual_norm", "fused_residual_norm_scalar"), "norms_residual"),

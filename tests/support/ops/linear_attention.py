@@ -17,13 +17,10 @@ WHOLE = ("linear_attention_",)
 def draw_causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
     dtype, room = d.dtype(), d.one(0, 1, 3)
-    before = d.one(0, room)
     return {
         "x": d.values(batch, tokens, channels, dtype=dtype),
         "conv_state_": d.values(batch, channels, max(0, width - 1) + room),
-        "weight": d.one(d.values(channels, width), None),
-        "before": before,
-        "add_input": before == 0 and d.flag(),
+        "weight": d.values(channels, width),
         **pending(d, tokens, (batch, channels), (), dtype),
     }
 
@@ -46,15 +43,13 @@ def draw_linear_attention_(d):
     batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
     heads, scale = key_heads * group, key_width**-0.5
-    decay, delta = d.one("log", "softplus", "sigmoid", "times_beta"), d.flag()
-    is_wide = delta and decay != "times_beta" and d.flag()
+    decay = d.one("log", "softplus", "sigmoid", "times_beta")
+    is_wide = decay != "times_beta" and d.flag()
     g = d.values(batch, tokens, heads, *[key_width] * is_wide)
     biases = (heads, key_width) if is_wide else (heads,)
     beta = d.values(batch, tokens, heads, scale=0.5)
-    beta = beta.abs() if decay == "times_beta" else d.maybe(lambda: beta)
-    activations = (
-        ("none",) if beta is None else ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
-    )
+    beta = beta.abs() if decay == "times_beta" else beta
+    activations = ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
     is_gated, width = d.flag(), key_width + value_width + 2 + (key_width if is_wide else 1)
     return {
         "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
@@ -63,14 +58,13 @@ def draw_linear_attention_(d):
         "g": None if decay == "times_beta" else -g.abs() if decay == "log" else g,
         "scale": d.one(scale, 1.0),
         "beta": beta,
-        "delta": delta,
         "l2norm_eps": d.one(None, 1e-6),
         "decay_form": decay,
         "A_log": None if decay == "log" else d.values(heads),
         "dt_bias": None if decay == "log" else d.maybe(lambda: d.values(*biases)),
         "lower_bound": -5.0 if decay == "sigmoid" else None,
         "beta_activation": d.one(*activations),
-        "beta_min": None if beta is None else d.one(None, 0.25),
+        "beta_min": d.one(None, 0.25),
         "skip": d.maybe(lambda: d.values(heads)),
         "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
         "gate_activation": d.one("silu", "sigmoid"),
@@ -91,7 +85,7 @@ def draw_selective_scan_(d):
 
 def expected_causal_conv1d_update_(a):
     before = oracles_sequence.positions_taken_in(a)
-    rest = before, a.weight, a.bias, a.activation, a.before
+    rest = before, a.weight, a.bias, a.activation
     value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
     pending = [] if a.pending_ is None else [Expected(exact(a.pending_))]
     if a.keep:
@@ -127,16 +121,20 @@ def expected_selective_scan_(a):
 def invalid_causal_conv1d_update_(zeros):
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
-        wrong("of W - 1 + before = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
-        wrong("of W - 1 + before = 6 positions or more, got 5", conv_state_=zeros(2, 6, 5), before=3),
-        wrong("before must be 0 with add_input, got 1", add_input=True, before=1),
+        wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
         wrong("keep must be False without pending_, got True", keep=True),
         wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
     ]
 
 
 def invalid_linear_attention_(zeros):
-    of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay_form": "log"}
+    of_five = {
+        "A_log": None,
+        "dt_bias": None,
+        "g": zeros(2, T, 5),
+        "beta": zeros(2, T, 5),
+        "decay_form": "log",
+    }
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
         wrong(
@@ -145,8 +143,6 @@ def invalid_linear_attention_(zeros):
             state_=zeros(2, 5, 16, 8),
             **of_five,
         ),
-        wrong("beta_activation must be none without beta, got sigmoid", beta=None),
-        wrong('beta must be given with decay_form="times_beta"', decay_form="times_beta", g=None, beta=None),
         wrong(
             "beta_activation must be none or sigmoid where g has a value for each channel, got softplus",
             g=zeros(2, T, 4, 16),

@@ -16,7 +16,7 @@ from torch_moe_mps.quantization.formats import quantize_stack
 
 
 def draw_quantize_by_importance(d):
-    to, experts, rows = d.format_of_mlx(), d.one(2, 1, 0, 5), d.one(3, 1, 0, 17)
+    to, experts, rows = d.weighed_format(), d.one(2, 1, 0, 5), d.one(3, 1, 0, 17)
     columns = d.one(2, 1, 0, 5) * group_of(to)
     weight = d.values(experts, rows, columns, scale=d.one(1.0, 1e-3, 30.0))
     importance = d.values(experts, columns, dtype=torch.float32).mul(d.one(1.0, 0.0, 4.0)).square()
@@ -38,8 +38,8 @@ def group_sums(values: np.ndarray, format: str) -> np.ndarray:
 
 def expected_quantize_by_importance(a):
     """Any codes and scales whose error is not over that of MLX's rule."""
-    packed, scales, *biases, _ = a.results
-    found = packed, scales, biases[0] if a.format.startswith("affine") else None
+    packed, scales, biases, _ = a.results
+    found = packed, scales, biases
     format = Format(*oracles_experts.numbers_of(a.format))
     plain = quantize_stack(a.weight, format) if a.weight.numel() else found
     ours, theirs = (weighted_errors(a.weight, each, a.importance, a.format) for each in (found, plain))
@@ -51,7 +51,7 @@ def expected_quantize_by_importance(a):
     words = packed.shape[-1] // max(1, wrong.shape[-1])
     return [
         Expected(packed.numpy() ^ np.repeat(wrong, words, -1)),
-        *(Expected(exact(each) if each.is_floating_point() else each.numpy()) for each in (scales, *biases)),
+        *(Expected(exact(each)) for each in (scales, biases)),
         Expected(np.stack(sums, -1), error[..., None]),
     ]
 

@@ -59,22 +59,6 @@ def draw_fused_moe_routing(d):
     return {"logits": draw_logits(d, *d.one((d.count(),), ()), experts, special=True), "top_k": top_k}
 
 
-def draw_moe_hash_router(d):
-    tokens, width, experts = d.count(), d.width(), d.one(8, 1, 33)
-    rows, top_k = d.one(1, 7, 40), d.one(2, 1, 33, 64)
-    low, high = d.one((0, 1), (-2, 3))  # ids beyond the experts, and tokens beyond the table
-    ids = torch.randint(low, experts + high, (rows, top_k), generator=d.generator)
-    chosen = torch.randint(low, rows + high, (tokens,), generator=d.generator)
-    return {
-        "x": d.values(tokens, width),
-        "weight": d.values(experts, width),
-        "table": ids.to(d.one(torch.int32, torch.int64)),
-        "tokens": chosen.to(d.one(torch.int32, torch.int64)),
-        "sum_eps": d.one(1e-20, 0.0, 0.5),
-        "scaling_factor": d.one(1.0, 2.5),
-    }
-
-
 def draw_router_logits(d):
     tokens, width, experts = d.count(), d.width(), d.one(8, 1, 5, 33, 64, 0)
     return {"x": d.values(tokens, width), "weight": d.values(experts, width)}
@@ -160,30 +144,6 @@ def expected_router_logits(a):
     logits = dot_products(rows.value, weight, 0.0 if a.bias is None else exact(a.bias))
     inherited = DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
     return [Expected(logits.value, logits.error + inherited)]
-
-
-def expected_moe_hash_router(a):
-    rows, weight = input_rows(a), exact(a.weight)
-    logits = dot_products(rows.value, weight, 0.0)
-    error = logits.error + DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
-    tokens, table = a.tokens.long().numpy(), a.table.long().numpy()
-    known = (tokens >= 0) & (tokens < len(table))
-    ids = table[tokens.clip(0, len(table) - 1)]
-    known = known[:, None] & (ids >= 0) & (ids < len(weight))
-    places = np.where(known, ids, 0)
-    chosen, error = (np.take_along_axis(each, places, -1) for each in (oracles.finite(logits.value), error))
-    scores = np.where(known, oracles.SCORES[a.scoring](chosen), 0.0)
-    # Both scorings change by at most as much as the logit; float32 rounds them.
-    error = np.where(known, error + 16 * (1 + abs(chosen)) * FLOAT32_EPS * scores, 0.0)
-    if a.norm_topk_prob:
-        total = scores.sum(-1, keepdims=True) + a.sum_eps
-        total[total == 0.0] = 1.0
-        error = (error + scores / total * error.sum(-1, keepdims=True)) / total
-        scores = scores / total
-    factor = abs(a.scaling_factor)
-    error = factor * (error + 64 * FLOAT32_EPS * scores) + 1e-36
-    sure = np.isfinite(error).all(-1, keepdims=True)
-    return [Expected(scores * a.scaling_factor, error, sure), Expected(np.where(known, ids, -1))]
 
 
 def expected_moe_gate(a):

@@ -259,7 +259,8 @@ def test_other_bad_input(tmp_path):
     ):
         torch_moe_mps.accelerate(model, importance=importance)
     with pytest.raises(
-        ValueError, match=r"importance must be of formats with 2 bits and more, got affine1_32"
+        ValueError,
+        match=r"importance must be for affine formats of 2 bits and more, or ggml's, got affine1_32",
     ):
         torch_moe_mps.accelerate(model, bits=1, group_size=32, importance=importance)
     with pytest.raises(TypeError, match=r"importance must be an Importance or a file of it, got dict"):

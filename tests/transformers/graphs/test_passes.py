@@ -578,7 +578,7 @@ def changed_when_it_is_back(x, r, state):
     """The state that the cache keeps is not the one that changes."""
     out, held = _updated(x, state)
     state.copy_(held)
-    ops.linear_attention_(out, out, out, x[..., :HEADS], held, 0.25)
+    ops.linear_attention_(out, out, out, x[..., :HEADS], held, 0.25, beta=x[..., :HEADS])
     return held * 2
 
 

@@ -53,7 +53,7 @@ def test_no_slower_operator_runs_on_a_cpu(as_shipped, architecture):
     _, _, accelerated = pair(architecture)
     counts = called(accelerated)
     assert counts.keys().isdisjoint({"rms_norm", "layer_norm", "rms_norm_gated", "moe_router", "rope"})
-    assert counts.keys().isdisjoint({"moe_hash_router", "router_logits"})
+    assert "router_logits" not in counts
     assert counts["moe_experts"] > 0
 
 

@@ -258,7 +258,7 @@ const std::vector<Library>& all_libraries() {
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const char* file :
            {"norms", "norms_residual", "norms_gated", "norms_layer", "rope", "rope_centred", "routing_logits",
-            "hash_router", "attention_merge", "write_cache"})
+            "attention_merge", "write_cache"})
         list->push_back({file, dtype});
       for (const char* file : {"index", "pooling", "linear_attention", "lora", "hyper_connection", "combine",
                                "pointwise", "sampling", "quantize", "experts"})

@@ -8,12 +8,10 @@ struct ConvParams {
   uint32_t tokens;
   uint32_t length;  // positions that the state holds
   uint32_t width;   // positions that the convolution sees
-  uint32_t before;  // results in front of those of tokens
   uint32_t thread_results;
   uint32_t silu;
   uint32_t add_input;
   uint32_t state_dtype;
-  uint32_t has_weight;
   uint32_t weight_dtype;
   uint32_t has_bias;
   uint32_t bias_dtype;
@@ -48,7 +46,6 @@ struct LinearAttentionParams {
   uint32_t value_width;
   uint32_t decay;
   uint32_t g_dtype;
-  uint32_t has_beta;
   uint32_t beta_activation;
   uint32_t beta_dtype;
   uint32_t has_a_log;

@@ -1,6 +1,6 @@
 #pragma once
 
-// quantize_affine, quantize_floats. Strides are in elements; importance has one row an expert.
+// Strides are in elements; importance has one row an expert.
 struct QuantizeParams {
   uint64_t expert_stride;
   uint64_t row_stride;

@@ -44,15 +44,3 @@ struct RouterLogitsParams {
   float eps;
   float norm_weight_offset;
 };
-
-struct HashRouterParams {
-  RouterLogitsParams logits;
-  uint32_t table_rows;
-  uint32_t top_k;
-  uint32_t scoring;
-  uint32_t normalise;
-  uint32_t wide_table;  // int64, else int32
-  uint32_t wide_tokens;
-  float sum_eps;
-  float scaling_factor;
-};

@@ -18,7 +18,7 @@ from .state import class_before
 # attention did not.
 SLOWER = {
     *("layer_norm", "rms_norm", "rms_norm_gated"),
-    *("moe_hash_router", "moe_router", "router_logits"),
+    *("moe_router", "router_logits"),
     *("_pointwise", "rope"),
 }
 _all_run = False

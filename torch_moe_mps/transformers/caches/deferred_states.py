@@ -72,10 +72,12 @@ class Kind(NamedTuple):
         _, heads, key_width, value_width = state.shape
         none = state.new_empty((1, 0, heads))
         keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
-        decay = keys if self.is_wide else none
-        ops.linear_attention_(
-            keys, keys, values, decay, state, 1.0, delta=self.delta, **_counted(uncommitted, count)
-        )
+        given: dict[str, Any] = {"beta": none, **_counted(uncommitted, count)}
+        decay: Tensor | None = keys if self.is_wide else none
+        if not self.delta:
+            decay = None
+            given |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
+        ops.linear_attention_(keys, keys, values, decay, state, 1.0, **given)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""

@@ -199,12 +199,12 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         entries, rest = on_device(1, 16, width, dtype=dtype), (on_device(width), on_device(32))
         arguments = kv, gate, bias, state, entries, 4 * rate - 1, *rest
         call = functools.partial(torch.ops.moe_mps._pool_window_, *arguments)
-        yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
+        yield f"_pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
 def quantising(dtype: torch.dtype) -> Iterator[Call]:
     weight, importance = on_device(1, 8, 1024, dtype=dtype), on_device(1, 1024).square()
-    for name in ("affine4_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4"):
+    for name in ("affine4_64", "affine8_32"):
         call = functools.partial(torch.ops.moe_mps.quantize_by_importance, weight, importance, name)
         yield f"quantize_by_importance to {name}", call, {}, weight.numel()
 
@@ -221,7 +221,7 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     run, state, per_head = torch.ops.moe_mps.linear_attention_, on_device(1, 2, 128, 128), on_device(2)
     norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
     rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay_form": "softplus", "beta_activation": "sigmoid"}
-    mamba = {"delta": False, "A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}
+    mamba = {"A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}
     for tokens in (1, 48):
         q, v, beta = (on_device(1, tokens, *shape, dtype=dtype) for shape in ((1, 128), (2, 128), (2,)))
         g = on_device(1, tokens, 2, 128, dtype=dtype)
@@ -230,7 +230,6 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
             ("the delta rule with its norm", beta, rule | norm | {"gate": v}),
             ("a decay a channel", g, rule),
             ("Mamba-2", None, mamba),
-            ("lightning attention", -per_head.abs(), {"delta": False, "beta": None}),
         ):
             options = {"beta": beta} | options
             call = functools.partial(run, q, q, v, decay, state, 0.1, **options)
@@ -302,10 +301,6 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
         yield f"router_logits of {tokens}", call, work, 0
         call = functools.partial(ops.router_logits, hidden, router, norm_weight=norm)
         yield f"router_logits of {tokens}, normed", call, work, 0
-    table, options = torch.zeros(9, 6, dtype=torch.int64, device="mps"), {"scoring": "sqrtsoftplus"}
-    chosen = functools.partial(ops.moe_hash_router, hidden[:1], router, table, table[0, :1], norm_weight=norm)
-    work = {router: apple.Work("router", 6 * HIDDEN)}
-    yield "moe_hash_router", functools.partial(chosen, norm_topk_prob=True, **options), work, 0
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
@@ -385,7 +380,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
 
 
 WIDTHS = (64, 128, 256, 512)
-OTHER_ROUTERS = ("routing_logits_{}", "hash_router_{}", "bucket_i32", "bucket_i64")
+OTHER_ROUTERS = ("routing_logits_{}", "bucket_i32", "bucket_i64")
 
 
 def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDTHS) -> list[str]:
@@ -436,7 +431,7 @@ KINDS = [
     "hyper_connection",
     "combine",
 ]
-KINDS += ["pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
+KINDS += ["pointwise", "routing", "sampling", "bucket", "experts"]
 KINDS += [
     f"quantized_{part}{name}"
     for part in PARTS

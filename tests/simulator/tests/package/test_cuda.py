@@ -35,7 +35,7 @@ OTHERS |= {"attention_tailed": ["attention_tailed_512_f16"], "routing": ["routin
 FILES = sorted(path.stem for path in SHADERS.glob("*.metal"))
 LIBRARIES = [name for file in FILES for name in OTHERS.get(file, [f"{file}_f16"])]
 # A simdgroup a row, or a thread an element, and as many registers as it takes.
-UNBOUNDED = ["hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_8_f16"]
+UNBOUNDED = ["hyper_connection_f16", "pointwise_f16", "routing_8_f16"]
 UNBOUNDED += ["routing_logits_f16"]
 # With bounds and without; tensor units; function constants of a format.
 ALWAYS = ("attention_128_f16", "routing_8_f16", "tensor_units_affine4_64_f16", "quantized_affine4_64_f16")
@@ -192,7 +192,6 @@ def some_cases() -> list:
         fused.FusedLinear("fused", "int8", "f16", 1, 512, 60),
         fused.FusedLinear("fused", "int8", "f16", 3, 512, 60),
         fused.Logits("fused", 1, 20, 130, "f16"),
-        fused.HashLogits("fused", 3, 20, 130, "f16"),
         fused.Delta("fused", 2, 1, 2, 40, "f16"),
         fused.Hyper("fused", 2, 132, "f16"),
         fused.SelectiveScan("fused", 3, 70, "bf16"),
@@ -203,7 +202,6 @@ def some_cases() -> list:
         fused.Pointwise("sanitize", 3, 130, "f16"),
         fused.PoolWindow("sanitize", 5, 70, 4, 2, "f16"),
         fused.Quantise("sanitize", 5, 192, "affine5_64", "f16"),
-        fused.Quantise("sanitize", 5, 192, "nvfp4", "bf16"),
         fused.Tailed("sanitize", 1, 9, 64, 40, 5, "f16"),
     ]
 

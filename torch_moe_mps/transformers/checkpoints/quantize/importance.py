@@ -81,7 +81,7 @@ class Importance:
         Returns: a line for the report.
 
         Raises: ValueError for the importance of another model (a shape that does not fit, or no mean for any
-            of these targets), and for targets of 1 bit.
+            of these targets), and for targets of a format that it cannot choose.
         """
         means = dict(self.means)
         for name, other in tied_layers(model).items():

@@ -29,7 +29,6 @@ _TAKING = (
     ours.moe_experts,
     ours.moe_experts_quantized,
     ours.router_logits,
-    ours.moe_hash_router,
 )
 MOST_ROWS = 513  # largest dense matrix of `router_logits`: a router and a gate. Not measured.
 

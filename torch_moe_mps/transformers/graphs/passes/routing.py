@@ -34,7 +34,7 @@ _EXPERTS = (
 )
 # Arguments that have to be equal for an MLP and experts.
 _ALIKE = ("format", "gate_up_bias", "down_bias", "gated", "interleaved", *InputNorm._fields)
-_ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
+_ROUTERS = (ours.moe_router, ours.moe_gate)
 # Functions of a router's call that give what `_options_of` does, for other routers than ours.
 OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
 

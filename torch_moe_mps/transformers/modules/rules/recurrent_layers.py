@@ -153,7 +153,6 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
             state.mT,
             1.0,
             beta=step,
-            delta=False,
             decay_form="times_beta",
             A_log=layer.A_log,
             dt_bias=layer.dt_bias,

@@ -1,15 +1,14 @@
 """Routers: modules that give logits, weights and ids, recognised by the operators that they run.
 
     logits = linear(x, weight, bias)                    in float32, or in the dtype of x
-    weights, ids = moe_router(logits)                   or
-    weights, ids = moe_hash_router(x, weight, table, tokens)
+    weights, ids = moe_router(logits)
 
 A router keeps its interface: its results have the dtypes that the model's code would give them.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES
 from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, uncast
 from ..experts import is_observed
-from ..traced import PATH, Input, Sizes, Traced, everywhere, path_of, remembered, trace
-from .selection import UNKNOWN, Selection, selection_of
+from ..traced import PATH, Input, Sizes, Traced, everywhere, remembered, trace
+from .selection import UNKNOWN, selection_of
 
 ops = torch.ops.moe_mps
 
@@ -44,8 +43,7 @@ class Router(NamedTuple):
         in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
         weight, bias: their names in the module.
         choice_bias: the name of an argument, or of a tensor in the module.
-        table: the name of a buffer that has the choice of each token, which the second argument names.
-        options: of moe_router, or of moe_hash_router where there is a table.
+        options: of moe_router.
         logits, weights: the dtypes of these results.
         parts: the modules inside whose tensors are read.
     """
@@ -56,7 +54,6 @@ class Router(NamedTuple):
     weight: str
     bias: str | None
     choice_bias: str | None
-    table: str | None
     options: dict[str, Any]
     logits: torch.dtype | None
     weights: torch.dtype | None
@@ -69,19 +66,15 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     passed = _passed(module, router, args, named)
     if passed is None:
         return NotImplemented
-    x, weight, choice_bias, arguments = passed
+    x, weight, choice_bias = passed
     x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
     bias = None if router.bias is None else attrgetter(router.bias)(module)
     if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
         logits = ops.router_logits(x, weight, bias)
     else:
         logits = F.linear(x, weight, bias)
-    if router.table is not None:
-        table, tokens = attrgetter(router.table)(module), arguments[router.inputs[1]].reshape(-1)
-        weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
-    else:
-        choice_bias = None if choice_bias is None else choice_bias.flatten()
-        weights, ids = ops.moe_router(logits, correction_bias=choice_bias, **router.options)
+    choice_bias = None if choice_bias is None else choice_bias.flatten()
+    weights, ids = ops.moe_router(logits, correction_bias=choice_bias, **router.options)
     if logits.dtype != (router.logits or x.dtype):
         logits = logits.to(router.logits or x.dtype)
     return logits, weights.to(router.weights or x.dtype), ids.long()
@@ -89,9 +82,8 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
 
 def _passed(
     module: nn.Module, router: Router, args: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Tensor, Tensor, Any, dict[str, Any]] | None:
-    """Hidden states, weight, bias of the choice and arguments by name; None for calls that the router does
-    not take."""
+) -> tuple[Tensor, Tensor, Any] | None:
+    """Hidden states, weight and bias of the choice; None for calls that the router does not take."""
     if len(args) > len(router.inputs) or (named and named.keys() - {*router.inputs}):
         return None
     arguments = dict(zip(router.inputs, args, strict=False)) | named
@@ -102,10 +94,9 @@ def _passed(
         isinstance(x, Tensor)
         and _takes(router, x, weight)
         and (choice_bias is None) == (name is None)
-        and (router.table is None or _are_tokens(arguments.get(router.inputs[1]), x))
         and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
     )
-    return (x, weight, choice_bias, arguments) if fits else None
+    return (x, weight, choice_bias) if fits else None
 
 
 def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
@@ -116,12 +107,6 @@ def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
         and (router.in_float32 or x.dtype == weight.dtype)
         and {x.dtype, weight.dtype} <= _DTYPES
     )
-
-
-def _are_tokens(tokens: Any, x: Tensor) -> bool:
-    """True if there is a token for each hidden state."""
-    is_tensor = isinstance(tokens, Tensor) and tokens.dtype in ID_DTYPES
-    return is_tensor and tokens.device == x.device and tokens.shape == x.shape[:-1]
 
 
 def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
@@ -135,8 +120,7 @@ def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if isinstance(router, str):
         raise Unsupported(router)
     state_of(module).formula = router
-    operator = "moe_router" if router.table is None else "moe_hash_router"
-    done = [Done(operator, f"{operator} ({router.options['scoring']})")]
+    done = [Done("moe_router", f"moe_router ({router.options['scoring']})")]
     return router_forward, [*done, Done("router_logits")] if router.in_float32 else done
 
 
@@ -148,14 +132,6 @@ def _matrix(module: nn.Module) -> Tensor | None:
     return result[0] if len(result) == 1 else None
 
 
-def _has_table(module: nn.Module) -> bool:
-    """True if one of the buffers may have a choice for each token."""
-    return any(
-        buffer is not None and buffer.dim() == 2 and buffer.dtype in ID_DTYPES
-        for buffer in module._buffers.values()
-    )
-
-
 @remembered
 def router_of(module: nn.Module) -> Router | str | None:
     """Formula of a router, or why this file does not know it; None for a module that is no router."""
@@ -164,18 +140,16 @@ def router_of(module: nn.Module) -> Router | str | None:
     experts, width = matrix.shape
     _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
-    has_table = _has_table(module)
 
     def ask(weights: torch.dtype | None, sizes: Sizes, dtype: torch.dtype) -> Router | str | None:
-        other = Input(sizes, torch.int64) if has_table else Input((experts,), _HALF)
-        others = [other] * (len(names) - 1)
+        others = [Input((experts,), _HALF)] * (len(names) - 1)
         traced = trace(module, Input((*sizes, width), dtype), *others, weights=weights)
         if traced is None or not _is_routing(traced.result):
             return None
         try:
             return _router(traced, names)
         except Unsupported as unsupported:
-            return None if has_table else str(unsupported)
+            return str(unsupported)
 
     reason = None
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
@@ -214,8 +188,6 @@ def _router(traced: Traced, names: list[str]) -> Router:
     is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
     if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
         raise Unsupported(UNKNOWN)
-    if selection.table is not None and (in_float32 or bias is not None):
-        raise Unsupported(UNKNOWN)
     names_of_three = [name for name in (weight, bias, choice_bias) if name]
     return Router(
         inputs=tuple(names),
@@ -224,20 +196,11 @@ def _router(traced: Traced, names: list[str]) -> Router:
         weight=weight,
         bias=bias,
         choice_bias=choice_bias,
-        table=_table_of(selection, traced.inputs),
         options=selection.options,
         logits=_dtype(first),
         weights=_dtype(weights),
         parts=tuple({name.rpartition(".")[0] for name in names_of_three} - {""}),
     )
-
-
-def _table_of(selection: Selection, inputs: Sequence[fx.Node]) -> str | None:
-    """The path of a table of ids for tokens, which are the second input; None for experts that are chosen."""
-    table = None if selection.table is None else path_of(selection.table)
-    if uncast(selection.tokens) is not (None if table is None else inputs[1]):
-        raise Unsupported(UNKNOWN)
-    return table
 
 
 def _linear_of(first: fx.Node, product: fx.Node) -> Any:

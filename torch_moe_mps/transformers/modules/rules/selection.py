@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ....ops.routing import OF_EACH
 from ...basics.state import Unsupported
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import Bound, match, uncast
@@ -13,7 +12,6 @@ from ...graphs.tracing import ITEM
 
 UNKNOWN = "its formula is not one of moe_router's"
 _IDS = "item(topk(CHOICE, K, -1, True, ORDER), 1)"
-_LOOKED_UP = "index(TABLE, [TOKENS])"
 _SCORES = {"softmax": "_softmax(L, -1, False)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrt(softplus(L))"}
 _OF_CHOSEN = {"softmax": "softmax_after_topk", "sigmoid": "sigmoid"}  # scorings of the chosen logits alone
 _OF_GROUPS = {
@@ -30,19 +28,15 @@ _DIVISIONS = (f"W / {_SUM}", f"W / ({_SUM} + EPS)", f"W / clamp({_SUM}, MIN)", f
 
 
 class Selection(NamedTuple):
-    """weights, ids = moe_router(logits, ..., **options), or moe_hash_router of a table and tokens."""
+    """weights, ids = moe_router(logits, ..., **options)."""
 
     logits: fx.Node
     bias: fx.Node | None
     options: dict[str, Any]
-    table: fx.Node | None = None
-    tokens: fx.Node | None = None
 
 
 def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     """The selection with these results. Raises Unsupported with the reason why it is none of moe_router's."""
-    if (looked_up := match(_LOOKED_UP, ids)) is not None:
-        return _by_table(weights, ids, looked_up)
     matched = match(_IDS, ids)
     if matched is None:
         raise Unsupported(UNKNOWN)
@@ -58,20 +52,6 @@ def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     if options.get("masked_score") == float("-inf") or is_above_0:
         options.pop("masked_score", None)
     return Selection(logits, bias, options)
-
-
-def _by_table(weights: fx.Node, ids: fx.Node, looked_up: Bound) -> Selection:
-    """The selection of what a table has for each token, weighed by the scores of the logits."""
-    chosen, options = _before_scaling(weights)
-    gathered = match("gather(FROM, -1, IDS)", _rows_of(chosen))
-    options.setdefault("sum_eps", 0.0)
-    if gathered and uncast(gathered["IDS"]) is uncast(ids) and not options.pop("sum_min", 0.0):
-        for name in OF_EACH:
-            scored = match(_SCORES[name], gathered["FROM"])
-            if scored is not None:
-                options = {"scoring": name, **options}
-                return Selection(scored["L"], None, options, looked_up["TABLE"], looked_up["TOKENS"])
-    raise Unsupported(UNKNOWN)
 
 
 def _before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
