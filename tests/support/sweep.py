@@ -1,7 +1,6 @@
 """Which cases of a test run for every change, and which only in the sweep."""
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -18,26 +17,15 @@ def rows_in_sweep(rows: Iterable[tuple], always: Collection[tuple]) -> list[Any]
     return [pytest.param(*row, marks=() if row in always else pytest.mark.sweep) for row in rows]
 
 
-def covering(*axes: Iterable[Any], together: int = 1) -> list[Any]:
+def covering(*axes: Iterable[Any]) -> list[Any]:
     """The product of axes as parameters of a test: few cases always, the others only in the sweep.
 
-    Those few have each value of each axis; with `together=2` also each pair of values of different axes.
+    Those few have each value of each axis.
     """
     values = [list(axis) for axis in axes]
-    left = {
-        frozenset(zip(chosen, places, strict=True))
-        for chosen in itertools.combinations(range(len(values)), together)
-        for places in itertools.product(*(range(len(values[axis])) for axis in chosen))
-    }
-    cases = list(itertools.product(*(range(len(axis)) for axis in values)))
-    always: set[tuple[int, ...]] = set()
-    used: Counter[tuple[int, int]] = Counter()  # of equally good cases the one whose values came least
-    while left:
-        gained = {case: {each for each in left if each <= {*enumerate(case)}} for case in cases}
-        best = max(cases, key=lambda case: (len(gained[case]), -sum(used[each] for each in enumerate(case))))
-        always.add(best)
-        used.update(enumerate(best))
-        left -= gained[best]
+    cases = itertools.product(*(range(len(axis)) for axis in values))
+    most = max(map(len, values))
+    always = {tuple(number % len(axis) for axis in values) for number in range(most)}
     return [
         pytest.param(
             *(axis[place] for axis, place in zip(values, case, strict=True)),

@@ -352,7 +352,6 @@ def _convert(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only sizes; downloads no weights
-      torch-moe-mps convert qwen3-8bit qwen3-4bit --bits 4                # also what is quantised already
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
       torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance auto  # the same bytes, less error

@@ -221,37 +221,8 @@ def test_what_something_else_needs_stays_dense():
     }
 
 
-class Casting(nn.Linear):
-    """Like the linear layers of ComfyUI, whose weights wait elsewhere if asked for."""
-
-    casts = False
-
-    def forward(self, *args, **kwargs):
-        return self.cast(*args, **kwargs) if self.casts else super().forward(*args, **kwargs)
-
-    def cast(self, x):
-        return nn.functional.linear(x.half(), self.weight.half(), self.bias.half()).to(x.dtype)
-
-
-class WithLora(nn.Linear):
-    """Like those of diffusers, which may have a layer beside them."""
-
-    def __init__(self, *sizes, lora_layer=None):
-        super().__init__(*sizes)
-        self.lora_layer = lora_layer
-
-    def forward(self, x, scale=1.0):
-        out = super().forward(x)
-        return out if self.lora_layer is None else out + scale * self.lora_layer(x)
-
-
 class Inherits(nn.Linear):
     pass
-
-
-class Clamped(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).clamp(-50, 50)
 
 
 class Transposed(nn.Linear):
@@ -259,34 +230,16 @@ class Transposed(nn.Linear):
         return nn.functional.linear(x, self.weight.T, self.bias)
 
 
-class ByValue(nn.Linear):
-    def forward(self, x):
-        return super().forward(x if x.max() < 1000 else x / 2)
-
-
 def test_subclasses_of_linear_layers():
-    """Those that compute what nn.Linear does are quantised; others are named with the reason."""
-    plain, others = (Inherits, Casting, WithLora), (Clamped, Transposed, ByValue)
-    model = nn.ModuleDict({cls.__name__: cls(64, 64) for cls in (*plain, *others)})
-    model["lora"] = WithLora(64, 64, lora_layer=nn.Linear(64, 64))
-    model["casts"] = Casting(64, 64)
-    model["casts"].casts = True
+    """Those with nn.Linear's forward are quantised; others are named with the reason."""
+    model = nn.ModuleDict({cls.__name__: cls(64, 64) for cls in (Inherits, Transposed)})
     model["attention"] = nn.MultiheadAttention(64, 2)
-    dense = copy.deepcopy(model.eval())
-    report = torch_moe_mps.accelerate(model, 4, 32).quantization
-    names = {cls.__name__: cls.__name__ for cls in others} | {"lora": "WithLora", "casts": "Casting"}
-    names["attention.out_proj"] = "NonDynamicallyQuantizableLinear"
-    inside = {"attention.in_proj_weight": "MultiheadAttention is no linear layer"}
-    assert report.skipped == {name: f"{cls} has code of its own" for name, cls in names.items()} | inside
-    assert all(f"{cls} has code of its own" in str(report) for cls in names.values())
-    assert [*report.modules] == [*(cls.__name__ for cls in plain), "lora.lora_layer"]
-    x = torch.randn(3, 64)
-    with torch.no_grad():
-        for name, module in tiny_models.dense_twin(dense, model).items():
-            result, expected = (
-                each(x, x, x)[0] if name == "attention" else each(x) for each in (model[name], module)
-            )
-            assert_close(result, expected, 1e-5)
+    report = torch_moe_mps.accelerate(model.eval(), 4, 32).quantization
+    assert [*report.modules] == ["Inherits"] and report.skipped == {
+        "Transposed": "Transposed has code of its own",
+        "attention.out_proj": "NonDynamicallyQuantizableLinear has code of its own",
+        "attention.in_proj_weight": "MultiheadAttention is no linear layer",
+    }
 
 
 class Reader(nn.Module):

@@ -69,7 +69,6 @@ CASES = {
     "gptq of zero points 0": (Positive(symmetric=False), "affine4_32", True),
     "gptq v2": (Gptq(version=2, group=64), "affine4_64", True),
     "mxfp4": (Fp4("compressed-tensors", 32), "mxfp4", True),
-    "nvfp4 exact": (Fp4("compressed-tensors", 16, 2.0**-3), "nvfp4", True),
     "nvfp4": (Fp4("compressed-tensors", 16, 0.0003), "affine6_32", False),
     "nvfp4 of modelopt": (Fp4("modelopt", 16, 0.0003), "affine6_32", False),
     "fp8 of rows": (Fp8("compressed-tensors", "weight_scale", "row", False), "affine8_32", False),
@@ -207,7 +206,6 @@ def test_experts_may_be_stacked(name, tmp_path):
 @pytest.mark.parametrize(
     ("writer", "format"),
     [
-        (Fp4("modelopt", 16, 1.0), "nvfp4"),
         (Fp8("modelopt", "weight_scale", 2.0**-8, True), "mxfp8"),
         (Fp8("modelopt", "weight_scale", "row", True), "mxfp8"),
     ],

@@ -138,8 +138,3 @@ def check_changes(device: str, architectures: tuple[str, ...], rounds: int) -> N
 
 def test_threads_change_their_own_models():
     check_changes("cpu", ARCHITECTURES[:2], 1)
-
-
-@pytest.mark.sweep
-def test_threads_change_their_own_models_for_long(device):
-    check_changes(device, ARCHITECTURES, 8 if device == "cpu" else 2)

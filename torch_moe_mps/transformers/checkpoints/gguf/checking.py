@@ -35,7 +35,7 @@ def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
     state = model.state_dict()
     for name in _needed(model):
         if name not in file.parts:
-            _CHECK.fail(file.name_of(name), f"in the file, as {name} of the model", "no such tensor")
+            _CHECK.fail(name, "in the file", "no such tensor")
     for name, tensors in file.parts.items():
         for tensor in tensors:
             if tensor.kind in _INTEGERS:

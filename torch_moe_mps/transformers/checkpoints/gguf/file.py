@@ -184,10 +184,6 @@ class _Processed:
         keys = (tensor.name, tensor.name.removesuffix(".weight"))  # the latter of stacked experts
         return [self._names[key] for key in keys if key in self._names][:1]
 
-    def name_of(self, parameter: str) -> str:
-        """Name in a file of a tensor that would go into a parameter."""
-        return next((name for name, placed in self._names.items() if placed == parameter), parameter)
-
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         """A parameter made of the values of its tensors, or of numbers in their place."""
         result: dict[str, Tensor] = {}
@@ -241,10 +237,6 @@ class _Converted:
             ((_, own),) = values
             return torch.from_numpy(np.array(own))
         return converter.convert(name)[name]
-
-    def name_of(self, parameter: str) -> str:
-        """The parameter's name. transformers has no file name for a tensor that is absent."""
-        return parameter
 
     def inputs(self, name: str) -> Tensor | None:
         pattern = self._patterns[name]
@@ -345,10 +337,6 @@ class File:
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
                 self.parts[name].append(tensor)
-
-    def name_of(self, parameter: str) -> str:
-        """Name in a file of a tensor that would go into a parameter, where that is known."""
-        return self._placing.name_of(parameter)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a parameter as transformers makes it; None where that fails."""

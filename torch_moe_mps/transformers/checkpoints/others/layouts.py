@@ -273,9 +273,9 @@ class Stored:
 
         return self._made(read, format)
 
-    def _nvfp4(self, may_keep: bool = True) -> Matrix:
-        """NVFP4, kept where e4m3 holds its scales times the matrix's factor, else requantised."""
-        divides = self.scheme.codes == "weight_packed"
+    def _nvfp4(self) -> Matrix:
+        """NVFP4, whose scales times the matrix's factor no format holds: requantised."""
+        divides, format = self.scheme.codes == "weight_packed", Format(6, 32)
         factor = "weight_global_scale" if divides else "weight_scale_2"
 
         def wanted(scales: Tensor, factor: Tensor) -> Tensor:
@@ -285,25 +285,17 @@ class Stored:
         own = self.read(factor)
         if not 2.0**-100 <= (value := float(own)) <= 2.0**100:  # beyond, scales leave the range of 16 bits
             _CHECK.fail(self.files.label(self.name(factor)), "between 2^-100 and 2^100", f"{value:g}")
-        result = wanted(self.read("weight_scale"), own)
-        if not bool(result.isfinite().all()):
+        if not bool(wanted(self.read("weight_scale"), own).isfinite().all()):
             _CHECK.fail(self.files.label(self.name("weight_scale")), "finite", "NaN")
-        exact = may_keep and bool((result.to(torch.float8_e4m3fn).float() == result).all())
-        nvfp4 = Format(mode="nvfp4")
-        format = nvfp4 if exact else Format(6, 32)
 
         def values(tensors: list[Tensor]) -> Tensor:
-            codes = unpack(tensors[0].contiguous().view(torch.int32), nvfp4)
+            codes = unpack(tensors[0].contiguous().view(torch.int32), Format(mode="nvfp4"))
             return (codes.unflatten(-1, (-1, 16)) * wanted(*tensors[1:]).unsqueeze(-1)).flatten(-2)
 
-        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, factor: Tensor) -> QuantizedWeight:
-            if not exact:
-                return _again(values([packed, scales, factor]), format, errors)
-            own = wanted(scales, factor).to(torch.float8_e4m3fn).view(torch.uint8)
-            return QuantizedWeight(packed.contiguous().view(torch.int32), own, None, nvfp4)
+        def read(errors: ErrorSums, *tensors: Tensor) -> QuantizedWeight:
+            return _again(values([*tensors]), format, errors)
 
-        made = self._made(read, format)
-        return made._replace(again=functools.partial(self._nvfp4, may_keep=False), values=values)
+        return self._made(read, format)._replace(values=values)
 
     def _fp8(self, may_keep: bool = True) -> Matrix:
         """FP8 with a scale a block: mxfp8 where scales are powers of two, else requantised."""

@@ -12,7 +12,6 @@ tokens that were counted.
 
 import hashlib
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from ...._progress import with_progress
 from ....ops._checks import Check
 from ....quantization.formats import check_importance, check_weighed
 from ...basics.interface import Experts, projections, weights_in
-from ...basics.report import any_layer
 from ...modules.experts import activated_rows
 from ...modules.linears import GroupedLinear, QuantizedLinear
 from .reasons import groups_of
-from .target import Target, layer_of, quantizable
+from .target import Target, quantizable
 from .tied import tied_layers
 
 # Fewer tokens say little: most experts would see none.
@@ -201,7 +199,10 @@ def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progres
             hooks.callback(target.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for window in with_progress(ids.split(WINDOW), "Calibrating", "window", wanted=progress):
             called(input_ids=window[None].to(device), use_cache=False)
-    means = _blended(counts)
+    means: dict[str, Tensor] = {}
+    for name, own in counts.items():
+        if isinstance(own.sums, Tensor) and isinstance(own.counts, Tensor) and bool(own.counts.any()):
+            means[name] = _means(own.sums, own.counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
     contents = text.encode() if text else ids.cpu().numpy().tobytes()
@@ -277,36 +278,11 @@ def _count_of(experts: Experts) -> int:
     return next(len(p) for p in weights_in(experts) if p.dim() >= 2)
 
 
-def _blended(found: Mapping[str, _Sums]) -> dict[str, Tensor]:
-    """Means; experts that are modules of their own are blended like stacked ones."""
-    alike: dict[tuple[str, str, int], list[str]] = defaultdict(list)
-    for name, own in found.items():
-        if isinstance(own.sums, Tensor):
-            layer = layer_of(name)
-            inner = name.removeprefix(layer)
-            kind = (layer, any_layer(inner), own.sums.shape[-1])
-            alike[kind if any_layer(inner) != inner else (name, "", 0)].append(name)
-    means: dict[str, Tensor] = {}
-    for names in alike.values():
-        sums = torch.cat([found[name].sums for name in names])  # type: ignore[misc]
-        counts = torch.cat([found[name].counts for name in names])  # type: ignore[misc]
-        means_of_all = _means(sums, counts)
-        if means_of_all is None:
-            continue
-        sizes = [len(found[name].sums) for name in names]  # type: ignore[arg-type]
-        for name, mean in zip(names, means_of_all.split(sizes), strict=True):
-            means[name] = mean.squeeze(0) if len(mean) == 1 else mean.contiguous()
-    return means
-
-
-def _means(sums: Tensor, counts: Tensor) -> Tensor | None:
-    """Sums of squares [n, C] of n matrices of a layer, and their tokens [n], as means; None without tokens.
+def _means(sums: Tensor, counts: Tensor) -> Tensor:
+    """Sums of squares [n, C] of n matrices of a layer, and their tokens [n], as means.
 
     Those with few tokens take much of the mean of all; those without take it whole.
     """
-    total = counts.sum()
-    if not bool(total > 0):
-        return None
     if len(sums) == 1:
-        return sums / counts[:, None]
-    return (sums + PRIOR * sums.sum(0) / total) / (counts[:, None] + PRIOR)
+        return (sums / counts[:, None]).squeeze(0)
+    return (sums + PRIOR * sums.sum(0) / counts.sum()) / (counts[:, None] + PRIOR)

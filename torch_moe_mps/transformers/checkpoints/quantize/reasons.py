@@ -11,14 +11,13 @@ from torch import nn
 
 from ...basics.interface import experts_of, is_quantized, projections
 from ...basics.state import original_class
-from ...graphs.nodes import tensor_of
-from ...graphs.patterns import match, uncast
-from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
+from ...graphs.patterns import match
+from ...modules.traced import Input, path_of, trace
 from ...trials.comparing import agrees, on_the_cpu, tried
 from ...trials.replicas import bare_replica
 from ..absent import around_text
 from .target import is_conv1d
-from .weight_uses import use_of_weight, weights_written_by
+from .weight_uses import use_of_weight
 
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
 SMALLEST = 16
@@ -32,7 +31,6 @@ class Reasons:
         self.routers = routers_of(model)
         self.adapted = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "get_base_layer"))
         self.towers = tuple(f"{name}." for name in _towers(model))
-        self.written = set().union(*(weights_written_by(cls) for cls in {*map(type, model.modules())}))
 
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
@@ -67,8 +65,6 @@ class Reasons:
         is_plain = _is_plain(module) if isinstance(module, nn.Embedding) else _is_plain_linear(module)
         if not is_plain:
             return f"{original_class(module).__name__} has code of its own"
-        if any(f".{name}".endswith(f".{written}") for written in self.written):
-            return "the code around it writes to its weight"
         parent, _, child = name.rpartition(".")
         around: type = type(self.model.get_submodule(parent))
         if (reason := use_of_weight(around, child)) is not None:
@@ -104,28 +100,7 @@ def _is_plain_linear(module: Any) -> bool:
         return True
     if cls.__module__.startswith("torch."):  # nn.MultiheadAttention, for one, reads the weight
         return False
-    return cls.forward is nn.Linear.forward or _computes_linear(module) or groups_of(module) is not None
-
-
-@remembered
-def _computes_linear(module: Any) -> bool:
-    """True if the forward of a subclass computes x @ weight.T + bias and reads nothing else."""
-
-    def ask(sizes: Sizes, dtype: torch.dtype) -> bool | None:
-        traced = trace(module, Input((*sizes, module.in_features), dtype), weights=dtype)
-        bound = None if traced is None else match("linear(X, WEIGHT, BIAS)", traced.result)
-        if traced is None or bound is None or uncast(bound["X"]) is not traced.inputs[0]:
-            return None
-        weight, bias = bound["WEIGHT"], bound["BIAS"]
-        names = path_of(weight), None if bias is None else path_of(bias)
-        if names != ("weight", None if module.bias is None else "bias"):
-            return None
-        out, own = tensor_of(traced.result), tensor_of(weight)
-        same = (own.shape, own.stride()) == (module.weight.shape, module.weight.stride())
-        dtypes = {own.dtype, out.dtype}  # a formula looks through casts
-        return (same and dtypes == {dtype} and out.shape == (*sizes, module.out_features)) or None
-
-    return everywhere(ask) or False
+    return cls.forward is nn.Linear.forward or groups_of(module) is not None
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
