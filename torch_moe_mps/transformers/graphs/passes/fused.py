@@ -52,18 +52,25 @@ streams_in_update = Fusion(
     ),
     (f"{_UPDATED} + STREAMS", "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
 )
-_GATE = 'gate=GATE[{}], gate_activation="sigmoid"'
+_GATE = 'gate=GATE[{}], gate_activation="{}"'
+_BACK = ("heads_mm", "heads_quantized")
 # One number for a head may be a factor of what the head's matrix makes of latents: a product is linear.
 gate_in_attention = Fusion(
     "gate_in_attention",
-    ("sigmoid(GATE)[G] * attention(*A[S])[G]", f"attention(*A, {_GATE.format('S')})"),
-    ("sigmoid(GATE)[..., 1] * attention(*A[S])[S]", f"attention(*A, {_GATE.format('..., 1')})"),
     *(
-        (
-            f"sigmoid(GATE)[..., 1] * {heads}(attention(*A)[I], *M[S])[S]",
-            f"{heads}(attention(*A, {_GATE.format('..., 1')})[I], *M)",
+        row
+        for name in ("sigmoid", "softplus")
+        for row in (
+            (f"{name}(GATE)[G] * attention(*A[S])[G]", f"attention(*A, {_GATE.format('S', name)})"),
+            (f"{name}(GATE)[..., 1] * attention(*A[S])[S]", f"attention(*A, {_GATE.format('..., 1', name)})"),
+            *(
+                (
+                    f"{name}(GATE)[..., 1] * {heads}(attention(*A)[I], *M[S])[S]",
+                    f"{heads}(attention(*A, {_GATE.format('..., 1', name)})[I], *M)",
+                )
+                for heads in _BACK
+            ),
         )
-        for heads in ("heads_mm", "heads_quantized")
     ),
     where=lambda M=None, **_: M is None or not M.arguments.get("transposed"),
 )

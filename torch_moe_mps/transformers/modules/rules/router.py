@@ -1,6 +1,6 @@
 """Routers: modules that give logits, weights and ids, recognised by the operators that they run.
 
-    logits = linear(x, weight, bias)                    in float32, or in the dtype of x
+    logits = scale * linear(x, weight, bias)            in float32, or in the dtype of x
     weights, ids = moe_router(logits)
 
 A router keeps its interface: its results have the dtypes that the model's code would give them.
@@ -20,7 +20,7 @@ from ....ops._checks import ACTIVATION_DTYPES
 from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
-from ...graphs.patterns import before_widening, linear_of, uncast
+from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
 from ..traced import PATH, Input, Sizes, Traced, everywhere, remembered, trace
 from .selection import UNKNOWN, selection_of
@@ -42,6 +42,7 @@ class Router(NamedTuple):
         is_flat: True if hidden states of any shape become rows.
         in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
         weight, bias: their names in the module.
+        scale: multiplies the product.
         choice_bias: the name of an argument, or of a tensor in the module.
         options: of moe_router.
         logits, weights: the dtypes of these results.
@@ -53,6 +54,7 @@ class Router(NamedTuple):
     in_float32: bool
     weight: str
     bias: str | None
+    scale: float
     choice_bias: str | None
     options: dict[str, Any]
     logits: torch.dtype | None
@@ -73,6 +75,8 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         logits = ops.router_logits(x, weight, bias)
     else:
         logits = F.linear(x, weight, bias)
+    if router.scale != 1.0:
+        logits = logits * router.scale
     choice_bias = None if choice_bias is None else choice_bias.flatten()
     weights, ids = ops.moe_router(logits, correction_bias=choice_bias, **router.options)
     if logits.dtype != (router.logits or x.dtype):
@@ -173,8 +177,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     inputs = dict(zip(traced.inputs, names, strict=True))
     first, weights, ids = traced.result
     selection = selection_of(weights, ids)
-    product = before_widening(selection.logits)
-    linear = _linear_of(first, product)
+    product, scale, linear = _product(first, before_widening(selection.logits))
     in_float32 = _dtype(product) is not None
 
     def name_of(value: fx.Node | None) -> str | None:
@@ -195,6 +198,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
         in_float32=in_float32,
         weight=weight,
         bias=bias,
+        scale=scale,
         choice_bias=choice_bias,
         options=selection.options,
         logits=_dtype(first),
@@ -203,13 +207,15 @@ def _router(traced: Traced, names: list[str]) -> Router:
     )
 
 
-def _linear_of(first: fx.Node, product: fx.Node) -> Any:
-    """x, weight and bias of the matmul of logits; `first` are the logits that the router returns."""
+def _product(first: fx.Node, logits: fx.Node) -> tuple[fx.Node, float, Any]:
+    """The matmul of logits, its factor, and its (x, weight, bias); `first` are the logits."""
+    scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
+    product, scale = scaled["PRODUCT"], scaled["SCALE"]
     linear = linear_of(product)
-    is_first = first is product or (is_call(first, aten._to_copy) and first.args[0] is product)
-    if linear is None or not is_first:
+    is_first = first is logits or (is_call(first, aten._to_copy) and first.args[0] is logits)
+    if linear is None or not is_first or not isinstance(scale, (int, float)):
         raise Unsupported(UNKNOWN)
-    return linear
+    return product, scale, linear
 
 
 def _dtype(value: fx.Node) -> torch.dtype | None:
