@@ -85,7 +85,7 @@ class Codebook(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """How weights of a format are stored.
+    """Storage of a format's weights.
 
     Attributes:
         offset, step: of the codes.

@@ -120,6 +120,24 @@ def test_the_dry_run_of_a_quantised_source_has_its_formats(eight_bits, tmp_path,
     assert total[0] == "weights:" and abs(float(total[1]) * 1e6 - size) < 0.06e6
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "hint"),
+    [
+        ("dense", (), "4 bits have"),
+        ("dense", ("--bits", 2), "2 bits have"),
+        ("dense", ("--importance", "auto"), None),
+        ("dense", ("--bits", 8, "--linear-bits", 8, "--embedding-bits", 8), None),
+        ("eight_bits", (), None),
+    ],
+)
+def test_few_bits_without_importance_hint_at_it(source, options, hint, request, tmp_path, capsys):
+    source = request.getfixturevalue(source)
+    capsys.readouterr()
+    assert run(source, tmp_path / "new", *options, "--dry-run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--importance auto" in line]
+    assert [hint] == [line[:11] for line in lines] if hint else not lines
+
+
 def test_a_disk_without_space_is_one_line_before_anything_is_written(dense, tmp_path, refused, monkeypatch):
     usage = namedtuple("usage", "total used free")(0, 0, 1000)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage)

@@ -242,7 +242,7 @@ class Bench:
 
     @torch.no_grad()
     def experts(self) -> str | None:
-        """How many experts a step of several sequences reads; None for a model that runs none of ours.
+        """Line on the experts that a step of several sequences reads; None for a model without ours.
 
         A step takes as long as the weights that it reads, which are the fewer the more sequences agree.
         """

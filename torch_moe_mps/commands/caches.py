@@ -78,7 +78,7 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
 
 
 def block_cache(config: Any, dtype: torch.dtype) -> KVCache:
-    """From the config of an assistant that makes blocks of tokens (DFlash)."""
+    """Key-value cache of an assistant that drafts blocks of tokens (DFlash), from its config."""
     token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     kinds = Counter(config.layer_types)
     sliding = kinds.pop("sliding_attention", 0)

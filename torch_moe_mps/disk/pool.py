@@ -332,7 +332,7 @@ def most_experts(layers: Sequence[Layer]) -> int:
 
 
 def slots_in(layers: Sequence[Layer], memory: int) -> int:
-    """How many slots each layer has in some bytes of memory; all layers have as many."""
+    """Number of slots of each layer that fit in `memory` bytes, the same for all layers."""
     every = most_experts(layers)
     if memory >= least_memory(layers, every):
         return every

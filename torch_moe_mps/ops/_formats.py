@@ -40,7 +40,7 @@ _QUANTIZE = Check("quantize")
 
 @dataclass(frozen=True, init=False)
 class Format:
-    """How weights are quantised: a row of the table above.
+    """Quantisation format: a row of the table above.
 
     In mode "affine" a `bits` of None becomes 4, and a group_size of None 64; every other mode has one of
     both.

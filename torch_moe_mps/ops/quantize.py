@@ -186,7 +186,7 @@ class _Fit:
         self.variance = torch.mul(self.kt, t, out=self.room[0]).sum(-1, keepdim=True) - first * self.mean
 
     def turn(self, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For the nearest codes the least error, and its scale and bias; NaN for codes that are all alike."""
+        """Least errors, scales and biases for the nearest codes; NaN where all codes are equal."""
         inverse = 1 / scale
         c = torch.mul(self.t, inverse, out=self.room[0]).sub_(bias * inverse)
         c.round_().clamp_(-self.half, self.half - 1)

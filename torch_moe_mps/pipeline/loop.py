@@ -32,7 +32,7 @@ class CannotBeCut(ValueError):
 
 @dataclass
 class Loop:
-    """How a model runs its layers.
+    """Form of the loop in which a model runs its layers.
 
     Attributes:
         base: the name of the module that embeds ids and runs the layers.
@@ -147,7 +147,7 @@ class _Calls(TorchDispatchMode):
             self._refuse("does not call each layer once, in their order")
 
     def _leave(self, number: int, layer: nn.Module, args: tuple, output: Any) -> Any:
-        """Returns new tensors, which follow from nothing else."""
+        """New tensors of the layer's shapes in place of its output; notes the form of that output."""
         results = output if isinstance(output, tuple) else (output,)
         if not all(result is None or isinstance(result, Tensor) for result in results):
             kinds = ", ".join(type(result).__name__ for result in results)

@@ -47,7 +47,7 @@ def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Mac
 def shares_that_fit(
     model: Any, layers: Sequence[Any], size_of: Callable[[Any], int], weights: int, limits: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
-    """How Macs of unequal memory share a model, which may be on the meta device.
+    """Shares of a model, which may be on the meta device, for Macs of unequal memory.
 
     Args:
         layers: the model's.

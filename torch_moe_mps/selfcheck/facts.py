@@ -67,7 +67,7 @@ def _number(pattern: str, text: str) -> int | None:
 
 
 def _displays(text: str) -> int | None:
-    """How many are attached; a Mac that drives none kills no long command buffer."""
+    """Number of attached displays; a Mac without one ends no long command buffer."""
     try:
         gpus = json.loads(text)["SPDisplaysDataType"]
         return sum(len(gpu.get("spdisplays_ndrvs", ())) for gpu in gpus)

@@ -38,7 +38,7 @@ _open: _Open | None = None
 
 @contextlib.contextmanager
 def noted(step: str) -> Iterator[None]:
-    """Around what might end the process."""
+    """Context that records in the journal what runs inside, which may end the process."""
     number = next(_numbers)
     _write(f"+{number} {' '.join(step.split())}")
     try:

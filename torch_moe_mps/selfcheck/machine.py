@@ -24,7 +24,7 @@ _said = functools.cache(said)
 
 
 def is_available() -> bool:
-    """Whether there is a GPU to check: a Mac's, with the compiled extension."""
+    """True if there is a Mac's GPU and the compiled extension."""
     return torch.backends.mps.is_available() and host_library() is not None
 
 
@@ -65,7 +65,7 @@ def where() -> str:
 
 
 def cache_folder() -> Path:
-    """In the user's cache directory. Raises: RuntimeError where the user has no home directory."""
+    """Folder in the user's cache directory. Raises: RuntimeError if the user has no home directory."""
     home = Path.home()
     root = home / "Library/Caches" if sys.platform == "darwin" else home / ".cache"
     if sys.platform != "darwin":
@@ -112,7 +112,7 @@ def _kept() -> dict[str, Any]:
 
 
 def remember(passed: Collection[str], late: Collection[str] = ()) -> None:
-    """If the file cannot be written, the next process checks again."""
+    """Writes the result to the file; if that fails, the next process checks again."""
     _keep(passed=sorted(passed), late=sorted(late))
 
 

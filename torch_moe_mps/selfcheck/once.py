@@ -57,7 +57,7 @@ def checks_of(subjects: Iterable[Subject]) -> list[CallsToCheck]:
 
 
 def forget() -> None:
-    """From here on, nothing is known to fail."""
+    """Clears the operators that are known to fail."""
     _KNOWN.clear()
 
 

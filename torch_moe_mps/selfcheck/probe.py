@@ -36,7 +36,7 @@ TINY = 2.0**-127  # a subnormal number in single precision
 
 
 class Sizes(NamedTuple):
-    """How much is run; the tests' simulator runs less."""
+    """Sizes of what is measured; the tests' simulator takes smaller ones."""
 
     dispatches: int = 1000
     buffers: tuple[int, ...] = (1, 10, 100)
@@ -109,7 +109,7 @@ def nan_rules(sizes: Sizes) -> dict[str, Any]:
 
 
 def subnormals(sizes: Sizes) -> dict[str, bool]:
-    """Whether subnormals of single and half precision survive, as operands and as results."""
+    """True if subnormals of single and half precision survive, as operands and as results."""
     x = torch.tensor([TINY, 2 * TINY, 2.0**-20, 2.0**-14]).to("mps")
     scales = torch.tensor([2.0, 0.5, 1024.0, 0.5]).to("mps")
     single, half = torch.empty(4, device="mps"), torch.empty(4, dtype=torch.float16, device="mps")
@@ -124,7 +124,7 @@ def subnormals(sizes: Sizes) -> dict[str, bool]:
 
 
 def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
-    """Whether numbers are rounded to the nearest, ties to even, as torch does on the CPU, and NaN stays."""
+    """True if numbers are rounded to nearest, ties to even, as torch does on the CPU, and NaN stays NaN."""
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F80FFFF, 0xBF817FFF - 2**32, 0x7F7FFFFF])
     x = torch.cat([bits.int().view(torch.float32), torch.tensor([math.nan, math.inf, 1e-30])])
     out = torch.empty(len(x), dtype=torch.bfloat16, device="mps")
@@ -306,7 +306,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _best(call: Callable[[], object], repeats: int) -> float:
-    """Behind a run that compiles and wakes the GPU."""
+    """Shortest time of several runs, after one that compiles and wakes the GPU."""
     call()
     return min(_seconds(call) for _ in range(repeats))
 

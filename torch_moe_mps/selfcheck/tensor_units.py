@@ -92,7 +92,7 @@ def why_not() -> str:
 
 
 def is_forced() -> bool:
-    """Whether the environment asks for all of them, unchecked."""
+    """True if the environment switches all of them on, unchecked."""
     return use_of_tensor_units() == "1"
 
 

@@ -29,5 +29,5 @@ def why_no_sdpa() -> str:
 
 @functools.cache
 def chunks_run_sdpa() -> bool:
-    """Whether chunks of a prompt behind other tokens run torch's attention, on tensor units."""
+    """True if chunks of a prompt behind other tokens run torch's attention, on tensor units."""
     return not why_no_sdpa() and was_faster(SDPA)

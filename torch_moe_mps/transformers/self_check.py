@@ -46,7 +46,7 @@ def allowed(check: bool) -> AbstractContextManager[bool]:
 
 
 def reset() -> None:
-    """From here on, nothing is refused, and nothing is compared."""
+    """Forgets all refusals and what was found to fail, and compares nothing."""
     REFUSED.clear()
     once.forget()
     once.watch(False)

@@ -326,20 +326,6 @@ class DraftedConvolution(Drafted, OperatorCase, fields="group tokens channels dt
     )
 
 
-class Delayed(DraftedConvolution):
-    """The positions themselves, and one in front of them."""
-
-    tensors = "x[1, tokens, channels] conv_state_[1, channels, 4] pending_[1, channels, 8]"
-
-    @property
-    def name(self):
-        return f"{super().name} delayed"
-
-    @property
-    def options(self):
-        return super().options | {"weight": None, "activation": "none", "before": 1}
-
-
 class Pointwise(OperatorCase, fields="group tokens width dtype"):
     """A gate."""
 
@@ -567,7 +553,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [DraftedDelta("fused", t, 16, 32, 128, "bf16") for t in (2, 4)]
     cases += [DraftedChannels("fused", t, 32, 32, 128, "bf16") for t in (2, 4)]
     cases += [DraftedScan("fused", t, 8, 64, 128, 64, "bf16") for t in (2, 4)]
-    behind = (DraftedSelective, DraftedConvolution, Delayed)
+    behind = (DraftedSelective, DraftedConvolution)
     cases += [family("fused", t, 4096, "bf16") for family in behind for t in (1, 4)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -609,5 +595,5 @@ def sanitizer_fused() -> list[Case]:
     for family in (Delta, DraftedDelta, DraftedChannels):
         cases += [family("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
     cases += [DraftedScan("sanitize", t, 1, 2, states, 36, "bf16") for t in (1, 3) for states in (40, 100)]
-    behind = (DraftedSelective, DraftedConvolution, Delayed)
+    behind = (DraftedSelective, DraftedConvolution)
     return cases + [family("sanitize", t, 200, "bf16") for family in behind for t in (1, 3)]

@@ -39,7 +39,7 @@ _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Scores(NamedTuple):
-    """How scores of keys become weights, as the operator `attention` takes it.
+    """Options of the operator `attention` that turn scores of keys into weights.
 
     Attributes:
         scaling: None for D ** -0.5.

@@ -237,7 +237,7 @@ def _padding(ranges: tuple[tuple[int, int], ...], device: Any, owner: Any) -> Te
 
 
 def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
-    """For each row of a 2D mask, its first key that is no padding, and the key after the last one.
+    """First key of each row of a 2D mask that is no padding, and the key after the last one.
 
     Keys after the mask are padding. None if there is padding between other keys.
     """

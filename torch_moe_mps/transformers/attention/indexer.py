@@ -36,7 +36,7 @@ _BATCH, _TOKENS, _BEFORE = 16, 3, 4  # sizes of a trial; its rows with equal sco
 
 
 class IndexerForm(NamedTuple):
-    """How an indexer makes its queries and keys.
+    """Form of an indexer: the computation of its queries and keys.
 
     Attributes:
         names: of what its forward takes behind the hidden states, the cache as CACHE.

@@ -101,7 +101,7 @@ def follow_moved() -> None:
 
 
 def _loaded(model: nn.Module, keys: Any) -> None:
-    """After `load_state_dict`, whose assign=True may leave captured tokens holding the weights before."""
+    """Marks a model whose weights `load_state_dict` with assign=True may have replaced."""
     if (resident := _residents.get(model)) is not None:
         MOVED.add(resident)
 

@@ -20,7 +20,7 @@ MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its Mad
 
 
 class Made(NamedTuple):
-    """How a class was made.
+    """Record of a class that was made.
 
     Attributes:
         kind: of the classes that stand for others.
@@ -61,7 +61,7 @@ def subclass(
 
 
 def made_as(cls: type, kind: str) -> Made | None:
-    """How a class, or the first one beneath it, was made as a class of this kind; None if none was."""
+    """Record of a class, or of its first base, that was made as this kind; None if none was."""
     every = (vars(base).get(MADE) for base in cls.__mro__)
     return next((made for made in every if made is not None and made.kind == kind), None)
 

@@ -345,7 +345,7 @@ class BatchedCache:
 
 
 def capacity(rows: int, tokens: int) -> int:
-    """For how many tokens there is memory where so many sequences have so many tokens at most."""
+    """Number of tokens that fit in memory for so many sequences of at most so many tokens."""
     return batch_capacity(rows) * (tokens + growing.free_slots_for(tokens))
 
 

@@ -37,7 +37,7 @@ class Buffer:
 
     @property
     def capacity(self) -> Any:
-        """How many tokens it can hold; a symbol while a token is captured."""
+        """Number of tokens it can hold; a symbol while a token is captured."""
         return self.tensor.shape[-2]
 
     @property

@@ -24,7 +24,7 @@ class Axes(NamedTuple):
 
 
 class Trim(Enum):
-    """How the last tokens are taken back: any, while a window has not moved on, or by a copy from before."""
+    """Way to take the last tokens back: any, while a window has not moved on, or by a copy from before."""
 
     TOKENS = "tokens"
     WINDOW = "window"
@@ -32,7 +32,7 @@ class Trim(Enum):
 
 
 class Batched(Enum):
-    """How the sequences of a batch lie in a layer.
+    """Layout of the sequences of a batch in a layer.
 
     Side by side with a common end; so unless indexers of the model choose several keys together; each in a
     layer of its own; not at all.

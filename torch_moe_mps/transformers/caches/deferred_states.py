@@ -43,7 +43,7 @@ _COUNTS = "counts"  # the name of how many tokens are right, beside those of the
 
 
 class Kind(NamedTuple):
-    """How a recurrent state takes its tokens in, and how it lies in the cache.
+    """Kind of a recurrent state: its update by tokens and its place in the cache.
 
     Attributes:
         delta: as the delta rule.

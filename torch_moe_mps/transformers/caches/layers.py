@@ -86,7 +86,7 @@ class Made(CacheLayerMixin):
         return growing.free_slots_for(tokens)
 
     def shown(self, tokens: int, held: int) -> int:
-        """How many of the tokens that are held are shown, of so many in all."""
+        """Number of the held tokens that are visible, of so many in all."""
         return held
 
     def note_batch(self, tokens: int) -> None:

@@ -10,7 +10,7 @@ from ..basics.tensors import NO_END, notes_on
 
 
 class Places:
-    """Where the tokens of sequences are, on the device: until these move, nothing is copied to it.
+    """Places of the tokens of sequences, on the device; copied to it only when they change.
 
     Args:
         context: tokens for which masks have room at first.
@@ -58,7 +58,7 @@ class Places:
 
 
 class Uncommitted:
-    """How many uncommitted tokens of each sequence are accepted.
+    """Number of accepted uncommitted tokens of each sequence.
 
     Attributes:
         rows: the counts; each change makes another list.

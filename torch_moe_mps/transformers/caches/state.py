@@ -19,7 +19,7 @@ OWN = ""  # the dictionary of a layer's own attributes
 
 
 class Name(NamedTuple):
-    """Where a layer holds a value: an attribute (`OWN`, its name), or a key of a dictionary attribute."""
+    """Place of a value in a layer: an attribute (`OWN`, its name), or a key of a dictionary attribute."""
 
     dictionary: str
     key: Any

@@ -19,6 +19,6 @@ def padding_of(model: Any, arguments: dict[str, Any]) -> tuple[Tensor | None] | 
 
 
 def rows_of(arguments: dict[str, Any]) -> int:
-    """How many rows the batch of a model's call has."""
+    """Number of rows in the batch of a model's call."""
     ids = arguments.get("input_ids")
     return len(arguments["inputs_embeds"] if ids is None else ids)

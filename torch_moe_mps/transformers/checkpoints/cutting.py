@@ -48,7 +48,7 @@ def _cut_before_reading() -> None:
 
 
 def _device(load_config: Any) -> torch.device:
-    """Where a model will be once it is loaded."""
+    """Device of a model once it is loaded."""
     if (device := getattr(load_config.hf_quantizer, "device", None)) is not None:
         return device
     places = load_config.device_map or {"": "cpu"}

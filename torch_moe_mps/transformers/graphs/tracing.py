@@ -80,7 +80,7 @@ def sampled(value: Any) -> Any:
 
 
 class _Named(Source):
-    """Where a symbol comes from, for the ShapeEnv."""
+    """Source of a symbol, for the ShapeEnv."""
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "_own_name", name)

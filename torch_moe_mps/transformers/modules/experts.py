@@ -90,7 +90,7 @@ def shape_of(module: Experts, projection: str) -> tuple[int, int, int]:
 
 
 def _width_between(module: Any) -> int:
-    """How many numbers the first matrix gives for each row."""
+    """Number of outputs of the first matrix for each row."""
     first, _ = projections(module)
     if not is_quantized(module):
         return int(getattr(module, first).shape[2 if module.is_transposed else 1])

@@ -192,7 +192,7 @@ class Logits(Deferred):
 
 
 def rows_of_chunk(vocabulary: int) -> int:
-    """How many tokens a chunk has."""
+    """Number of tokens in a chunk."""
     return max(1, LARGEST // vocabulary)
 
 

@@ -37,7 +37,7 @@ Restore = Callable[[nn.Module], object]
 
 
 class Verdict(NamedTuple):
-    """How models run behind an untested transformers.
+    """Result of comparing models under an untested transformers.
 
     Attributes:
         own: names of classes whose modules run unmodified.

@@ -89,7 +89,7 @@ def check_whole(file: Path) -> None:
 
 
 class Place(NamedTuple):
-    """Where a tensor is in a safetensors file, and its dtype as that calls it."""
+    """Place of a tensor in a safetensors file, and its dtype by the file's name."""
 
     dtype: str
     offset: int

@@ -12,7 +12,7 @@ def _nothing(config: Config) -> Config:
 
 
 class Architecture(NamedTuple):
-    """How mlx-lm's names, values and keys differ from a model type's original checkpoints.
+    """Differences of mlx-lm's names, values and keys from a model type's original checkpoints.
 
     Args:
         experts: where mlx-lm has the experts of a layer; None for a model without.

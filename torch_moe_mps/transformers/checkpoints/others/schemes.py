@@ -25,7 +25,7 @@ class Declared(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """How a matrix is stored.
+    """Storage of a matrix.
 
     Attributes:
         layout: a key of LAYOUTS.

@@ -28,7 +28,7 @@ FROM_GGUF = {"quant_method": "gguf"}
 
 
 class QuantizationConfig(QuantizationConfigMixin):
-    """How the weights of a checkpoint are quantised, or are to be quantised when they are loaded.
+    """Quantisation of a checkpoint's weights, as stored or as applied by loading.
 
     Args:
         bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`: the default format.

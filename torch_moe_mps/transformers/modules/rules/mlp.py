@@ -47,7 +47,7 @@ class MlpFormula(NamedTuple):
 
 @remembered
 def mlp_formula(module: nn.Module) -> MlpFormula | None:
-    """How a module of quantised layers computes an MLP, None if it is something else."""
+    """Form of the MLP that a module of quantised layers computes; None for any other computation."""
     layers = [item for item in module._modules.values() if isinstance(item, QuantizedLinear)]
     if len(layers) < 2 or len(names_of_inputs(module) or ()) != 1:
         return None

@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
 
 class RopeForm(NamedTuple):
-    """How a function rotates, for tables cos and sin as wide as a head and half as wide (None: it cannot).
+    """Rotations of a function with tables of a head's width and of half of it; None where it cannot.
 
     `heads_dim`: where q and k have their heads, 1 or 2.
     """
@@ -69,7 +69,7 @@ def tables_and_options(turn: Turn, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 
 class RopeCall(NamedTuple):
-    """How a function is called.
+    """Arguments that a function is called with.
 
     Attributes:
         tensors: that turn, 2 for q and k.
@@ -85,7 +85,7 @@ class RopeCall(NamedTuple):
 
 
 def rope_form(function: Callable, call: RopeCall) -> RopeForm | None:
-    """Form of rotation of a function called like that; None if the operator cannot do it."""
+    """Form of the rotation of a function with these arguments; None if the operator cannot compute it."""
     for heads_dim in (1, 2):
         wide, narrow = (_turn_of(function, call, heads_dim, width) for width in (_WIDTH, _WIDTH // 2))
         if wide or narrow:
@@ -143,7 +143,7 @@ def _turned_by(
 
 
 def _turn(form: RopeForm, width: int, cos: Tensor) -> Turn | None:
-    """How a form rotates heads of a width by these tables: a partial rotation is one for narrow tables."""
+    """Rotation of heads of a width by these tables; a partial rotation is one with narrow tables."""
     if cos.shape[-1] == width:
         return form.wide
     narrow = form.narrow

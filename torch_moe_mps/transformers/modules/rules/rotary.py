@@ -32,7 +32,7 @@ _AXES = 3  # positions of a token in time, height and width
 
 
 class Tables(NamedTuple):
-    """How a module lays out its tables; `axes`: by which of several positions each pair turns."""
+    """Layout of a module's tables; `axes`: the index of the position that turns each pair."""
 
     layout: str
     axes: tuple[int, ...] | None
@@ -129,7 +129,7 @@ def is_fixed(rope_type: str) -> bool:
 
 
 def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
-    """How the operator computes what the module computes."""
+    """Layout of the tables that the module computes; None if the operator cannot compute them."""
     frequencies, scaling = _parameters(module, layer_type)
     if not isinstance(frequencies, Tensor) or not isinstance(scaling, (int, float)) or frequencies.is_meta:
         return None
@@ -163,7 +163,7 @@ def _own_tables(module: nn.Module, x: Tensor, ids: Tensor, layer_type: str | Non
 
 
 def _axes(found: list[list[Tensor]], tables: list[Tensor], layout: str) -> tuple[int, ...] | None:
-    """For each pair, which of the tables of single axes is closest to its columns; None for other shapes."""
+    """Index of the single-axis table closest to each pair's columns; None for other shapes."""
     if any(table.shape != found[0][0].shape for table in tables):
         return None
     wrong = torch.stack([(torch.cat(of_axis) - torch.cat(tables)).abs().amax((0, 1)) for of_axis in found])
