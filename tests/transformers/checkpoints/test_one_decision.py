@@ -96,3 +96,24 @@ def test_whole_runs(name, tmp_path):
                 isinstance(m, nn.Embedding) and m.embedding_dim == 64 and m.num_embeddings > 95
                 for m in each.modules()
             )
+
+
+RWKV = {
+    "vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 2, "rescale_every": 1,
+}  # fmt: skip
+
+
+def test_weights_that_code_writes_to_stay_dense(tmp_path):
+    """RWKV halves two matrices of some layers in place, before its first token."""
+    model = transformers.RwkvForCausalLM(transformers.RwkvConfig(**RWKV)).eval()
+    dense, ids = copy.deepcopy(model), torch.arange(12).view(2, 6)
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32).quantization
+    ends = ("attention.output", "feed_forward.value")
+    names = [f"rwkv.blocks.{i}.{end}" for i in range(2) for end in ends]
+    assert report.skipped == dict.fromkeys(names, "the code around it writes to its weight")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = tiny_models.dense_twin(dense, model)(ids).logits
+        for each in (model, transformers.RwkvForCausalLM.from_pretrained(tmp_path).eval()):
+            torch.testing.assert_close(each(ids).logits, expected, rtol=1e-4, atol=1e-4)

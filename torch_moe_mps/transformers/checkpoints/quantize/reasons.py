@@ -17,7 +17,7 @@ from ...trials.comparing import agrees, on_the_cpu, tried
 from ...trials.replicas import bare_replica
 from ..absent import around_text
 from .target import is_conv1d
-from .weight_uses import use_of_weight
+from .weight_uses import use_of_weight, weights_written_by
 
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
 SMALLEST = 16
@@ -31,6 +31,7 @@ class Reasons:
         self.routers = routers_of(model)
         self.adapted = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "get_base_layer"))
         self.towers = tuple(f"{name}." for name in _towers(model))
+        self.written = set().union(*(weights_written_by(cls) for cls in {*map(type, model.modules())}))
 
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
@@ -65,6 +66,8 @@ class Reasons:
         is_plain = _is_plain(module) if isinstance(module, nn.Embedding) else _is_plain_linear(module)
         if not is_plain:
             return f"{original_class(module).__name__} has code of its own"
+        if any(f".{name}".endswith(f".{written}") for written in self.written):
+            return "the code around it writes to its weight"
         parent, _, child = name.rpartition(".")
         around: type = type(self.model.get_submodule(parent))
         if (reason := use_of_weight(around, child)) is not None:

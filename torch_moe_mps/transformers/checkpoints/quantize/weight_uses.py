@@ -10,6 +10,7 @@ from collections.abc import Iterator
 _READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b|\[)")
 # A branch that runs in training alone.
 _TRAINING = re.compile(r"^([ \t]*)if (?:[\w.]+ and )*self\.training\b[^:]*:\n(?:\1[ \t]+.*\n|\s*\n)+", re.M)
+_WRITTEN = re.compile(r"\b\w+\.([\w.]+)\.weight(?:\.data)?\.[a-z]\w*_\(")
 
 
 def use_of_weight(cls: type, child: str) -> str | None:
@@ -33,6 +34,12 @@ def _weights_read_by(cls: type) -> tuple[set[str], bool]:
                 has_source &= source is not None or name.startswith("__")
                 read.update(_READ.findall(source or ""))
     return read, has_source
+
+
+@functools.cache
+def weights_written_by(cls: type) -> frozenset[str]:
+    """Ends of the names of layers whose weights methods of a class change in place: "attention.output"."""
+    return frozenset(written for _, source in _sources_of(cls) for written in _WRITTEN.findall(source or ""))
 
 
 def _sources_of(cls: type) -> Iterator[tuple[str, str | None]]:
