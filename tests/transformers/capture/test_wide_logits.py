@@ -3,7 +3,6 @@
 Where anything else may read them, they have the model's dtype.
 """
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
 from torch_moe_mps.commands import perplexity
-from torch_moe_mps.serving.engine import encoder
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -121,17 +119,13 @@ def test_a_batch(device):
     assert_unrounded(seen, made[order])
 
 
-def test_perplexity_and_a_judge():
+def test_perplexity():
     model = model_on("cpu")
     states, ids = States(model), prompt(1, 6)[0]
     with torch.no_grad():
         found = perplexity._log_probabilities(model, ids)
     expected = (states.last[0][0, :-1] @ states.matrix.T).log_softmax(-1)
     assert (found.double() - expected).abs().max() < 1e-4
-    words = SimpleNamespace(pad_token_id=0, convert_tokens_to_ids={"yes": 7, "no": 9}.get)
-    judge = encoder.Encoder(model, words, None, is_judge=True)
-    scores, logits = judge.scores([ids.tolist()]), states.logits()[-1]
-    assert abs(float(scores) - float((logits[7] - logits[9]).sigmoid())) < 1e-5
 
 
 def test_a_dense_head_and_models_without_one():

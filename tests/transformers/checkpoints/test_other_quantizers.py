@@ -330,8 +330,8 @@ def test_recipes_may_be_mixed(tmp_path):
     assert found == {"affine8_32", "affine4_64"}
     assert isinstance(model.model.layers[0].self_attn.o_proj.weight, torch.nn.Parameter)
     assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
-    model = torch_moe_mps.from_pretrained(tmp_path, bits=6, group_size=32, dtype=torch.float32)
-    assert {str(f) for f in formats_in(model.model.layers[0].self_attn.o_proj).values()} == {"affine6_32"}
+    model = torch_moe_mps.from_pretrained(tmp_path, bits=8, group_size=32, dtype=torch.float32)
+    assert {str(f) for f in formats_in(model.model.layers[0].self_attn.o_proj).values()} == {"affine8_32"}
 
 
 OF_A_MISSING_PACKAGE = ("int4 asymmetric", "awq", "gptq", "fp8 of modelopt", "auto-round of awq")

@@ -90,12 +90,12 @@ class TestLines(expecttest.TestCase):
             f"{text}all: {total}\n",
             """\
 quantized_affine4_64_bf16: 1024
-norms_bf16: 356
+norms_bf16: 355
 pointwise_bf16: 185
 rope_bf16: 356
-routing_4_bf16: 431
-attention_128_bf16: 865
-all: 3217
+routing_4_bf16: 420
+attention_128_bf16: 837
+all: 3177
 """,
         )
 

@@ -68,7 +68,7 @@ CASES = [
     ),
     Case("compressed_attention", "deepseek_v4", "model.layers.0.self_attn", ("scaling", 2.0), "compressor"),
     Case("hyper_connection", "deepseek_v4", "model.layers.0.attn_hc", ("hc_eps", 0.5), "input_norm"),
-    Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
+    Case("router", "deepseek_v4", "model.layers.1.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
