@@ -282,10 +282,10 @@ AttentionParams params_of(const AttentionArguments& given, const Sizes& sizes, c
 
 AttentionShape shape_of(const Sizes& sizes, const Readable& readable, const AttentionParams& params,
                         bool turns) {
-  const char* const file = turns               ? "attention_turned"
-                           : sizes.has_tail    ? "attention_tailed"
-                           : readable.indices  ? "attention_selected"
-                                               : "attention";
+  const char* const file = turns              ? "attention_turned"
+                           : sizes.has_tail   ? "attention_tailed"
+                           : readable.indices ? "attention_selected"
+                                              : "attention";
   const bool is_plain = !readable.mask && !readable.k.scales && !turns;
   return {sizes.batch,
           sizes.tokens,
@@ -315,9 +315,7 @@ void bind_operands(Command& command, const Sizes& sizes, const Readable& readabl
     return;
   }
   const bool has_keys = sizes.stored > 0, selects = sizes.selected > 0 && readable.indices;
-  command
-      .bind_strided(readable.q, has_keys ? k.values : output, has_keys ? v.values : output,
-                    readable.mask)
+  command.bind_strided(readable.q, has_keys ? k.values : output, has_keys ? v.values : output, readable.mask)
       .bind(readable.sinks, output, partials)
       .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
                     selects ? readable.indices : readable.key_range, readable.gate)

@@ -3,7 +3,6 @@
 Where anything else may read them, they have the model's dtype.
 """
 
-
 import numpy as np
 import pytest
 import torch

@@ -256,9 +256,8 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file :
-           {"norms", "norms_residual", "norms_gated", "norms_layer", "rope", "rope_centred", "routing_logits",
-            "attention_merge", "write_cache"})
+      for (const char* file : {"norms", "norms_residual", "norms_gated", "norms_layer", "rope",
+                               "rope_centred", "routing_logits", "attention_merge", "write_cache"})
         list->push_back({file, dtype});
       for (const char* file : {"index", "pooling", "linear_attention", "lora", "hyper_connection", "combine",
                                "pointwise", "sampling", "quantize", "experts"})
