@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
+from support.pages import script_of
 from support.processes import REPOSITORY
 from tokenizers import decoders
 from torch.nn.functional import silu
@@ -141,9 +142,8 @@ def test_structured_output_as_the_page_shows_it(tmp_path, capsys):
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     tokenizer.save_pretrained(tmp_path)
     tiny_models.tiny_model("qwen3_moe", eos_token_id=95).save_pretrained(tmp_path)
-    text = (REPOSITORY / "docs" / "chat.md").read_text().partition("### JSON that fits a schema")[2]
-    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    exec(snippet.replace("qwen3-4bit", str(tmp_path)).replace('"mps"', '"cpu"'), {})
+    own = {"qwen3-4bit": str(tmp_path), '"mps"': '"cpu"'}
+    exec(script_of("chat.md", "### JSON that fits a schema", own), {})
     assert json.loads(capsys.readouterr().out)["sky"] in ("blue", "grey")
 
 
@@ -158,19 +158,14 @@ def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
     chats = [("abc", "hij"), ("defg", "kl")] * 4
     rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in chats]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
-    text = (REPOSITORY / "docs" / "finetuning.md").read_text().partition("## Supervised training")[2]
-    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     own = {
         "Qwen/Qwen3-30B-A3B": str(tmp_path / "model"),
         'bits=4, device_map="mps"': 'bits=4, group_size=32, device_map="cpu"',
         "2e-4": "2e-2",
         "warmup_steps=10": "warmup_steps=1, use_cpu=True, disable_tqdm=True",
     }
-    for shown, here in own.items():
-        assert shown in snippet
-        snippet = snippet.replace(shown, here)
     monkeypatch.chdir(tmp_path)
-    exec(snippet, found := {})
+    exec(script_of("finetuning.md", "## Supervised training", own), found := {})
     first = found["data"][0]
     assert tokenizer.convert_ids_to_tokens(first["input_ids"]) == [*"uabczahijz"]
     assert first["labels"] == [-100] * 6 + first["input_ids"][6:]

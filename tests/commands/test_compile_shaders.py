@@ -59,7 +59,7 @@ def test_sources_need_no_other_file(sources, tmp_path):
     for name, entry in listed.items():
         assert entry["file"] == torch.ops.moe_mps._library_file(name)
         assert re.fullmatch(r"[a-z0-9_]+-[0-9a-f]{16}\.metallib", entry["file"])
-    lines = torch.ops.moe_mps._pipelines("norms_bf16", [])  # as Metal lists the kernels
+    lines = torch.ops.moe_mps._pipelines("norms_bf16")  # as Metal lists the kernels
     assert {line.split()[0] for line in lines} == {*listed["norms_bf16"]["kernels"]}
     assert {*listed["norms_bf16"]["kernels"].values()} == {512}  # as norms.metal declares
 

@@ -18,7 +18,7 @@ PARTS = ("", "joined_", "few_", "prompts_", "heads_")
 
 # Libraries of training, of dense experts, and of few models: calls.common_subjects has no call of them.
 UNCOMMON = re.compile(
-    "attention_.*(512|affine8|selected|relative|tailed)|write_cache|experts|index|pooling|hyper_connection"
+    "attention_.*(512|affine8|selected|tailed)|write_cache|experts|index|pooling|hyper_connection"
     "|lora|quantize_|quantized_heads"
 )
 
@@ -57,7 +57,7 @@ def pipelines(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _pipelines_of(name: str) -> list[str]:
-    lines: list[str] = torch.ops.moe_mps._pipelines(name, [])
+    lines: list[str] = torch.ops.moe_mps._pipelines(name)
     return lines
 
 

@@ -80,7 +80,7 @@ def _found(part: Callable[[], Any], name: str) -> Any:
 def compiling(libraries: Iterable[str]) -> dict[str, float]:
     """Seconds, one after the other. macOS caches compiled kernels."""
     compiled = torch.ops.moe_mps._pipelines
-    return {name: _digits(_seconds(partial(compiled, name, []))) for name in libraries}
+    return {name: _digits(_seconds(partial(compiled, name))) for name in libraries}
 
 
 # --- how it computes

@@ -1,14 +1,13 @@
 """TRL's trainers over packed models follow their own steps on the dense models with the same values."""
 
 import copy
-import re
 
 import peft
 import pytest
 import torch
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from support.processes import REPOSITORY
+from support.pages import script_of
 
 import torch_moe_mps
 
@@ -124,17 +123,12 @@ def test_the_script_of_the_page(tmp_path, monkeypatch):
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32).save_pretrained(tmp_path / "model")
     tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="?").save_pretrained(tmp_path / "model")
-    text = (REPOSITORY / "docs" / "finetuning.md").read_text().partition("## Preferences and rewards")[2]
-    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     own = {
         "Qwen/Qwen3-30B-A3B": "model",
         'bits=4, device_map="mps"': 'bits=4, group_size=32, device_map="cpu"',
         "max_completion_length=256": "max_completion_length=8, max_steps=1, use_cpu=True, report_to=[]",
     }
-    for shown, here in own.items():
-        assert shown in snippet
-        snippet = snippet.replace(shown, here)
     monkeypatch.chdir(tmp_path)
-    exec(snippet, found := {})
+    exec(script_of("finetuning.md", "## Preferences and rewards", own), found := {})
     rewards = found["reward"](["it is 41, no\n42", "7", "none", ""], ["42"] * 4)
     assert rewards == [1.0, 0.1, 0.0, 0.0]

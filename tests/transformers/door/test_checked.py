@@ -280,7 +280,7 @@ once.SECONDS, once.calls, calls.SIZES = 600.0, one_call, {}
 os.environ.update({_environment.CHECK: "1", "XDG_CACHE_HOME": sys.argv[1]})
 # A limit is read when a pipeline is built: these kernels get one before the others are compiled.
 with pipeline_limit(16):
-    torch.ops.moe_mps._pipelines("norms_f32", [])
+    torch.ops.moe_mps._pipelines("norms_f32")
 model = tiny_models.tiny_model("qwen3_moe", torch.float32).to("mps")
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

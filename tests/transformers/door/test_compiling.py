@@ -40,7 +40,7 @@ with torch.no_grad():
     for tokens in (1, 40):
         model.generate(torch.arange(1, 1 + tokens, device="mps")[None], max_new_tokens=3, do_sample=False)
 (of_captured_steps,) = (name for name in own if name.startswith("attention_turned"))
-assert any(kernel.split()[2] != "0" for kernel in torch.ops.moe_mps._pipelines(of_captured_steps, []))
+assert any(kernel.split()[2] != "0" for kernel in torch.ops.moe_mps._pipelines(of_captured_steps))
 print(before == built(), *sorted(own))
 """
 # What a first token launches, and what prompts, captured steps and 256 keys do.

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import tiny_models
+from support.pages import script_of
 from support.processes import REPOSITORY
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from transformers import AttentionInterface, AutoModelForCausalLM, StaticCache
@@ -113,8 +114,7 @@ def test_transformers_serve_takes_experts_from_the_config_alone(model, tmp_path)
 
 def test_the_reproduction_of_upstream():
     """The script about `transformers serve` in docs/upstream.md raises what its comment says."""
-    page = (REPOSITORY / "docs" / "upstream.md").read_text().partition("## transformers serve")[2]
-    script = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    script = script_of("upstream.md", "## transformers serve")
     error = re.search(r"# ValueError: (.*)", script)[1]
     try:
         with pytest.raises(ValueError, match=re.escape(error)):

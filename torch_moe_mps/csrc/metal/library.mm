@@ -5,7 +5,6 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <deque>
 #include <future>
 #include <iomanip>
@@ -312,8 +311,8 @@ bool is_built(const std::string& name) {
 }
 
 // "<function> <most threads of a threadgroup> <the most that a plan asked for so far> <bytes of threadgroup
-// memory that it declares>" of each kernel but those whose names begin as one of `without`.
-std::vector<std::string> library_pipelines(const std::string& name, const std::vector<std::string>& without) {
+// memory that it declares>" of each kernel.
+std::vector<std::string> library_pipelines(const std::string& name) {
   const Library& library = named_library(name);
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
   std::vector<std::string> functions, lines;
@@ -324,8 +323,6 @@ std::vector<std::string> library_pipelines(const std::string& name, const std::v
       functions.push_back([[listed objectAtIndex:i] UTF8String]);
   }
   for (const std::string& function : functions) {
-    const auto begins = [&](const std::string& text) { return function.starts_with(text); };
-    if (std::any_of(without.begin(), without.end(), begins)) continue;
     const std::string base = function.substr(0, function.size() - library.suffix().size());
     const Pipeline& built = pipeline(library, base);
     lines.push_back(
@@ -352,4 +349,4 @@ MOE_FUNCTION("_library_source(str library) -> str", library_source)
 MOE_FUNCTION("_library_file(str library) -> str", library_file)
 MOE_FUNCTION("_is_built(str library) -> bool", is_built)
 MOE_FUNCTION("_gpu_name() -> str", gpu_name)
-MOE_FUNCTION("_pipelines(str library, str[] without) -> str[]", library_pipelines)
+MOE_FUNCTION("_pipelines(str library) -> str[]", library_pipelines)
