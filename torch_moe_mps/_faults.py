@@ -44,17 +44,26 @@ class Mark:
 
     def __init__(self, device: torch.device, commits: bool = False):
         self._device = device
-        self._number = torch.ops.moe_mps._watch(commits) if _is_watched(device) else None
+        self._place = torch.ops.moe_mps._watch(commits) if _is_watched(device) else None
 
     def wait(self) -> None:
-        """Waits until the buffer is complete; it is committed if it is still open.
+        """Waits until the buffer is complete; it is committed if it is still open. Any thread may wait.
 
         Raises: torch.AcceleratorError if the GPU has failed at it.
         """
-        if self._number is not None:
-            torch.ops.moe_mps._wait_for_buffer(self._number)
+        if self._place is not None:
+            torch.ops.moe_mps._wait_for_buffer(*self._place)
         elif self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def follow_stream(before: int, device: torch.device) -> int:
+    """The current stream, once another one that used the same memory has finished; 0 on other devices.
+
+    Args:
+        before: the stream, by this function; 0 for none.
+    """
+    return torch.ops.moe_mps._follow_stream(before) if _is_watched(device) else 0
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -115,12 +124,25 @@ def synchronize(device: torch.device | str = "mps") -> None:
     """
     if torch.device(device).type == "mps":
         if host_library() is not None:
-            torch.ops.moe_mps._watch()  # torch's operators, too
+            torch.ops.moe_mps._finish()  # torch's operators, too, outside of the queue in which torch waits
         try:
             torch.mps.synchronize()
         except RuntimeError as error:  # torch stores faults from 2.15 on
             raise fault_of(error) or error from None
         raise_fault()
+
+
+def release_cache(device: torch.device | str = "mps") -> None:
+    """Returns cached memory of PyTorch's MPS allocator to the system; waits for the GPU.
+
+    `torch.mps.empty_cache` keeps Python's lock while it waits: a GPU that waits for experts on the disk would
+    never get them.
+
+    Args:
+        device: that used the memory; does nothing on other devices than mps.
+    """
+    if torch.device(device).type == "mps" and torch.backends.mps.is_available():
+        (torch.mps.empty_cache if host_library() is None else torch.ops.moe_mps._release_cache)()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import macos
@@ -33,7 +34,8 @@ from simulator.build import run, tool
 
 READS = {"item", "_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
 VERSIONS = ("2.13.0", "2.14.1", "2.15.0")
-_COMMIT, _COMMIT_AND_WAIT, _COMMIT_AND_CONTINUE = 1, 2, 3  # at::mps::SyncType
+_COMMIT, COMMIT_AND_WAIT, _COMMIT_AND_CONTINUE = 1, 2, 3  # at::mps::SyncType
+_TARGET = (1 << 36) - 1  # of a pointer in a file; the rest is a chain
 _GRAPH = re.compile(
     r"^at::native::mps::runMPSGraph\(|^at::mps::MPSStream::executeMPSGraph\(|encodeToCommandBuffer"
 )
@@ -41,7 +43,7 @@ _KERNEL = re.compile(
     r"^at::mps::MPSStream::commandEncoder|^at::native::mps::MetalShaderLibrary::exec_|"
     r"^at::native::mps::MetalKernelFunction::|MetalKernelFunction::dispatch"
 )
-_WAITS = re.compile(r"_objc_msgSend\$waitUntilCompleted|MPSStream::commitAndWait|MPSHooks::deviceSynchronize")
+WAITS = re.compile(r"_objc_msgSend\$waitUntilCompleted|MPSStream::commitAndWait|MPSHooks::deviceSynchronize")
 _HOST = re.compile(r"allocScalarBufferWithValue|newBufferWithBytes|getMPSGraphTensorFromScalar")
 _OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
 # The end of what is read: containers, errors, other devices, and what each operator does.
@@ -53,19 +55,20 @@ _ENDS = re.compile(
 
 
 class Library:
-    """The functions of libtorch_cpu.dylib for arm64, as far as their calls go."""
+    """The functions of a library of torch's for arm64, as far as their calls go."""
 
-    def __init__(self, version: str):
-        self.path = macos.torch_wheel(version) / "lib" / "libtorch_cpu.dylib"
+    def __init__(self, path: Path):
+        self.path = path
         with self.path.open("rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._sections = {name: (start, size, at) for name, start, size, at in self._read_sections()}
+        sections = [*self._read_sections()]
+        self._ranges = [(start, start + size, at) for _, start, size, at in sections]
+        self._sections = {name: (start, size, at) for name, start, size, at in sections}
         listed = run([tool("llvm-nm"), "-n", "--defined-only", self.path], "listing symbols").splitlines()
         fields = [line.split(" ", 2) for line in listed]
         mangled = "\n".join(name for _, _, name in fields)
-        names = run_filter([tool("llvm-cxxfilt"), "--strip-underscore"], mangled).splitlines()
         self.names: dict[int, str] = {}
-        for (address, _, _), name in zip(fields, names, strict=True):
+        for (address, _, _), name in zip(fields, demangled(mangled), strict=True):
             self.names.setdefault(int(address, 16), name)
         self._starts = sorted(self.names)
 
@@ -95,12 +98,20 @@ class Library:
             return None
         return self.data[place : self.data.find(b"\0", place)].decode(errors="replace")
 
+    def pointer(self, address: int) -> int | None:
+        """The address at an address of data, which the loader moves."""
+        for first, end, at in self._ranges:
+            if first <= address < end:
+                (word,) = struct.unpack_from("<Q", self.data, address - first + at)
+                return word & _TARGET
+        return None
+
     def references(self, start: int) -> Iterator[tuple[int, dict[int, int]]]:
         """(address that the function calls or takes, {register: small number in it})"""
         end = self._starts[bisect_right(self._starts, start)]
         pages: dict[int, int] = {}
         numbers: dict[int, int] = {}
-        for word, address in self._words(start):
+        for word, address in self.words(start):
             if word & 0x7C000000 == 0x14000000:  # b, bl
                 target = address + 4 * ((word & 0x3FFFFFF) - ((word & 0x2000000) << 1))
                 if not start <= target < end:
@@ -115,7 +126,7 @@ class Library:
     def _stores(self, start: int) -> Iterator[tuple[int, int]]:
         """(stub, what a function stores in it for mps)"""
         registers: dict[int, int] = {}
-        for word, address in self._words(start):
+        for word, address in self.words(start):
             if word & 0x9F000000 == 0x90000000:
                 registers[word & 31] = _page(word, address)
             elif word & 0xFFC00000 == 0x91000000:
@@ -124,7 +135,7 @@ class Library:
                 place = registers.get(word >> 5 & 31, 0) + 8 * (word >> 10 & 0xFFF)
                 yield place - 24, registers.get(word & 31, 0)
 
-    def _words(self, start: int) -> Iterator[tuple[int, int]]:
+    def words(self, start: int) -> Iterator[tuple[int, int]]:
         """(instruction, its address) of a function."""
         end = self._starts[bisect_right(self._starts, start)]
         place = self._in("__text", start)
@@ -157,7 +168,9 @@ class Library:
                         found[stub] = function
         return found
 
-    def reached(self, start: int) -> Iterator[tuple[str, int | None, dict[int, int]]]:
+    def reached(
+        self, start: int, ends: re.Pattern[str] = _ENDS
+    ) -> Iterator[tuple[str, int | None, dict[int, int]]]:
         """(name of a function, or a string; its address; numbers in registers) that a function reaches."""
         seen, todo = {start}, [start]
         while todo:
@@ -169,7 +182,7 @@ class Library:
                     continue
                 yield name, address, numbers
                 address = self.stubs.get(address, address)
-                if address not in seen and not _ENDS.match(self.names.get(address, "")):
+                if address not in seen and not ends.match(self.names.get(address, "")):
                     seen.add(address)
                     todo.append(address)
 
@@ -180,9 +193,16 @@ def _page(word: int, address: int) -> int:
     return (address & ~0xFFF) + ((pages - ((pages & 0x100000) << 1)) << 12)
 
 
-def run_filter(command: list[Any], text: str) -> str:
-    """Output of a command for an input."""
-    return subprocess.run([*map(str, command)], input=text, capture_output=True, text=True, check=True).stdout
+def torch_cpu(version: str) -> Library:
+    return Library(macos.torch_wheel(version) / "lib" / "libtorch_cpu.dylib")
+
+
+def demangled(names: str) -> list[str]:
+    """Names of C++, a line each, as people write them."""
+    command = [str(tool("llvm-cxxfilt")), "--strip-underscore"]
+    return subprocess.run(
+        command, input=names, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def memory_of_kernels(library: Library) -> dict[str, int]:
@@ -221,10 +241,10 @@ def row(library: Library, wrapper: str, memory: dict[str, int]) -> dict[str, Any
             continue
         found["graph"] |= bool(_GRAPH.search(name))
         found["kernel"] |= bool(_KERNEL.search(name))
-        found["waits"] |= bool(_WAITS.search(name))
+        found["waits"] |= bool(WAITS.search(name))
         found["host"] |= bool(_HOST.search(name))
         if name.startswith("at::mps::MPSStream::synchronize("):
-            found["waits"] |= numbers.get(1) == _COMMIT_AND_WAIT
+            found["waits"] |= numbers.get(1) == COMMIT_AND_WAIT
             found["commits"] |= numbers.get(1) in (_COMMIT, _COMMIT_AND_CONTINUE)
         if name.startswith("at::mps::MPSStream::copy_and_sync("):
             found["commits"] = True
@@ -268,7 +288,7 @@ def by_operators(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def rows_of(version: str) -> dict[str, dict[str, Any]]:
     """{operator: its row} of a version of torch."""
-    library = Library(version)
+    library = torch_cpu(version)
     memory = memory_of_kernels(library)
     _matched.clear()
     return by_operators({name: row(library, name, memory) for name in library.wrappers})

@@ -3,18 +3,22 @@
 import fcntl
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support import processes
 from support.experts_on_disk import EXPERTS, LAYERS, SHAPES, draw, same, write
 
 from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
 from torch_moe_mps.disk.file import ExpertsFile, Layer, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
+from torch_moe_mps.ops.slots import using
 from torch_moe_mps.selfcheck import machine
 
 CPU = torch.device("cpu")
@@ -152,7 +156,7 @@ def test_reads_that_give_less_than_was_asked(file, monkeypatch):
 
 def test_a_late_disk(file, monkeypatch):
     """A step ends in time with one error; its slots are used again only once its reads have ended."""
-    monkeypatch.setattr(module, "LIMIT", 0.05)
+    monkeypatch.setattr(module, "SILENT", 0.05)
     pools, tensors = Pools(file[0], 3, CPU), file[1]
     check(pools, tensors, 0, [0, 1, 2])
     answers, preadv = threading.Event(), os.preadv
@@ -165,14 +169,14 @@ def test_a_late_disk(file, monkeypatch):
         patch.setattr(os, "preadv", late)
         for expert in (3, 4):
             begun = time.monotonic()
-            with pytest.raises(TimeoutError, match="experts was not read within 0 s"):
+            with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 0\.05 s"):
                 pools.layers[0].slots(torch.tensor([expert]))
             assert time.monotonic() - begun < 1
         check(pools, tensors, 0, [2])  # the one that is left
         with pytest.raises(TimeoutError):
             pools.layers[0].slots(torch.tensor([2, 5]))
         answers.set()
-        monkeypatch.setattr(module, "LIMIT", 20)
+        monkeypatch.setattr(module, "SILENT", 20.0)
         deadline = time.monotonic() + 5
         while len(pools.layers[0]._free) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -206,7 +210,7 @@ def test_an_interrupt_at_any_line(file, monkeypatch):
     """Of a step or of a whole layer: the calls behind it have all slots, and their own bytes."""
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: (time.sleep(0.0002), preadv(*args))[1])
-    monkeypatch.setattr(module, "LIMIT", 1)
+    monkeypatch.setattr(module, "SILENT", 1.0)
     pools, tensors = Pools(file[0], 2, CPU), file[1]
     for last in itertools.count(1):
         found = interrupted_at(last, lambda last=last: pools.layers[0].slots(torch.tensor([last % 7, 7])))
@@ -272,17 +276,108 @@ def test_two_processes_read_one_file(file):
 
 def test_whole_layers_of_a_late_disk(file, monkeypatch):
     """The step ends in time; the memory is read into again only once the reads that are late have ended."""
-    monkeypatch.setattr(module, "LIMIT", 0.05)
+    monkeypatch.setattr(module, "SILENT", 0.05)
     pools, answers, preadv = Pools(file[0], 3, CPU), threading.Event(), os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: (answers.wait(), preadv(*args))[1])
     for layer in (2, 0, 2):
-        with pytest.raises(TimeoutError, match="experts was not read within 0 s"):
+        with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 0\.05 s"):
             pools.staging.read(layer)
     answers.set()
-    monkeypatch.setattr(module, "LIMIT", 20)
+    monkeypatch.setattr(module, "SILENT", 20.0)
     for layer in (0, 1, 2):
         pools.staging.read(layer)
         assert all(same(own, file[1][layer][name]) for name, own in pools.staging.tensors[layer].items())
+
+
+class Clock:
+    """The clock of pools, which a read moves on."""
+
+    def __init__(self, monkeypatch, seconds: float):
+        self.now, preadv = 0.0, os.preadv
+
+        def read(*args):
+            self.now += seconds
+            return preadv(*args)
+
+        own = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        monkeypatch.setattr(module, "time", own)
+        monkeypatch.setattr(os, "preadv", read)
+        monkeypatch.setattr(module, "DEPTH", 1)
+
+
+def test_a_disk_that_answers_steadily_is_not_late(file, monkeypatch):
+    """However long all reads of a step, or of a layer, take together."""
+    clock = Clock(monkeypatch, 15.0)
+    pools = Pools(file[0], 4, CPU)
+    check(pools, file[1], 0, [0, 1, 2, 3])
+    pools.staging.read(1)
+    assert all(same(own, file[1][1][name]) for name, own in pools.staging.tensors[1].items())
+    assert clock.now > 4 * 20
+
+
+def test_a_gpu_waits_no_longer_than_macos_lets_it(file, monkeypatch):
+    """Although each read answers: the error names the file."""
+    clock = Clock(monkeypatch, 2.0)
+    pools = Pools(file[0], 4, CPU)
+    pools.layers[0]._is_of_gpu = True
+    with pytest.raises(TimeoutError, match=r"the disk of .*experts has not answered within 3\.5 s"):
+        pools.layers[0].slots(torch.tensor([0, 1, 2, 3]))
+    assert clock.now <= 4 * 3 * 2.0
+
+
+def test_a_fork_of_a_process_that_reads_loads_a_model_of_its_own(file, monkeypatch):
+    """Whatever a thread holds while it waits for the disk."""
+    begun, answers, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def silent(*args):
+        begun.set()
+        answers.wait()
+        return preadv(*args)
+
+    pools = Pools(file[0], 2, CPU)
+    ask = using(lambda pools: check(pools, file[1], 0, [0, 1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", silent)
+        thread = threading.Thread(target=ask, args=(pools,))
+        thread.start()
+        begun.wait()
+    if (child := os.fork()) == 0:
+        signal.alarm(60)  # it would hang
+        try:
+            ask(Pools(ExpertsFile(file[0].path), 2, CPU))
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    answers.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("silent", ["a step", "a whole layer"])
+def test_ctrl_c_ends_a_process_whose_disk_is_silent(tmp_path, silent):
+    """Its reads never return."""
+    write(tmp_path / "experts")
+    code, errors = processes.interrupted(
+        """
+        import os, sys, torch
+        from torch_moe_mps.disk.file import ExpertsFile
+        from torch_moe_mps.disk.pool import Pools
+
+        pools = Pools(ExpertsFile(sys.argv[1]), 2, torch.device("cpu"))
+        never = os.pipe()
+
+        def preadv(*args):
+            print("asked", flush=True)
+            os.read(never[0], 1)
+
+        os.preadv = preadv
+        pools.layers[0].slots(torch.tensor([1, 2])) if sys.argv[2] == "a step" else pools.staging.read(0)
+        """,
+        "asked",
+        tmp_path / "experts",
+        silent,
+    )
+    assert code != 0 and "KeyboardInterrupt" in errors
 
 
 def test_slots_of_a_memory():

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._faults import raise_fault
+from .._faults import raise_fault, release_cache
 from .._progress import Progress
 from ..macs import is_known, refusal
 from ..ops import OPERATORS
@@ -191,7 +191,7 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
         made.append({"call": what, "operator": call.operator, "seconds": seconds, "right": finding is None})
         print(f"{what}: {'wrong' if finding else 'right'} ({seconds} s)", flush=True)
         findings += [finding] if finding else []
-        torch.mps.empty_cache()
+        release_cache()
     report["large"] = made
     return findings
 

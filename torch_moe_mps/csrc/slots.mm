@@ -4,6 +4,9 @@
 // The queue is not drained: the GPU signals an event behind the ids, and waits for the next value of it. In
 // between a thread of Python's calls the pool. All tensors of torch's on Apple silicon lie in memory that the
 // host reads and writes.
+//
+// macOS ends a command buffer that has waited and worked for some 5 s: each wait has a buffer of its own, and
+// an answer that takes kLimit is given up.
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
@@ -35,8 +38,9 @@ using Clock = std::chrono::steady_clock;
 
 // The pool in which every expert lies in the slot of its own number.
 constexpr int64_t kResident = 0;
-constexpr double kResidentSeconds = 30;
-// A queue of Metal's holds 64 command buffers, by default as in torch; the host would wait for one more.
+constexpr double kLimit = 3.5;  // seconds
+// A queue of Metal's holds 64 command buffers, by default as in torch: for one more, whoever commits waits in
+// the stream's queue. The host waits before, outside of it.
 constexpr size_t kMostBuffers = 32;
 // An id that is no expert, and the largest that a pool gets.
 constexpr int64_t kNone = -1, kMostId = INT32_MAX;
@@ -47,7 +51,9 @@ Clock::duration as_duration(double seconds) {
 
 struct Pool {
   std::string name;
-  double limit;  // seconds
+  double limit;                          // seconds
+  std::string file;                      // that it reads; may be empty
+  at::mps::MPSStream* stream = nullptr;  // that has asked last
 };
 
 // An event of a stream, whose values only rise.
@@ -91,7 +97,7 @@ using Requests = std::map<int64_t, Request>;
 struct State {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<int64_t, Pool> pools = {{kResident, {"resident experts", kResidentSeconds}}};
+  std::map<int64_t, Pool> pools = {{kResident, {"resident experts", kLimit, ""}}};
   std::map<at::mps::MPSStream*, Event> events;  // torch frees no stream
   Requests requests;                            // that the GPU waits for, or will wait for
   std::deque<int64_t> ready;                    // whose ids are there, for the thread that answers
@@ -105,7 +111,7 @@ State& state = *new State;  // Metal may tell of a signal while the process ends
 // Under the mutex. One without a name stands for a pool that was released meanwhile.
 Pool pool_of(const Request& request) {
   const auto found = state.pools.find(request.pool);
-  return found == state.pools.end() ? Pool{"", kResidentSeconds} : found->second;
+  return found == state.pools.end() ? Pool{"", kLimit, ""} : found->second;
 }
 
 // Writes the slots of a request, zeros where they are null, and takes it out. Under the mutex.
@@ -163,9 +169,11 @@ void watch_requests() {
       state.changed.wait_until(lock, due);
       continue;
     }
-    const double limit = pool_of(first->second).limit;
+    const Pool pool = pool_of(first->second);
     lock.unlock();
-    fail(number, c10::str("it takes longer than ", limit, " s"));
+    fail(number,
+         c10::str(pool.file.empty() ? "the pool" : "the disk of " + pool.file, " has not answered within ",
+                  pool.limit, " s, and macOS stops a GPU that waits longer"));
     lock.lock();
   }
 }
@@ -203,8 +211,8 @@ void hear(int64_t number, bool has_failed) {
   state.changed.notify_all();
 }
 
-// In a block of the stream's queue: signals behind what is encoded, and waits in front of what comes. The GPU
-// gets what is encoded, unless it has much to do.
+// In a block of the stream's queue: signals behind what is encoded, gives that to the GPU, and waits in front
+// of what comes.
 void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tensor& slots) {
   const int64_t buffer = watch_work(stream).number;
   std::unique_lock<std::mutex> lock(state.mutex);
@@ -215,6 +223,8 @@ void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tens
   const uint64_t asked = event.value + 1;
   event.value += 2;
   const int64_t number = ++state.last;
+  if (const auto asked_pool = state.pools.find(pool); asked_pool != state.pools.end())
+    asked_pool->second.stream = stream;
   state.requests.emplace(number, Request{pool, Elements(ids), Elements(slots), event, stream, buffer});
   const id<MTLSharedEvent> shared = event.shared;
   lock.unlock();
@@ -230,20 +240,29 @@ void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tens
                    block:^(id<MTLSharedEvent>, uint64_t) {
                      hear(number, false);
                    }];
-  if (incomplete_buffers(stream) < kMostBuffers) stream->synchronize(at::mps::SyncType::COMMIT);
+  stream->synchronize(at::mps::SyncType::COMMIT);
+  watch_work(stream).waits_for = true;
   [[stream->commandBuffer() rootCommandBuffer] encodeWaitForEvent:shared value:asked + 1];
 }
 
+// The stream that has asked a pool last. Raises for a pool that does not exist.
+at::mps::MPSStream* asked_last(int64_t pool) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  const auto found = state.pools.find(pool);
+  TORCH_CHECK_VALUE(found != state.pools.end(),
+                    "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", pool);
+  return pool == kResident ? nullptr : found->second.stream;
+}
+
 Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
-  {
-    const std::lock_guard<std::mutex> lock(state.mutex);
-    TORCH_CHECK_VALUE(state.pools.count(pool) > 0,
-                      "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", pool);
-  }
+  at::mps::MPSStream* last = asked_last(pool);
   const Tensor ids = ids_.contiguous(), slots = at::empty(ids.sizes(), ids.options().dtype(at::kInt));
   if (ids.numel() == 0) return slots;
   raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  // What other streams read in the slots must be there until they have: the pool may give them to others.
+  if (last != nullptr && last != stream) finish(last);
+  wait_for_room(stream, kMostBuffers);
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       ask(stream, pool, ids, slots);
@@ -252,9 +271,9 @@ Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
   return slots;
 }
 
-void add_pool(int64_t pool, std::string name, double limit) {
+void add_pool(int64_t pool, std::string name, double limit, std::string file) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  state.pools[pool] = {std::move(name), limit};
+  state.pools[pool] = {std::move(name), limit, std::move(file)};
 }
 
 void release_pool(int64_t pool) {
@@ -319,7 +338,7 @@ MOE_OPERATOR(_expert_slots)
 
 }  // namespace moe_mps
 
-MOE_FUNCTION("_add_slot_pool(int pool, str name, float limit) -> ()", add_pool)
+MOE_FUNCTION("_add_slot_pool(int pool, str name, float limit, str file) -> ()", add_pool)
 MOE_FUNCTION("_release_slot_pool(int pool) -> ()", release_pool)
 MOE_FUNCTION("_next_slot_request() -> (int, int, Tensor)", next_request)
 MOE_FUNCTION("_answer_slot_request(int request, Tensor slots) -> ()", answer_request)

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .._faults import Mark
-from ..ops.slots import READ, host_view, register_pool
+from .._faults import Mark, follow_stream
+from ..ops.slots import LIMIT, host_view, register_pool
 from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
 from .stored import StoredExperts
+from .threads import Threads
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
 TABLE_ROWS, TABLE_MEMORY = 1 << 16, 1 << 28  # rows and bytes of a table in memory, at most
-LIMIT = READ
+SILENT = 20.0  # seconds without a read that ends: the disk is late
 Views = Sequence[memoryview]
 
 
@@ -56,6 +57,23 @@ class Late(TimeoutError):
     """A disk that answers late: reads go on."""
 
 
+class Patience:
+    """When reads are late: once the disk is silent for SILENT; where a GPU waits, at LIMIT in any case."""
+
+    def __init__(self, reader: "Reader", is_awaited_by_gpu: bool = False):
+        self._reader, self._begun, self._is_short = reader, time.monotonic(), is_awaited_by_gpu
+
+    def left(self) -> float:
+        """Seconds until then; none or fewer if the reads are late."""
+        if self._is_short:
+            return self._begun + LIMIT - time.monotonic()
+        return max(self._begun, self._reader.heard) + SILENT - time.monotonic()
+
+    def late(self) -> Late:
+        said = f"has not answered within {LIMIT:g} s" if self._is_short else f"is silent for {SILENT:g} s"
+        return Late(f"the disk of {self._reader.file.path} {said}")
+
+
 class Reading:
     """Reads of some experts that have begun.
 
@@ -72,24 +90,20 @@ class Reading:
         self.reads, begin = [], 0
         for expert, views in experts.items():
             for piece in _pieces(views):
-                self.reads.append(
-                    reader.submit(reader.threads, reader.file.read, layer, expert, piece, begin)
-                )
+                self.reads.append(reader.submit(reader.threads, reader.read, layer, expert, piece, begin))
                 begin += sum(map(len, piece))
 
     def _read(self) -> None:
         for expert, views in self._experts.items():
-            self._reader.file.read(self._layer, expert, views)
+            self._reader.read(self._layer, expert, views)
 
-    def finish(self, until: float) -> None:
-        """Waits for the experts, until a time by the clock.
+    def finish(self, patience: Patience) -> None:
+        """Waits for the experts.
 
         Raises: OSError, ValueError for an expert that cannot be read, Late.
         """
-        done, late = wait(self.reads, max(0.0, until - time.monotonic()))
-        if late:
-            raise Late(f"{self._reader.file.path} was not read within {LIMIT:.0f} s")
-        for read in done:
+        finish(self.reads, patience)
+        for read in self.reads:
             read.result()
         for expert, views in self._experts.items():
             self._reader.file.check(self._layer, expert, views)
@@ -101,12 +115,20 @@ class Reader:
 
     def __init__(self, file: ExpertsFile | StoredExperts):
         self.file, self.counters = file, Counters()
-        self.threads = ThreadPoolExecutor(DEPTH, "experts")
-        self.callers = ThreadPoolExecutor(1, "slots of experts")  # the main thread calls them
-        self.layers = ThreadPoolExecutor(1, "layers of experts")
+        self.threads = Threads(DEPTH, "experts")
+        self.callers = Threads(1, "slots of experts")  # the main thread calls them
+        self.layers = Threads(1, "layers of experts")
+        self.heard = time.monotonic()  # when a read has ended last
         self._process = os.getpid()
 
-    def submit(self, threads: ThreadPoolExecutor, *call: Any) -> Future:
+    def read(self, layer: int, expert: int, views: Views, begin: int = 0) -> None:
+        """Reads an expert, or a piece of it, as the file does."""
+        try:
+            self.file.read(layer, expert, views, begin)
+        finally:
+            self.heard = time.monotonic()
+
+    def submit(self, threads: Threads, *call: Any) -> Future:
         """A call by one of these threads. Raises: RuntimeError in a fork, which has no threads."""
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -116,7 +138,15 @@ class Reader:
 
     def close(self) -> None:
         for threads in (self.layers, self.callers, self.threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
+
+
+def finish(reads: Iterable[Future], patience: Patience) -> None:
+    """Waits until reads have ended. Raises: Late."""
+    reads = [*reads]
+    while wait(reads, max(0.0, patience.left())).not_done:
+        if patience.left() <= 0:
+            raise patience.late()
 
 
 def _pieces(views: Views) -> Iterable[list[memoryview]]:
@@ -158,7 +188,8 @@ class Pool:
         self._free = [*range(slots)]
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self.lock = threading.Lock()
-        self.number = register_pool(self, self.about.name)
+        self._is_of_gpu = device.type == "mps"
+        self.number = register_pool(self, self.about.name, file=str(reader.file.path))
 
     def slots(self, ids: Tensor) -> Tensor:
         """The slots of some experts [N], which are there when this returns; -1 for ids of no expert.
@@ -191,8 +222,9 @@ class Pool:
             return torch.tensor([self._slots.get(expert, -1) for expert in asked], dtype=torch.int32)
 
     def _read(self, missing: Sequence[int], hits: int) -> None:
+        patience = Patience(self.reader, self._is_of_gpu)
         if len(self._free) + len(self._slots) - hits < len(missing):  # reads before are late still
-            raise Late(f"{self.reader.file.path} was not read within {LIMIT:.0f} s")
+            raise patience.late()
         while len(self._free) < len(missing):
             self._free.append(self._slots.popitem(last=False)[1])
         into = [(expert, self._free.pop()) for expert in missing]
@@ -202,10 +234,10 @@ class Pool:
             own = dict(into[first : first + together])
             views = {expert: self._views[slot] for expert, slot in own.items()}
             readings.append((own, Reading(self.reader, self.layer, views)))
-        until, errors = time.monotonic() + LIMIT, []
+        errors = []
         for own, reading in readings:
             try:
-                reading.finish(until)
+                reading.finish(patience)
             except Exception as error:  # reads go on behind it
                 errors.append(error)
                 self._free_behind(reading.reads, [*own.values()])
@@ -264,6 +296,7 @@ class Staging:
         self.tensors = [_laid_out(pool.about, self._memories[n % 2]) for n, pool in enumerate(pools)]
         self._ahead: tuple[int, Future] | None = None
         self._late: list[Future] = []  # the last reads, which an error leaves behind
+        self._stream = 0  # that has read the memory last
 
     def read(self, layer: int, needed: set[int] | None = None) -> None:
         """Reads the experts of a layer into its tensors: all and then those of the next, or the needed ones.
@@ -273,6 +306,7 @@ class Staging:
         Raises: as `Pool.slots`.
         """
         begun = time.perf_counter()
+        self._stream = follow_stream(self._stream, self._device)
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != layer:
             ahead = self._begun(layer, needed)
@@ -290,9 +324,8 @@ class Staging:
 
     def _fill(self, layer: int, needed: set[int] | None, mark: Mark) -> None:
         mark.wait()
-        pool, until = self._pools[layer], time.monotonic() + LIMIT
-        if wait(self._late, LIMIT).not_done:  # they write into this memory
-            raise Late(f"{pool.reader.file.path} was not read within {LIMIT:.0f} s")
+        pool, patience = self._pools[layer], Patience(self._reader)
+        finish(self._late, patience)  # they write into this memory
         views = views_of(self.tensors[layer].values(), pool.about.experts)
         with pool.lock:
             readings = [
@@ -303,7 +336,7 @@ class Staging:
         self._late = [read for reading in readings for read in reading.reads]
         note_written([self._memories[layer % 2]])
         for reading in readings:
-            reading.finish(until)
+            reading.finish(patience)
 
 
 def bytes_of_layer(layer: Layer) -> int:

@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,11 +18,30 @@ from ._registry import operator
 from ._sample import Calls, Changes
 
 RESIDENT = 0  # the pool in which every expert lies in the slot of its own number
-READ, LIMIT = 20.0, 30.0  # seconds: a read that takes longer is late, and an answer is
+LIMIT = 3.5  # seconds that a GPU may wait for an answer: macOS ends one that waits for some 5
 MOST_ID = 2**31 - 1
+
+
+class Alone:
+    """A lock that a thread may take again. In a fork it is free: no other thread has come along."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 # Held from a request of slots until what reads them is computed or encoded: the experts of another thread's
 # request may take their place.
-using_slots = threading.RLock()
+using_slots = Alone()
+os.register_at_fork(after_in_child=using_slots.renew)
 
 
 class SlotPool(Protocol):
@@ -44,7 +64,7 @@ _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def register_pool(pool: SlotPool, name: str, limit: float = LIMIT) -> int:
+def register_pool(pool: SlotPool, name: str, limit: float = LIMIT, file: str = "") -> int:
     """Number of a pool for `_expert_slots`. The pool is not kept: its number ends with it.
 
     For a GPU one thread calls all pools, in the order of the GPU's requests. When it calls `slots`, the GPU
@@ -54,11 +74,12 @@ def register_pool(pool: SlotPool, name: str, limit: float = LIMIT) -> int:
     Args:
         name: of the layer, for errors.
         limit: seconds that an answer to a GPU may take from when the ids are there.
+        file: that the pool reads, for errors.
     """
     number = next(_numbers)
     _pools[number] = weakref.ref(pool)
     if host_library() is not None:
-        torch.ops.moe_mps._add_slot_pool(number, name, limit)
+        torch.ops.moe_mps._add_slot_pool(number, name, limit, file)
     weakref.finalize(pool, release_pool, number).atexit = False
     return number
 

@@ -134,7 +134,7 @@ class Hooks final : public at::MPSHooksInterface {
   void commitStream() const override { commit(current_stream()); }
   void* getCommandBuffer() const override { return stream_command_buffer(); }
   void* getDispatchQueue() const override { return stream_queue(); }
-  void emptyCache() const override {}
+  void emptyCache() const override { synchronize_host(); }  // before it frees what is cached
   size_t getCurrentAllocatedMemory() const override { return live_bytes(); }
   size_t getDriverAllocatedMemory() const override { return live_bytes(); }
   size_t getRecommendedMaxMemory() const override { return size_t{64} << 30; }

@@ -395,17 +395,31 @@ void tell_ended(bool all = false) {
   for (const auto& buffer : ended) tell(*buffer);
 }
 
-enum class Ran { kAll, kUpToFinding, kUpToWait };
+// Seconds of the GPU's clock that a buffer may wait and work: macOS ends it then.
+constexpr double kWatchdog = 5;
+
+// Whether macOS has ended a buffer that has begun, which it does at its limit.
+bool is_too_long(const CommandBuffer& buffer) {
+  State& s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.clock - buffer.start <= kWatchdog) return false;
+  s.clock = buffer.start + kWatchdog;
+  return true;
+}
+
+enum class Ran { kAll, kUpToFinding, kUpToWait, kTooLong };
 
 // The next synchronisation raises a finding, and no command behind it runs. With `stops`, no command runs
 // behind a wait for an event that nobody has signalled yet: they stay.
-Ran run(std::vector<Command>& commands, bool stops = false) {
+Ran run(CommandBuffer& buffer, bool stops = false) {
+  std::vector<Command>& commands = buffer.commands;
   struct Running {
     bool at_event = false;
     Running() { gpu_runs(); }
     ~Running() { gpu_stops(at_event); }
   } running;
   for (size_t i = 0; i < commands.size(); i++) {
+    if (buffer.has_begun && is_too_long(buffer)) return Ran::kTooLong;
     Command& command = commands[i];
     running.at_event = static_cast<bool>(command.event);
     if (command.act) {
@@ -429,7 +443,7 @@ Ran run(std::vector<Command>& commands, bool stops = false) {
     report(finding);
     return Ran::kUpToFinding;
   }
-  return Ran::kAll;
+  return buffer.has_begun && is_too_long(buffer) ? Ran::kTooLong : Ran::kAll;
 }
 
 // The GPU goes on at this time of its clock, if that is to come.
@@ -473,7 +487,7 @@ void run_open() {
   for (const auto& buffer : open) {
     const double before = s.clock;
     s.opened = buffer.get();
-    run(buffer->commands);
+    run(*buffer);
     host_hears(last_run());
     s.opened = nullptr;
     buffer->commands.clear();
@@ -515,12 +529,13 @@ void run(const char* event, bool stands_in = false, bool stops = false) {
       begin(*buffer);
     }
     if (runs && buffer->failure == Failure::kNone) {
-      const Ran ran = run(buffer->commands, stops);
+      const Ran ran = run(*buffer, stops);
       if (ran == Ran::kUpToWait) {
         put_back(buffers, each);
         break;
       }
-      runs = ran == Ran::kAll;
+      if (ran == Ran::kTooLong) buffer->failure = Failure::kTimeout;
+      runs = ran != Ran::kUpToFinding;
     }
     if (state().dropping) run_events(buffer->commands);
     buffer->end = state().clock;

@@ -450,20 +450,20 @@ def test_the_hosts_clock(calls, simulated, x):
 
     def run(dispatch) -> float:
         shaderlib.execute(dispatch)
-        return 4.0
+        return 1.0
 
     expected = 3 * x.cpu() + 1
-    with simulated.timeline(run, 0.25, 2.0) as times:
+    with simulated.timeline(run, 0.25, 0.5) as times:
         y = calls.axpy(x, x, 2.0) + 1  # an operator of aten, in the same buffer
         assert (times.now, times.busy, times.idle) == near(0.5, 0.0, 0.0)
         host = torch.empty(x.shape).copy_(y, non_blocking=True)  # which ends the buffer
         assert (times.now, times.busy, times.idle) == near(0.75, 0.0, 0.0)
         torch.ones(3).to("mps")
         assert torch.equal(host, expected)
-        assert (times.now, times.busy, times.idle) == near(0.75 + 4 * 2 + 2, 10.0, 0.75)
+        assert (times.now, times.busy, times.idle) == near(0.75 + 1 + 3 * 0.5, 2.5, 0.75)
         times.work(5.0)
         assert torch.equal(y.cpu(), expected)
-        assert (times.busy, times.idle) == near(12.0, 0.75 + 5.25)
+        assert (times.busy, times.idle) == near(3.0, 0.75 + 5.25)
 
 
 def answering(calls, first: int, work=lambda: None):
@@ -538,7 +538,8 @@ def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
     assert usable(calls)
 
 
-def test_a_wait_with_pythons_lock_is_found(calls, simulated, x):
+@pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
+def test_a_wait_with_pythons_lock_is_found(calls, simulated, x, wait):
     """Another thread of Python's would have to signal the event."""
     first = calls.signalled() + 1
     with ThreadPoolExecutor(1) as pool:
@@ -547,7 +548,7 @@ def test_a_wait_with_pythons_lock_is_found(calls, simulated, x):
         with pytest.raises(
             SimulatorError, match=r"test_host.py:\d+: the GPU waits for an event, and for the GPU"
         ):
-            x.untyped_storage().cpu()  # in which torch keeps the lock
+            wait(x)  # in which torch keeps the lock
         assert answered.result()
     assert usable(calls)
 
@@ -580,18 +581,51 @@ def test_the_clock_of_who_answers(calls, simulated, x):
 
     def run(dispatch) -> float:
         shaderlib.execute(dispatch)
-        return 4.0
+        return 1.0
 
     first = calls.signalled() + 1
     with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25, 0.0, an_event=0.5) as times:
         ends = []
-        answered = pool.submit(answering(calls, first, lambda: ends.append(times.answer(3.0))))
+        answered = pool.submit(answering(calls, first, lambda: ends.append(times.answer(2.0))))
         y = calls.axpy(x, x, 1.0)
         ask(calls, first)
         calls.axpy(y, y, 1.0).cpu()
-        assert answered.result() and tuple(ends) == near(0.5 + 4.0 + 0.5 + 3.0)
-        assert (times.idle, times.waited, times.busy) == near(0.5, 4.0, 8.0)
-        assert (times.now,) == near(0.5 + 4.0 + 4.0 + 4.0)
+        assert answered.result() and tuple(ends) == near(0.5 + 1.0 + 0.5 + 2.0)
+        assert (times.idle, times.waited, times.busy) == near(0.5, 3.0, 2.0)
+        assert (times.now,) == near(0.5 + 1.0 + 3.0 + 1.0)
+
+
+@simulator.torch_version("2.14")  # which raises nothing where it waits
+@pytest.mark.parametrize("schedule", [0, 1])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_buffer_that_takes_over_5_s_fails(calls, simulated, x, schedule, waits):
+    """By the GPU's clock, whether it works or waits; those behind it run."""
+    simulated.set_schedule(schedule)
+
+    def run(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        return 2.0
+
+    def buffers(dispatches: int, answer: float) -> list[str]:
+        """Statuses of one that works and waits so long, and of one behind it."""
+        first = calls.signalled() + 1
+        with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25) as times:
+            answered = pool.submit(answering(calls, first, lambda: times.answer(answer)))
+            ask(calls, first)
+            for _ in range(dispatches):
+                calls.axpy(x, x, 1.0)
+            calls.watch("a"), calls.commit()
+            z = calls.axpy(x, x, 3.0)
+            calls.watch("b")
+            torch.mps.synchronize()
+            assert answered.result()
+        assert torch.equal(z.cpu(), 4 * x.cpu())
+        statuses = [status.partition(" in ")[0] for status in told(calls, 2)]
+        return statuses
+
+    assert buffers(1, 2.5) == ["a: 4", "b: 4"]
+    says, rest = buffers(1, 5.5) if waits else buffers(4, 0.5)
+    assert says.startswith("a: 5 2 Caused GPU Timeout Error") and rest == "b: 4"
 
 
 def test_reads_of_a_disk():

@@ -3,7 +3,7 @@
 // would pass for its results.
 //
 // Metal tells how a buffer ended on a thread of its own, some 100 us later, in any order. Everything here is
-// known a stream: from torch 2.15 on a thread may have another one than the rest.
+// known a stream: from torch 2.14 on a thread may have another one than the rest.
 //
 // Not watched is a buffer that MPSGraph begins and commits within one graph: it holds an operator of torch's
 // alone, and only MPSGraph sees it.
@@ -28,7 +28,8 @@ struct Work {
   int64_t number = 0;                  // counts the stream's buffers
   std::vector<const char*> operators;  // in the order of their calls
   int64_t dispatches = 0;
-  double seconds = 0;  // by estimate
+  double seconds = 0;      // by estimate
+  bool waits_for = false;  // the host's answer to a request
 };
 
 // Names the operator of all that the calling thread encodes from here on; the text is never freed.
@@ -41,6 +42,13 @@ Work& watch_work(at::mps::MPSStream* stream);
 // Command buffers of the stream that are not complete, with the one that is encoded into. In a block of the
 // stream's queue, behind watch_work.
 size_t incomplete_buffers(at::mps::MPSStream* stream);
+
+// Waits until fewer than `most` buffers of the stream are incomplete. Outside of blocks of the stream's
+// queue, which others need meanwhile.
+void wait_for_room(at::mps::MPSStream* stream, size_t most);
+
+// Waits for all that is encoded on the stream, and hears of it. Outside of blocks of the stream's queue.
+void finish(at::mps::MPSStream* stream);
 
 // Whether the GPU has not finished all that it was given, on any stream. From any thread.
 bool has_incomplete_work();

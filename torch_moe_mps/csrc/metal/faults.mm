@@ -1,5 +1,6 @@
 #include "faults.h"
 
+#include <ATen/detail/MPSHooksInterface.h>
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
 
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -61,10 +63,16 @@ std::string listed(const std::vector<const char*>& operators) {
   return text;
 }
 
-const char* advice(NSError* error) {
+const char* advice(NSError* error, const Work& work) {
   if (error != nil && [error code] == MTLCommandBufferErrorOutOfMemory) {
     return "what the model, its cache and a prompt take must fit in the GPU's memory: fewer bits, kv_bits=8, "
            "prefill_chunk_size=512 in generate(), or fewer other programs";
+  }
+  if (error != nil && [error code] == MTLCommandBufferErrorTimeout && work.waits_for) {
+    return "macOS stops a GPU that has waited for some 5 s, and this one waited for experts: the disk was "
+           "too "
+           "slow, or the system too busy; a larger experts_memory reads less, and fewer programs beside it "
+           "leave more time; if it stays, `torch-moe-mps check` writes a report for an issue";
   }
   return "macOS stops work that keeps the display waiting: MOE_MPS_COMMIT_EVERY=4 and prefill_chunk_size=512 "
          "in generate() make it shorter, and fewer programs that draw leave more time; if it stays, "
@@ -108,7 +116,7 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const Work& watched) 
   store_fault(stream, watched.number,
               c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched.operators), ": ",
                        error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
-                       "; what was computed before this message is lost: ", advice(error)));
+                       "; what was computed before this message is lost: ", advice(error, watched)));
 }
 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
@@ -138,10 +146,9 @@ double gpu_busy() {
   return state.busy;
 }
 
-// Watches the buffer that the current stream encodes into, also where only torch has; `commits` gives it to
-// the GPU. Returns: its number.
-int64_t watch(bool commits) {
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+// Watches the buffer that a stream encodes into, also where only torch has; `commits` gives it to the GPU.
+// Returns: its number.
+int64_t watch_on(at::mps::MPSStream* stream, bool commits) {
   __block int64_t number = 0;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
@@ -150,6 +157,17 @@ int64_t watch(bool commits) {
     }
   });
   return number;
+}
+
+// A stream as Python has it; torch frees none.
+int64_t handle(at::mps::MPSStream* stream) {
+  return reinterpret_cast<int64_t>(stream);
+}
+
+// The same on the current stream. Returns: the stream, and the number.
+std::tuple<int64_t, int64_t> watch(bool commits) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  return {handle(stream), watch_on(stream, commits)};
 }
 
 // Waits until Metal has told how a stream's buffers up to this number ended. The host has waited for them.
@@ -164,7 +182,7 @@ void hear_up_to(at::mps::MPSStream* stream, int64_t last) {
 
 // Waits for one buffer of a stream and for those before it, and hears of them; the GPU goes on with later
 // ones.
-void finish(at::mps::MPSStream* stream, int64_t number) {
+void finish_up_to(at::mps::MPSStream* stream, int64_t number) {
   __block id<MTLCommandBuffer> waited = nil;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
@@ -187,10 +205,32 @@ void finish(at::mps::MPSStream* stream, int64_t number) {
   hear_up_to(stream, number);  // Metal may tell of a later buffer first
 }
 
-// The same, on the current stream. Raises the buffers' fault.
-void wait_for_buffer(int64_t number) {
-  finish(at::mps::getCurrentMPSStream(), number);
+// The same. Raises the buffers' fault.
+void wait_for_buffer(int64_t stream, int64_t number) {
+  finish_up_to(reinterpret_cast<at::mps::MPSStream*>(stream), number);
   raise_fault();
+}
+
+// Waits for all that is encoded on the current stream.
+void finish_current() {
+  finish(at::mps::getCurrentMPSStream());
+}
+
+// Waits for all that is encoded on another stream than the current one. Returns: the current one.
+int64_t follow_stream(int64_t before) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  if (before != 0 && before != handle(stream)) finish(reinterpret_cast<at::mps::MPSStream*>(before));
+  return handle(stream);
+}
+
+// Gives memory that torch caches back to macOS. Torch's own function waits for the GPU with Python's lock,
+// which this one's caller has released, in a block of the stream's queue, where this has waited before.
+void release_cache() {
+  finish(at::mps::getCurrentMPSStream());
+  try {
+    at::detail::getMPSHooks().emptyCache();
+  } catch (const c10::Error&) {  // from torch 2.15 on, of a buffer that has failed: it is stored here, too
+  }
 }
 
 // Waits for all that the current stream has given to the GPU. Raises the buffers' fault.
@@ -205,7 +245,7 @@ void raise_fault_of_committed() {
       newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
     }
   });
-  finish(stream, newest);
+  finish_up_to(stream, newest);
   raise_fault();
 }
 
@@ -224,6 +264,21 @@ Work& watch_work(at::mps::MPSStream* stream) {
 size_t incomplete_buffers(at::mps::MPSStream* stream) {
   const std::lock_guard<std::mutex> lock(state.mutex);
   return stream_of(stream).incomplete.size();
+}
+
+void wait_for_room(at::mps::MPSStream* stream, size_t most) {
+  while (true) {
+    std::unique_lock<std::mutex> lock(state.mutex);
+    const auto& incomplete = stream_of(stream).incomplete;
+    if (incomplete.size() < most) return;
+    const int64_t oldest = incomplete.begin()->first;
+    lock.unlock();
+    finish_up_to(stream, oldest);
+  }
+}
+
+void finish(at::mps::MPSStream* stream) {
+  finish_up_to(stream, watch_on(stream, true));
 }
 
 bool has_incomplete_work() {
@@ -250,7 +305,7 @@ void raise_fault() {
     if (stream_of(stream).told == state.faults) return;
   }
   // All that was encoded is lost with it; torch, too, is told of each buffer that fails.
-  finish(stream, watch(false));
+  finish(stream);
   __block std::string fault;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     const std::lock_guard<std::mutex> lock(state.mutex);
@@ -270,8 +325,11 @@ void raise_fault() {
 
 }  // namespace moe_mps
 
-MOE_FUNCTION("_watch(bool commits=False) -> int", watch)
-MOE_FUNCTION("_wait_for_buffer(int number) -> ()", wait_for_buffer)
+MOE_FUNCTION("_watch(bool commits=False) -> (int, int)", watch)
+MOE_FUNCTION("_wait_for_buffer(int stream, int number) -> ()", wait_for_buffer)
+MOE_FUNCTION("_finish() -> ()", finish_current)
+MOE_FUNCTION("_follow_stream(int before) -> int", follow_stream)
+MOE_FUNCTION("_release_cache() -> ()", release_cache)
 // Seconds that the GPU has worked on watched buffers of which Metal has told.
 MOE_FUNCTION("_gpu_busy() -> float", gpu_busy)
 MOE_FUNCTION("_raise_fault() -> ()", raise_fault_of_committed)

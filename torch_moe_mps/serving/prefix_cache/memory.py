@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..._faults import release_cache
 from ..._text import first_line
 from ...transformers.caches.prompt_cache import (
     adapters_of,
@@ -217,8 +218,7 @@ class PrefixCache:
         if self.kept and is_short and not self.is_storing:
             self.kept = []
             log.warning("the system is short of memory: the prefix cache in it is given up")
-            if torch.backends.mps.is_available():
-                torch.mps.empty_cache()
+            release_cache()
 
     def pause(self, is_watched: bool) -> float | None:
         """Seconds until `store` should be called by an idle thread; None if it has nothing to do.

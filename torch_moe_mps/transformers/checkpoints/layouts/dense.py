@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...._faults import release_cache
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
@@ -20,7 +21,7 @@ from ..own.config import FROM_GGUF
 from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target
 from ..quantize.tied import tied_layers
-from ..quantize.weights import quantize_parameter, release_cache, replace
+from ..quantize.weights import quantize_parameter, replace
 from .layout import Layout
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours

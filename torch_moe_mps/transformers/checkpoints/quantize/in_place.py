@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from ...._faults import release_cache
 from ...._progress import with_progress
 from ...basics.interface import formats_of, is_quantized, weights_in
 from ...basics.report import QuantizationReport
@@ -17,7 +18,7 @@ from .recipe import Recipe
 from .sizes import bytes_a_token
 from .target import Target, size_of
 from .tied import sharing, tie_quantized
-from .weights import check_target, quantize_target, release_cache
+from .weights import check_target, quantize_target
 
 
 def quantize_model(

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...._faults import release_cache
 from ....ops._checks import Check
 from ....quantization import TENSORS, QuantizedWeight
 from ....quantization.formats import ErrorSums, check_finite, quantize_stack
@@ -222,12 +223,6 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
     if row.is_meta:  # it has no values, and never multiplies any
         return row
     return row[0].clone() if bool((row == row[0]).all()) else row
-
-
-def release_cache(device: torch.device | str) -> None:
-    """Returns cached memory of PyTorch's MPS allocator to the system."""
-    if torch.device(device).type == "mps":
-        torch.mps.empty_cache()
 
 
 def free(device: torch.device | str) -> None:
