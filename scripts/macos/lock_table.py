@@ -34,7 +34,7 @@ _COPIES = re.compile(r"^(copy_|_to_copy|to_(dtype|device|other|dtype_layout))$")
 _COPY = re.compile(r"^at::(storage_copy|Tensor::(to|toType|item))\b")
 # What a hook reaches is read up to containers, errors, operators, and what is made once.
 _BEHIND_HOOKS = re.compile(
-    r"^(std::|c10::|at::_ops::|fmt::|operator |at::mps::MPSStream::)|::~|\b(\w+)::\2\("
+    r"^(std::|c10::|at::_ops::|fmt::|operator |at::mps::MPSStream::)|.*::~|.*\b(\w+)::\2\("
 )
 _ENDS = re.compile(r"^(std::|c10|pybind11::|_|torch::(PythonArgs|jit|dynamo|inductor|profiler|functorch)::)")
 
@@ -69,9 +69,8 @@ class Binding(Library):
                     yield name, target
             elif word & 0xFFC00000 == 0xF9400000:  # ldr
                 place = 8 * (word >> 10 & 0xFFF)
-            elif word & 0xFFFFFC1F == 0xD63F0000:  # blr
-                if is_held and address - hooks < _NEAR and place in self.waits.hooks:
-                    yield self.waits.hooks[place], None
+            elif word & 0xFFFFFC1F == 0xD63F0000 and is_held and address - hooks < _NEAR:  # blr
+                yield self.waits.hooks.get(place, ""), None
 
     def rows(self) -> dict[str, list[str]]:
         """{function that Python calls: what it may wait in}"""
@@ -86,7 +85,7 @@ class Binding(Library):
         while todo:
             for name, address in self._calls(todo.pop()):
                 if address is None:
-                    found.add(name)
+                    found |= {name} - {""}
                 elif (waits := self.waits.of(name)) is not None:
                     found.add(waits)
                 elif address not in seen and not _ENDS.match(name):

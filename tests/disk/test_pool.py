@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, wait
 from types import SimpleNamespace
 
 import pytest
@@ -290,19 +291,33 @@ def test_whole_layers_of_a_late_disk(file, monkeypatch):
 
 
 class Clock:
-    """The clock of pools, which a read moves on."""
+    """The clock of pools and of a disk that reads one piece after the other, in so many seconds each.
+
+    It goes on where somebody waits for reads.
+    """
 
     def __init__(self, monkeypatch, seconds: float):
-        self.now, preadv = 0.0, os.preadv
+        self.now, self._seconds, self._may_read, preadv = 0.0, seconds, threading.Semaphore(0), os.preadv
 
         def read(*args):
-            self.now += seconds
+            self._may_read.acquire()
             return preadv(*args)
 
         own = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
         monkeypatch.setattr(module, "time", own)
+        monkeypatch.setattr(module, "wait", self._wait)
         monkeypatch.setattr(os, "preadv", read)
         monkeypatch.setattr(module, "DEPTH", 1)
+
+    def _wait(self, reads, timeout: float):
+        end = self.now + timeout
+        while (left := [read for read in reads if not read.done()]) and self.now + self._seconds <= end:
+            self.now += self._seconds
+            self._may_read.release()
+            wait(left, return_when=FIRST_COMPLETED)
+        if left:
+            self.now = end
+        return wait(reads, 0)
 
 
 def test_a_disk_that_answers_steadily_is_not_late(file, monkeypatch):
@@ -310,9 +325,17 @@ def test_a_disk_that_answers_steadily_is_not_late(file, monkeypatch):
     clock = Clock(monkeypatch, 15.0)
     pools = Pools(file[0], 4, CPU)
     check(pools, file[1], 0, [0, 1, 2, 3])
-    pools.staging.read(1)
-    assert all(same(own, file[1][1][name]) for name, own in pools.staging.tensors[1].items())
-    assert clock.now > 4 * 20
+    pools.staging.read(LAYERS - 1)
+    staged = pools.staging.tensors[LAYERS - 1]
+    assert all(same(own, file[1][LAYERS - 1][name]) for name, own in staged.items())
+    assert clock.now > (4 + EXPERTS) * 15
+
+
+def test_a_disk_that_is_silent_is_late(file, monkeypatch):
+    clock, pools = Clock(monkeypatch, 21.0), Pools(file[0], 4, CPU)
+    with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 20 s"):
+        pools.layers[0].slots(torch.tensor([5]))
+    assert clock.now == 20
 
 
 def test_a_gpu_waits_no_longer_than_macos_lets_it(file, monkeypatch):
@@ -322,7 +345,7 @@ def test_a_gpu_waits_no_longer_than_macos_lets_it(file, monkeypatch):
     pools.layers[0]._is_of_gpu = True
     with pytest.raises(TimeoutError, match=r"the disk of .*experts has not answered within 3\.5 s"):
         pools.layers[0].slots(torch.tensor([0, 1, 2, 3]))
-    assert clock.now <= 4 * 3 * 2.0
+    assert clock.now == 3.5
 
 
 def test_a_fork_of_a_process_that_reads_loads_a_model_of_its_own(file, monkeypatch):

@@ -220,13 +220,14 @@ def test_a_stream_waits_for_the_one_that_used_the_slots(simulated, schedule):
 
     pool, x, results = One(), torch.ones(1, 8, device="mps"), []
     torch_moe_mps.synchronize()
+    ids = {expert: ids_on("mps", expert) for expert in range(8)}
     for stream, expert in ((0, 5), (1, 7), (0, 3), (0, 4), (1, 6)):
         with simulated.stream(stream):
-            expert_slots(ids_on("mps", expert), pool.number)
+            expert_slots(ids[expert], pool.number)
             results.append(norm(x, memory, 0.0))
-    for stream in (1, 0):
-        with simulated.stream(stream):
-            torch_moe_mps.synchronize()
+            if stream == 1:
+                Mark(torch.device("mps")).wait()  # the other stream's buffer is open still
+    torch_moe_mps.synchronize()
     assert [float(host_view(each)[0, 0]) for each in results] == [5.0, 7.0, 3.0, 4.0, 6.0]
 
 
