@@ -148,7 +148,7 @@ def test_no_test_imports_another():
         ("shaders/geometry/matmul.h", "kMaxSlots", _checks.MAX_TOP_K),
         ("csrc/bucket.h", "kMaxBuckets", _checks.MAX_EXPERTS),
         ("csrc/bucket.mm", "kRowsPerTile", routing.ROWS_PER_TILE),
-        ("csrc/slots.mm", "kResidentSeconds", slots.LIMIT),
+        ("csrc/slots.mm", "kLimit", slots.LIMIT),
     ],
 )
 def test_limits_are_the_same_on_every_floor(file, name, value):

@@ -95,7 +95,7 @@ class Binding(Library):
 
 
 class Waits:
-    """What waits for the GPU in libtorch_cpu: hooks of mps, by their place in a table, and operators."""
+    """Functions of libtorch_cpu that wait for the GPU: hooks, by their place in a table, and operators."""
 
     def __init__(self, version: str):
         library = torch_cpu(version)
@@ -112,7 +112,7 @@ class Waits:
         }
 
     def of(self, called: str) -> str | None:
-        """How a function that waits is called; None for any other."""
+        """Name of a function that waits; None for any other."""
         if match := _OPERATOR.match(called):
             return match[1] if match[1] in self._operators or _COPIES.match(match[1]) else None
         return match[1] if (match := _COPY.match(called)) else None

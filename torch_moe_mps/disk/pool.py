@@ -296,7 +296,7 @@ class Staging:
         self.tensors = [_laid_out(pool.about, self._memories[n % 2]) for n, pool in enumerate(pools)]
         self._ahead: tuple[int, Future] | None = None
         self._late: list[Future] = []  # the last reads, which an error leaves behind
-        self._stream = 0  # that has read the memory last
+        self._stream = 0  # the stream that has read the memory last
 
     def read(self, layer: int, needed: set[int] | None = None) -> None:
         """Reads the experts of a layer into its tensors: all and then those of the next, or the needed ones.

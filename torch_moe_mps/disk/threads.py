@@ -54,4 +54,4 @@ def _run(calls: "SimpleQueue[_Call | None]") -> None:
             else:
                 call.future.set_result(result)
                 del result
-        del call  # what it holds is freed before the next one comes
+        del call  # its arguments are freed before the next one comes

@@ -27,6 +27,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.renew()
+        os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
         self._lock = threading.RLock()
@@ -41,7 +42,6 @@ class Alone:
 # Held from a request of slots until what reads them is computed or encoded: the experts of another thread's
 # request may take their place.
 using_slots = Alone()
-os.register_at_fork(after_in_child=using_slots.renew)
 
 
 class SlotPool(Protocol):
