@@ -80,7 +80,7 @@ def variables() -> dict[str, str]:
 
 
 def behind(script: Path, clone: Path) -> tuple[str, str] | None:
-    """(folders on the path, script or module) of the Python program that a shell script hands arguments to."""
+    """(folders on the path, script or module) of what a shell script hands its arguments to."""
     found = re.search(
         r'^(?:PYTHONPATH=(\S+) )?exec \S+ (?:-m )?(\S+) "\$@"$', script.read_text(), re.MULTILINE
     )
@@ -124,6 +124,86 @@ def test_scripts_in_python(tmp_path_factory):
         "make_operators_table: tests/pinned/used_by.txt must have each operator, got no rms_norm: "
         "run scripts/make/make_used_by.py first\n",
     )
+
+
+# An operator in the family `combine`: what steps 1, 4 and 5 of CONTRIBUTING add to which file. The host and
+# the shader of steps 2 and 3 take minutes to build anew, so its calls run on the CPU.
+ADDED = {
+    "torch_moe_mps/ops/combine.py": (
+        """CALLS: Calls = {
+""",
+        '''
+@operator("x[..., H] -> [..., H]:x")
+def halved(x: Tensor) -> Tensor:
+    """Half of each element.
+
+    In models `weighted_sum_stacked` has factors.
+
+    Args:
+        x: [..., H].
+
+    Returns: [..., H], in the dtype of x.
+
+    Raises: ValueError for a dtype or a device that does not fit.
+
+    Example:
+        >>> ops.halved(torch.tensor([3.0, 4.0])).tolist()
+        [1.5, 2.0]
+    """
+    return (x.float() / 2).to(x.dtype)
+
+
+CALLS: Calls = {
+    "halved": lambda s: s.of("x[T, H]"),
+''',
+    ),
+    "torch_moe_mps/ops/__init__.py": (
+        "from .combine import moe_weighted_reduce as",
+        "from .combine import halved as halved\nfrom .combine import moe_weighted_reduce as",
+    ),
+    "tests/support/ops/combine.py": (
+        "def draw_silu_mul_stacked(",
+        """def draw_halved(d):
+    return {"x": d.values(*d.one((3, 64), (2, 1, 5), (0, 7)))}
+
+
+def expected_halved(a):
+    return [Expected(exact(a.x) / 2, 0 * exact(a.x))]
+
+
+def draw_silu_mul_stacked(""",
+    ),
+    "tests/pinned/used_by.txt": ("heads_mm: ", "halved: \nheads_mm: "),  # as make_used_by.py has it
+}
+
+
+@pytest.mark.slow("starts a script and the tests of an operator in new processes")
+def test_an_operator_is_added_as_the_page_says(tmp_path):
+    clone = new_clone(tmp_path)
+    for folder in ("torch_moe_mps", "torch_moe_mps/ops", "tests/support", "tests/support/ops"):
+        (clone / folder).unlink()
+        (clone / folder).mkdir()
+        for path in (REPOSITORY / folder).iterdir():
+            (clone / folder / path.name).symlink_to(path)
+    for file, (place, added) in ADDED.items():
+        text = (clone / file).read_text()
+        assert text.count(place) == 1, file
+        (clone / file).unlink()
+        (clone / file).write_text(text.replace(place, added))
+    environment = variables() | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, *words]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    run("scripts/make/make_operators_table.py")
+    row = "| [`halved`](../torch_moe_mps/ops/combine.py) | Half of each element | in models "
+    assert row in (clone / "docs/operators.md").read_text()
+    files = [f"tests/ops/test_{name}.py" for name in ("operators", "documentation", "any_arguments")]
+    said = run("-m", "pytest", "-q", "-k", "halved and not mps", *files)
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 8, said
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)

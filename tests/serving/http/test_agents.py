@@ -545,6 +545,8 @@ def test_models_health_and_metrics(here, of_openai, of_anthropic):
     names = "sequences_active", "sequences_most", "cached_tokens_total"
     assert {f"moe_mps_{name}" for name in names} <= values.keys()
     described = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    helps = [line.split(" ", 3)[3] for line in lines if line.startswith("# HELP")]
+    assert not [text for text in helps if {"these", "them"} & {*text.split()}]  # each line stands alone
     assert described == {name.partition("{")[0] for name in values}
 
 

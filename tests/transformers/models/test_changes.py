@@ -501,7 +501,9 @@ def test_configs_keep_their_names(architecture):
     assert operators_of(lambda: output(type(model)(config).eval(), prompt())) == {}
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert copied.config is not config and copied.config.__dict__.keys() == state.keys()
-        assert operators_of(lambda: output(model, prompt())) == operators_of(lambda: output(copied, prompt()))
+        assert operators_of(lambda m=copied: output(m, prompt())) == operators_of(
+            lambda: output(model, prompt())
+        )
         assert configs_of(torch_moe_mps.restore(copied))[""] is copied.config
         assert_close(output(copied, prompt()), expected, 1e-5)
     torch_moe_mps.restore(model)
