@@ -10,16 +10,16 @@ from pathlib import Path
 import setuptools
 
 INSTALL = 'run `pip install "setuptools>=77" ninja` first'
-if int(setuptools.__version__.partition(".")[0]) < 77:  # which do not read pyproject.toml
+if int(setuptools.__version__.partition(".")[0]) < 77:  # which have less, and do not read pyproject.toml
     raise SystemExit(
         f"torch_moe_mps: the build needs setuptools 77 or newer, got {setuptools.__version__}: {INSTALL}"
     )
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
-from setuptools.dist import Distribution
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
+from setuptools.dist import Distribution  # noqa: E402
 
 VERSIONS = runpy.run_path("torch_moe_mps/_versions.py")
 MACOS = VERSIONS["MACOS"]

@@ -13,7 +13,6 @@ from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 from torch_moe_mps.ops.norms import rms_norm
 
-
 X, W = torch.ones(2, 8), torch.ones(8)
 # What a schema does not take: the arguments of a call, and the rest of the error.
 WRONG = {

@@ -98,7 +98,7 @@ def usable_device(name: str | None) -> str:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name under which a server has the model: its name on the Hub, or a folder's or a GGUF file's own here."""
+    """Name under which a server has the model: that on the Hub, or the own one of a folder or a GGUF file."""
     name, gguf = split_gguf(options.model)
     if gguf is not None and os.path.isdir(name):
         return gguf

@@ -11,18 +11,17 @@ from typing import Any
 from torch import nn
 
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # attributes of a config
-_ALIKE = {"batched_mm": "grouped_mm"}  # `generate` itself changes between them
+_ALIKE: dict[Any, str] = {"batched_mm": "grouped_mm"}  # `generate` itself changes between them
 _BEHIND = "_moe_mps_behind"  # the attribute that only a view has
 
 Names = dict[str, tuple[Any, str]]  # {attribute: the name in the config at `accelerate`, our name}
 
 
 class _Behind:
-    """What a view shows.
+    """The config behind a view, and our names for it.
 
     Attributes:
-        config: whose attributes a view shares.
-        names: ours.
+        config: its attributes are the view's, too.
         inner: {attribute: view of the config that it holds}.
     """
 
@@ -130,13 +129,13 @@ def _view_of(config: Any, names: Names, inner: dict[str, Any]) -> Any:
 
 
 def _empty_view(cls: type) -> Any:
-    view = object.__new__(_view_class(cls))
+    view: Any = object.__new__(_view_class(cls))
     object.__setattr__(view, _BEHIND, _Behind())
     return view
 
 
 @functools.cache
-def _view_class(cls: type) -> type:
+def _view_class(cls: Any) -> type:
     """A subclass of a config's class. Its instances share the attributes of a config, but the names in it."""
 
     def __getattribute__(self: Any, key: str) -> Any:
