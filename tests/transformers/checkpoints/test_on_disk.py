@@ -18,7 +18,7 @@ from support.experts_on_disk import same
 from support.models import Conversation, generate, prompt, tiny
 from support.sweep import in_sweep
 
-from torch_moe_mps import accelerate, from_pretrained
+from torch_moe_mps import accelerate, collect_importance, from_pretrained
 from torch_moe_mps._limits import LARGEST_CHUNK
 from torch_moe_mps._text import bytes_in
 from torch_moe_mps.disk.file import ExpertsFile
@@ -384,6 +384,8 @@ def test_what_a_model_refuses(folder, memory):
     with torch.no_grad(), pytest.raises(ValueError, match="is on the disk: a hook on act_fn, or another for"):
         model(prompt())
     hook.remove()
+    with pytest.raises(ValueError, match="is on the disk: importance needs all experts in memory"):
+        collect_importance(model, torch.arange(1024) % 90, progress=False)
     for asked in ("eager", {"": "eager"}):
         with pytest.raises(
             ValueError, match=r"the experts implementation must be .moe_mps. .*, got 'eager'$"
