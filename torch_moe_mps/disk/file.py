@@ -147,7 +147,7 @@ def _sealed(data: bytes) -> bytes:
 
 
 def stamp_of(source: str | os.PathLike) -> bytes:
-    """What changes with a file's content: its size, times and inode."""
+    """Size, times and inode of a file, which change with its content."""
     about = os.stat(source)
     return _STAMP.pack(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
 

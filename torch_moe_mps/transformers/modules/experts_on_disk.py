@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from ...disk.pool import Counters, Pool, Pools
 from ...ops.slots import using_slots
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
+from ..basics.tensors import ABOUT, Deferred
 from ..graphs.tracing import LeftAlone
 from .experts import NAME
 
@@ -66,55 +67,36 @@ class OnDisk(Beside):
         self.refuse("it cannot be saved")
 
 
-class _Refused(Tensor):
+class Unreadable(Deferred):
     """Weight in a state dict whose rows are on the disk: its shape, dtype and device; all else is refused.
 
     Adapters are saved from state dicts with such weights, which they leave out.
     """
 
-    own: OnDisk
+    on_disk: OnDisk
 
     @staticmethod
-    def of(own: OnDisk, name: str) -> "_Refused":
-        dtype, shape = own.pool.about.tensors[name]
-        whole = torch.empty(own.pool.about.experts, *shape, dtype=dtype_of(dtype), device="meta")
-        whole, device = turned(own.pool.about, {name: whole})[name], own.pool.tensors[name].device
-        make: Any = Tensor._make_wrapper_subclass
-        made = make(_Refused, whole.shape, strides=whole.stride(), dtype=whole.dtype, device=device)
-        made.own, made._is_hf_initialized = own, True
-        refused: _Refused = made
-        return refused
+    def of(on_disk: OnDisk, name: str) -> Any:
+        about, device = on_disk.pool.about, on_disk.pool.tensors[name].device
+        shape = turned(about, {name: on_disk.pool.tensors[name]})[name].shape[1:]
+        own: dict[str, Any] = {"on_disk": on_disk, "_is_hf_initialized": True}
+        return Unreadable.made((about.experts, *shape), dtype_of(about.tensors[name][0]), device, **own)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"tensor(on the disk, size={(*self.shape,)}, dtype={self.dtype})"
+    def elements(self) -> NoReturn:
+        self.on_disk.refuse("it cannot be saved or copied")
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function in _ABOUT:
-            return super().__torch_function__(function, types, args, dict(kwargs or {}))
-        cls.__torch_dispatch__(function, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> NoReturn:
-        refused = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
-        refused.own.refuse("it cannot be saved or copied")
-
-
-_ABOUT = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("is_meta", "ndim", "nbytes")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point),
-}
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in ABOUT:
+            next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).elements()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def _refuse_to_save(own: OnDisk, module: nn.Module, state: dict[str, Any], prefix: str, about: Any) -> None:
     """Hook of state dicts: the weights in it refuse to be saved."""
     for name in own.pool.tensors:
-        state[f"{prefix}{name}"] = _Refused.of(own, name)
+        state[f"{prefix}{name}"] = Unreadable.of(own, name)
 
 
 def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
