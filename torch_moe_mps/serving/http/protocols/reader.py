@@ -141,21 +141,19 @@ class _Scanner:
         both = (*marks, *ends)
         pattern, firsts, longest = _compiled(both)
         while True:
-            text = self._text
-            if found := pattern.search(text, self._at):
-                if before := self._pass(found.start() - self._at):
-                    show(before)
-                if found[0] in marks:
-                    self._pass(len(found[0]))
-                return found[0]
-            end = len(text)
-            if not self._is_last:
-                for at in range(max(self._at, end - longest + 1), end):
-                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in both):
-                        end = at
+            text, found = self._text, pattern.search(self._text, self._at)
+            end = len(text) if found is None else found.start()
+            if not self._is_last:  # the beginning of a mark, or of a longer one than was found
+                for at in range(max(self._at, len(text) - longest + 1), min(end + 1, len(text))):
+                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in both if mark != text[at:]):
+                        end, found = at, None
                         break
             if before := self._pass(end - self._at):
                 show(before)
+            if found is not None:
+                if found[0] in marks:
+                    self._pass(len(found[0]))
+                return found[0]
             if self._is_last:
                 return None
             yield
