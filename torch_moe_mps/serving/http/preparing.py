@@ -99,7 +99,9 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
 
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> tuple[dict[str, Any], str]:
-    """(model inputs of a prompt: tensors [1, T] from a processor, otherwise lists [T]; start of the answer in it).
+    """(model inputs of a prompt, start of the answer in it).
+
+    Model inputs are tensors [1, T] from a processor, otherwise lists [T].
 
     Raises: Refused.
     """

@@ -109,7 +109,7 @@ class ChatTemplate:
     def begun(self, chat: Chat, messages: list[dict[str, Any]]) -> str:
         """Start of the answer at the end of a chat's prompt.
 
-        It is what the generation prompt, or a last message that goes on, adds to the rendered messages before.
+        It is what the generation prompt, or a last message that goes on, adds to the messages before it.
         """
         if self.form is None:
             return ""
@@ -120,9 +120,11 @@ class ChatTemplate:
         before = messages[:-1] if chat.goes_on else messages
         plain, header = text(before, False), text(before, True)
         last = text(messages, False, True) if chat.goes_on else header
-        return self.form.begun(*(each[len(os.path.commonprefix([plain, each])) :] for each in (last, header)))
+        return self.form.begun(_added(plain, last), _added(plain, header))
 
-    def _rendered(self, chat: Chat, messages: list[dict[str, Any]], begins: bool, goes_on: bool, **shape: Any) -> Any:
+    def _rendered(
+        self, chat: Chat, messages: list[dict[str, Any]], begins: bool, goes_on: bool, **shape: Any
+    ) -> Any:
         """What the chat template gives for messages.
 
         Args:
@@ -141,6 +143,11 @@ class ChatTemplate:
                 **shape,
                 **more,
             )
+
+
+def _added(start: str, text: str) -> str:
+    """Text behind what it has in common with another one."""
+    return text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 (texts, no paths)
 
 
 def tensor(value: Any) -> torch.Tensor:

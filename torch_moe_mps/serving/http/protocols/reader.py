@@ -1,8 +1,8 @@
 """Streaming parser of answers: text, reasoning and tool calls.
 
 `Reader` is one state machine for all formats. Its states are generators that yield to wait for more text.
-Each character is compared with the marks of one state, so parsing takes linear time. Only what may still be a
-mark, or a call whose name and arguments have not begun, is held back; it is text as soon as it can be neither.
+Each character is compared with the marks of one state, so parsing takes linear time. Only a possible start
+of a mark or a call is held back. It is text as soon as it can be neither.
 """
 
 import functools
@@ -145,7 +145,9 @@ class _Scanner:
             end = len(text) if found is None else found.start()
             if not self._is_last:  # the beginning of a mark, or of a longer one than was found
                 for at in range(max(self._at, len(text) - longest + 1), min(end + 1, len(text))):
-                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in both if mark != text[at:]):
+                    if text[at] in firsts and any(
+                        mark.startswith(text[at:]) for mark in both if mark != text[at:]
+                    ):
                         end, found = at, None
                         break
             if before := self._pass(end - self._at):
@@ -182,7 +184,7 @@ class _Scanner:
         return found
 
     def _match(self, pattern: regex.Pattern[str]) -> Steps[regex.Match[str] | None]:
-        """Reads what a pattern matches here. Returns: None as soon as it cannot match, and nothing is read."""
+        """Reads what a pattern matches here. Returns: None as soon as it cannot match, nothing read."""
         while True:
             can_grow = not self._is_last or self._is_cut
             found = pattern.match(self._text, self._at, partial=can_grow)
@@ -491,7 +493,8 @@ class Reader(_Scanner):
             key = yield from self._match(_KEYWORD)
             if key is None:  # broken, up to a mark
                 yield from self._until((), _nobody, self._form.ends)
-                return self._end(False) or True
+                self._end(False)
+                return True
             self._show(f"{comma}{in_json(key[1])}: ")
             comma = ", "
             if (yield from self._ink()) in ("'", '"'):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
-_COMBINED = ("anyOf", "oneOf")
 _DEEPEST = 32  # levels of a schema that are read; its references may form a circle
 
 
@@ -17,7 +16,7 @@ class Kind(NamedTuple):
     """What a schema allows as the value of an argument.
 
     Args:
-        types: "string" for any text and "choice" for one of `texts`; "null"; "other". None if anything may be.
+        types: "string" for any text and "choice" for one of `texts`; "null"; "other". None allows anything.
         texts: enumerated texts.
     """
 
@@ -73,19 +72,18 @@ def _statements(schema: dict[str, Any], root: Any, depth: int) -> Iterator[Kind]
     if isinstance(names, list):
         if schema.get("nullable") is True:
             names = [*names, "null"]
-        yield Kind(frozenset().union(*map(_types, names)))
+        yield Kind(frozenset[str]().union(*map(_types, names)))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         texts = frozenset(value for value in values if isinstance(value, str))
-        types = {"null" if value is None else "other" for value in values if not isinstance(value, str)}
-        yield Kind(frozenset(types | {"choice"} if texts else types), texts)
-    for key in _COMBINED:
+        others = {"null" if value is None else "other" for value in values if not isinstance(value, str)}
+        yield Kind(frozenset({*others, *(["choice"] if texts else [])}), texts)
+    for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            kinds = [_kind(each, root, depth) for each in schema[key]]
-            types = None if any(each.types is None for each in kinds) else frozenset[str]()
-            for each in kinds:
-                types = types if types is None or each.types is None else types | each.types
-            yield Kind(types, frozenset().union(*(each.texts for each in kinds)))
+            either = [_kind(each, root, depth) for each in schema[key]]
+            types = [each.types for each in either if each.types is not None]
+            allowed = frozenset[str]().union(*types) if len(types) == len(either) else None
+            yield Kind(allowed, frozenset[str]().union(*(each.texts for each in either)))
     if isinstance(schema.get("allOf"), list):
         yield from (_kind(each, root, depth) for each in schema["allOf"])
 
