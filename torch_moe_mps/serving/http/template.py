@@ -125,7 +125,7 @@ class ChatTemplate:
     def _rendered(
         self, chat: Chat, messages: list[dict[str, Any]], begins: bool, goes_on: bool, **shape: Any
     ) -> Any:
-        """What the chat template gives for messages.
+        """Messages in the chat template: a text, or model inputs.
 
         Args:
             begins: True to end with the generation prompt.

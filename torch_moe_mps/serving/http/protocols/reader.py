@@ -61,7 +61,7 @@ class _Scanner:
 
     def __init__(self) -> None:
         self._text, self._at, self._is_last, self._is_cut = "", 0, False, False
-        self._raw: list[str] | None = None  # what is read, while it may still be text
+        self._raw: list[str] | None = None  # text read so far that may be a call
 
     def feed(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -240,7 +240,7 @@ class Reader(_Scanner):
 
     def __init__(self, form: Form, sink: Sink, schemas: Mapping[str, Any]):
         self._form, self._sink, self._schemas = form, sink, schemas
-        self._arguments: list[str] = []  # of the last call
+        self._arguments: list[str] = []  # the last call's, in parts
         super().__init__()
         self.is_thinking = False
         self._steps = self._harmony() if form.arguments == "harmony" else self._answer()
@@ -264,7 +264,7 @@ class Reader(_Scanner):
         self.is_thinking = False
 
     def _run(self, mark: str | None, show: Show) -> Steps[bool]:
-        """Reads the calls behind a mark, and the marks around them. Returns: True if there is a call.
+        """Reads the calls behind a mark, and the marks around them. Returns: True if there is one.
 
         Args:
             show: receives what is no call.
@@ -353,8 +353,12 @@ class Reader(_Scanner):
         self._pass(1)
         return True
 
-    def _object(self) -> Steps[bool]:
-        """Reads a call object with name and arguments, after its first brace."""
+    def _object(self, is_function: bool = False) -> Steps[bool]:
+        """Reads a call object with name and arguments, after its first brace.
+
+        Args:
+            is_function: True for the `function` of another object.
+        """
         form, name, early = self._form, "", list[str]()  # arguments may stand in front of the name
         has_arguments = is_inner = False
         while (yield from self._ink()) == '"':
@@ -363,8 +367,8 @@ class Reader(_Scanner):
                 break
             if form.needs_tool and not name and key not in _KEYS:
                 return (yield from self._no_call())
-            if key == "function" and not name and (yield from self._skip("{")):
-                if not (yield from self._object()):
+            if key == "function" and not name and not is_function and (yield from self._skip("{")):
+                if not (yield from self._object(is_function=True)):
                     return False
                 is_inner, name = True, key
             elif key == "name" and not name and (yield from self._ink()) == '"':

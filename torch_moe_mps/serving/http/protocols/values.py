@@ -13,7 +13,7 @@ _DEEPEST = 32  # levels of a schema that are read; its references may form a cir
 
 
 class Kind(NamedTuple):
-    """What a schema allows as the value of an argument.
+    """Values that a schema allows for an argument.
 
     Args:
         types: "string" for any text and "choice" for one of `texts`; "null"; "other". None allows anything.
@@ -140,7 +140,7 @@ def python_literal(text: str) -> str | None:
     """JSON of a literal in Python's syntax, or None."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # escapes that Python does not know
             return in_json(ast.literal_eval(text.strip()))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
