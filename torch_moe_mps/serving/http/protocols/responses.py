@@ -301,7 +301,8 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
             own = {"type": "custom_tool_call", "id": new_id("ctc_"), "input": input_of(block)}
         else:
             own = {"type": "function_call", "id": new_id("fc_"), "arguments": block.arguments}
-        return {**own, "call_id": block.id, "status": "completed", **named}
+        status = "completed" if block.is_whole else "incomplete"
+        return {**own, "call_id": block.id, "status": status, **named}
     if block.kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": block.text}
         kind = {"type": "reasoning", "id": new_id("rs_"), "summary": []}
