@@ -157,8 +157,8 @@ THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 def forced(parallel: bool, mark: str, name: str | None = "look", prompt: str = ""):
     """The grammar of a call."""
     own = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
-    asked = Forced(own, name, parallel)
-    return grammar(asked, form_of(types.SimpleNamespace(chat_template=mark)), prompt)
+    form = form_of(types.SimpleNamespace(chat_template=mark))
+    return grammar(Forced(own, name), form, prompt, parallel)
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -124,7 +124,7 @@ FORMS = (
     ),
     Form(
         ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), "json",
-        header=re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?"),
+        header=re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?\s*(?:\[ARGS\])?"),
         thought=("[THINK]", "[/THINK]"),
     ),
     Form(
