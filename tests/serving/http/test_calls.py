@@ -26,11 +26,18 @@ ID9 = "{% if id is not defined or id | length != 9 %}{{ raise_exception('ids of 
 NO_TEXT = "{% if arguments is string %}{{ raise_exception('arguments must be an object') }}{% endif %}"
 
 
-def turns(call: str, before: str = "", behind: str = "", result: str = "", first: str = "") -> str:
+def turns(
+    call: str,
+    before: str = "",
+    behind: str = "",
+    result: str = "",
+    first: str = "",
+    calls: str = "m.tool_calls",
+) -> str:
     """A chat template.
 
     Args:
-        call: one call, of `name`, `arguments`, `id` and `loop`.
+        call: one of the `calls`, of `name`, `arguments`, `id` and `loop`.
         result: additions in front of a tool's result with `id`.
         first: in front of all.
     """
@@ -38,7 +45,7 @@ def turns(call: str, before: str = "", behind: str = "", result: str = "", first
     return (
         f"{first}{{% for m in messages %}}{{% if m.role == 'tool' %}}{{% set id = m.tool_call_id %}}{result}"
         "[result of {{ id }}]{{ m.content }}{% elif m.tool_calls %}<|im_start|>assistant\n{{ m.content }}"
-        f"{before}{{% for c in m.tool_calls %}}{setters}{call}{{% endfor %}}{behind}<|im_end|>"
+        f"{before}{{% for c in {calls} %}}{setters}{call}{{% endfor %}}{behind}<|im_end|>"
         "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -71,7 +78,7 @@ TAGGED = "{% for k, v in arguments | items %}"
 # {family: (its template, what its model writes for two calls)}
 FAMILIES = {
     "harmony": (
-        turns(HARMONY.format("{{ name }}", "{{ arguments | tojson }}"), first=marks("<|channel|>analysis")),
+        turns(HARMONY.format("{{ name }}", "{{ arguments | tojson }}"), first=marks("<|channel|>analysis"), calls="m.tool_calls[:1]"),
         HARMONY.format("look", SKY) + HARMONY.format("rest", "{}"),
     ),
     "gemma": (
@@ -159,12 +166,12 @@ FAMILIES = {
     ),
     "lfm2": (
         turns(
-            f"{NO_TEXT}{{{{ name }}}}({{% for k, v in arguments.items() %}}{{{{ k }}}}={{{{ v | tojson }}}}"
+            f"{NO_TEXT}{{{{ name }}}}({{% for k, v in arguments.items() %}}{{{{ k }}}}={{{{ \"'\" ~ v ~ \"'\" if v is string else v }}}}"
             "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}",
             "<|tool_call_start|>[",
             "]<|tool_call_end|>",
         ),
-        '<|tool_call_start|>[look(of="sky", days=2), rest()]<|tool_call_end|>',
+        '<|tool_call_start|>[look(of=\'sky\', days=2), rest()]<|tool_call_end|>',
     ),
     "hermes": (
         turns('<tool_call>\n{"name": "{{ name }}", "arguments": {{ arguments | tojson }}}\n</tool_call>'),
@@ -180,6 +187,10 @@ FAMILIES = {
         f'{{"name": "look", "parameters": {SKY}}}; {{"name": "rest", "parameters": {{}}}}',
     ),
 }  # fmt: skip
+
+
+# {family whose templates render one call a message: what is between calls}
+APART = {"harmony": "(?<=<.call.>)(?=<)", "llama": "; "}
 
 
 def without_ids(text: str) -> str:
@@ -203,8 +214,8 @@ def test_the_turn_behind_two_calls(here, of_openai, family):
         assert answer.choices[0].message.content == "Done."
         prompt = without_ids(here.generator.prompts[1])
     shown = [f"[result of {own}]<{n}>" for n, own in enumerate(ids)]
-    if family == "llama":  # one call a message
-        for call, result in zip(written.split("; "), shown, strict=True):
+    if family in APART:
+        for call, result in zip(re.split(APART[family], written), shown, strict=True):
             assert f"{call}<|im_end|>{result}" in prompt
     else:
         assert f"{written}<|im_end|>{''.join(shown)}" in prompt
@@ -241,7 +252,7 @@ def test_calls_of_another_model(here, of_anthropic, family):
 FORMS = {
     "r1": CallForm("text"), "v3.1": CallForm("text"), "kimi": CallForm(ids="named"),
     "mistral of 2024": CallForm(ids="short"), "mistral small 3.2": CallForm(ids="short"),
-    "llama": CallForm(is_single=True),
+    "llama": CallForm(is_single=True), "harmony": CallForm(is_single=True),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from .job import Counts, Job, Reason
 from .memory import Memory, is_short, is_watched
 
 logger = logging.getLogger(__name__)
-_JOBS = 4  # that are submitted before a step, at most: each is checked while the sequences wait
+_JOBS = 4  # submitted before a step, at most: each is checked while the sequences wait
 
 
 class DeviceThreadError(RuntimeError):

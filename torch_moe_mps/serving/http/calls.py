@@ -16,8 +16,8 @@ from typing import Any, Literal
 Message = dict[str, Any]
 Ids = Literal["any", "short", "named"]
 _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
-_NAME, _ARGUMENTS = "probe_function", {"probe_key": ["probe_value"]}
-_PROBE_IDS = "a", "call_0123456789abcdef"  # shorter and longer than any template's own
+# {id of a call of the probe, shorter or longer than a template's own: number in its name and arguments}
+_PROBE = {"a": 1, "call_0123456789abcdef": 2}
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,22 @@ def call_form(render: Callable[[list[Message]], str]) -> CallForm:
             text = render(form.convert(_probe()))
         except Exception:  # a template may raise anything for a form that it does not take
             continue
-        if _NAME in text and _shows(text, given):
+        if all(_shows(text, number, given) for number in _PROBE.values()):
             return form
     return CallForm()
 
 
-def _shows(text: str, arguments: str) -> bool:
-    """True if a text has the arguments of the probe, in JSON or a syntax of the template's own."""
+def _shows(text: str, number: int, arguments: str) -> bool:
+    """True if a text has a call of the probe, with arguments in JSON or a syntax of the template's own."""
+    function = _function(number)
     if arguments == "text":
-        return json.dumps(_ARGUMENTS) in text
-    return "probe_key" in text and "probe_value" in text and repr(_ARGUMENTS) not in text
+        return function["name"] in text and json.dumps(function["arguments"]) in text
+    words = function["name"], f"key_{number}", f"value_{number}"
+    return all(word in text for word in words) and repr(function["arguments"]) not in text
+
+
+def _function(number: int) -> dict[str, Any]:
+    return {"name": f"probe_{number}", "arguments": {f"key_{number}": [f"value_{number}"]}}
 
 
 def _probe() -> list[Message]:
@@ -125,7 +131,6 @@ def _probe() -> list[Message]:
     def said(role: str, **more: Any) -> Message:
         return {"role": role, "content": [{"type": "text", "text": "a"}]} | more
 
-    function = {"name": _NAME, "arguments": _ARGUMENTS}
-    calls = [{"id": own, "type": "function", "function": function} for own in _PROBE_IDS]
-    results = [said("tool", tool_call_id=own, name=_NAME) for own in _PROBE_IDS]
+    calls = [{"id": own, "type": "function", "function": _function(n)} for own, n in _PROBE.items()]
+    results = [said("tool", tool_call_id=own) for own in _PROBE]
     return [said("user"), said("assistant", content=[], tool_calls=calls), *results]

@@ -100,7 +100,7 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     if isinstance(prompt, Chat) and form is not None:
         text = str(served.template.tokenizer.decode(inputs["input_ids"][0]))
         schemas = {tool.name: tool.schema for tool in prompt.tools}
-        if not schemas:  # of the marks only those of reasoning are read
+        if not schemas:  # marks of calls are text
             form = dataclasses.replace(form, begins=(), around=())
         begin = functools.partial(Reader, form, schemas=schemas)
     return Prompt(inputs, config, _stops(request, config), text, images_of(served.model, inputs), begin)

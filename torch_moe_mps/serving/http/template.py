@@ -62,7 +62,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def tools_warning(self) -> str | None:
-        """What requests with tools are told, if the model reads no tools, or its calls are not read."""
+        """Warning for requests with tools: the model reads no tools, or its calls are not read."""
         if not self._shows_tools:
             return NOT_SHOWN
         return NOT_READ if self.form is None else None
