@@ -898,7 +898,9 @@ UNKNOWN = scripted.TEMPLATE.replace("tool_call>", "call>")
 
 
 @pytest.mark.parametrize(
-    ("template", "line"), [(UNKNOWN, NOT_READ), ("{{ messages[0].content }}", NOT_SHOWN)]
+    ("template", "line"),
+    [(UNKNOWN, NOT_READ), ("{{ messages[0].content }}", NOT_SHOWN)],
+    ids=["unknown form", "no tools"],
 )
 def test_tools_that_a_model_does_not_read_or_whose_calls_are_not_read(here, capsys, caplog, template, line):
     """One line says so at the start, in the log at each request with tools, and in its answer."""

@@ -82,7 +82,7 @@ class Client:
         self.requests = self.threads = 0
         self._pools, self._forget = pools, forget
         self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
-        self._pauses = dict[asyncio.Timeout, None]()  # of bodies that come, the longest pause first
+        self._pauses = dict[asyncio.Timeout, None]()  # bodies that come, the longest pause first
 
     def forget_if_idle(self) -> None:
         """Drops the address if nothing of it is parsed and no thread works for it."""
