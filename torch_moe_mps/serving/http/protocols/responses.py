@@ -180,7 +180,7 @@ class _Events(Writer):
 
     def _called(self, part: Call | Arguments | CallEnd) -> str:
         call = part if isinstance(part, Call) else part.call
-        item = _item(call, self.request.tools, False, False)
+        item = _item(call, self.request.tools, False, not call.is_whole)
         is_custom = item["type"] == "custom_tool_call"
         field, kind = (
             ("input", "custom_tool_call_input") if is_custom else ("arguments", "function_call_arguments")
