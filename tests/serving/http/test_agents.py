@@ -271,6 +271,44 @@ def test_a_cut_response_is_incomplete(here, of_openai):
     assert here.generator.jobs[-1].config.max_new_tokens == 4096 - len(prompt_ids(here, -1))
 
 
+BROKEN = '<tool_call>{"name": "look", "arguments": {"of": sky}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("says", "cut", "arguments", "text", "reasons"),
+    [
+        (CALL, 0, '{"of": "sky"}', "", ("tool_calls", "tool_use", "completed")),
+        (f"{CALL}\nIt is", 3, '{"of": "sky"}', "It", ("length", "max_tokens", "incomplete")),
+        (f"{BROKEN}\nIt is", 0, '{"of": sky}', "It is", ("stop", "end_turn", "completed")),
+    ],
+)
+def test_a_stream_and_a_whole_answer_end_alike(here, of_openai, says, cut, arguments, text, reasons):
+    """Behind a call, at the maximum length behind one, and behind a call whose arguments are no JSON."""
+    here.says(says)
+    limit = len(here.served.template.tokenizer(says).input_ids) - cut + (not cut)
+    function = {"name": "look", "parameters": SKY}
+    asked = {"model": "m", "messages": said("a"), "tools": [{"type": "function", "function": function}]}
+    for stream in (False, True):
+        answer = of_openai.chat.completions.create(**asked, max_tokens=limit, stream=stream)
+        choices = [part.choices[0] for part in answer] if stream else answer.choices
+        parts = [choice.delta if stream else choice.message for choice in choices]
+        calls = [call.function for part in parts for call in part.tool_calls or ()]
+        assert [call.name for call in calls if call.name] == ["look"]
+        assert "".join(call.arguments for call in calls) == arguments
+        assert "".join(part.content or "" for part in parts) == text
+        assert choices[-1].finish_reason == reasons[0]
+    tools = [{"name": "look", "input_schema": SKY}]
+    _, body = post(here, "/v1/messages", {"messages": said("a"), "tools": tools, "max_tokens": limit})
+    assert json.loads(body)["stop_reason"] == reasons[1]
+    asked = {"model": "m", "input": "a", "tools": [{"type": "function", **function}]}
+    whole = of_openai.responses.create(**asked, max_output_tokens=limit)
+    last = [*of_openai.responses.create(**asked, max_output_tokens=limit, stream=True)][-1].response
+    for response in (whole, last):
+        call = response.output[0]
+        assert (call.arguments, call.status == "completed") == (arguments, says != f"{BROKEN}\nIt is")
+        assert response.status == reasons[2] and response.output_text == text
+
+
 def test_a_response_thinks_says_and_calls(here, of_openai):
     tools = [{"type": "function", "name": "look", "parameters": SKY}]
     here.says(f"{THOUGHT}I look.\n{CALL}", cached=3)
@@ -797,7 +835,7 @@ class Spelled:
         self._sink = sink
 
     def feed(self, text):
-        steps = {"(": lambda: self._sink.call("look", ""), ")": self._sink.end_call}
+        steps = {"(": lambda: self._sink.call("look", ""), ")": lambda: self._sink.end_call(True)}
         for letter in text:
             if letter in steps:
                 steps[letter]()
@@ -806,7 +844,7 @@ class Spelled:
             elif letter.strip():
                 self._sink.arguments(letter)
 
-    def end(self):
+    def end(self, is_cut):
         pass
 
 

@@ -28,12 +28,14 @@ class Call:
 
     Args:
         id: given by the model, or a new one.
-        is_whole: True once it is complete.
+        has_ended: True once the model ended it. A call that the end of the answer cuts off never ends.
+        is_whole: True if it ended, and its arguments are JSON.
     """
 
     name: str
     id: str
     parts: list[str] = field(default_factory=list)
+    has_ended: bool = False
     is_whole: bool = False
 
     @property
@@ -210,10 +212,14 @@ class Items:
             self._hand_out(Piece("text", text, self._taken()))
         return self._new_items()
 
-    def end(self, shows_blanks: bool) -> list[Item]:
-        """Items of the text held back at the end."""
+    def end(self, shows_blanks: bool, is_cut: bool) -> list[Item]:
+        """Items of the text held back at the end.
+
+        Args:
+            is_cut: True if the model did not end the answer itself.
+        """
         if self._reader is not None:
-            self._reader.end()
+            self._reader.end(is_cut)
         if self._blanks and shows_blanks and self._kind == "text":
             self._hand_out(Piece("text", "".join(self._blanks), self._taken()))
         if self.entries:
@@ -246,11 +252,11 @@ class Items:
             else:
                 self._new.append(Arguments(call, [text]))
 
-    def end_call(self) -> None:
+    def end_call(self, is_whole: bool) -> None:
         if (call := self._call) is not None:
             if not call.parts:
                 self.arguments("{}")
-            call.is_whole = True
+            call.has_ended, call.is_whole = True, is_whole
             self._new.append(CallEnd(call))
             self.is_complete |= self._ends_at == "call"
 
@@ -376,7 +382,8 @@ class Answer:
         if self._items.is_complete and isinstance(reason, str):
             reason = "stop"
         items = self._items.add(self._cut.rest())
-        items += self._items.end(shows_blanks=self.stop is not None or reason == "length")
+        shows_blanks = self.stop is not None or reason == "length"
+        items += self._items.end(shows_blanks, is_cut=reason != "stop")
         self.reason = reason
         return items
 
@@ -387,8 +394,8 @@ class Answer:
 
     @property
     def items(self) -> list[Piece | Call]:
-        """Text deltas and whole tool calls."""
-        return [item for item in self.made if isinstance(item, Piece) or item.is_whole]
+        """Text deltas and tool calls, without a call truncated by the end of the answer."""
+        return [item for item in self.made if isinstance(item, Piece) or item.has_ended]
 
     @property
     def text(self) -> str:

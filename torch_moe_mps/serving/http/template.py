@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -123,22 +124,54 @@ class ChatTemplate:
         Args:
             messages: of the chat, with decoded images and audio in place of URLs.
         """
-        more = {name: value for name, value in chat.variables.items() if name in self.variables}
         is_text = self.processor is self.tokenizer
-        with self.tokenizing():
-            inputs = self.processor.apply_chat_template(
-                self._contents(self.call_form.convert(messages)),
-                tools=[tool.function for tool in chat.tools] or None,
-                add_generation_prompt=not chat.goes_on,
-                continue_final_message=chat.goes_on,
-                tokenize=True,
-                return_dict=True,
-                return_tensors=None if is_text else "pt",
-                **more,
-            )
+        shape = {"tokenize": True, "return_dict": True, "return_tensors": None if is_text else "pt"}
+        inputs = self._rendered(chat, messages, not chat.goes_on, chat.goes_on, **shape)
         if is_text:
             return {**inputs}
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+    def begun(self, chat: Chat, messages: list[dict[str, Any]]) -> str:
+        """Start of the answer at the end of a chat's prompt.
+
+        It is what the generation prompt, or a last message that goes on, adds to the messages before it.
+        """
+        if self.form is None:
+            return ""
+
+        def text(messages: list[dict[str, Any]], begins: bool, goes_on: bool = False) -> str:
+            return str(self._rendered(chat, messages, begins, goes_on, tokenize=False)) if messages else ""
+
+        before = messages[:-1] if chat.goes_on else messages
+        plain, header = text(before, False), text(before, True)
+        last = text(messages, False, True) if chat.goes_on else header
+        return self.form.begun(_added(plain, last), _added(plain, header))
+
+    def _rendered(
+        self, chat: Chat, messages: list[dict[str, Any]], begins: bool, goes_on: bool, **shape: Any
+    ) -> Any:
+        """What the chat template gives for messages.
+
+        Args:
+            begins: True to end with the generation prompt.
+            goes_on: True to leave the last message open.
+        """
+        more = {name: value for name, value in chat.variables.items() if name in self.variables}
+        given = self._contents(self.call_form.convert(messages))
+        with self.tokenizing():
+            return self.processor.apply_chat_template(
+                given,
+                tools=[tool.function for tool in chat.tools] or None,
+                add_generation_prompt=begins,
+                continue_final_message=goes_on,
+                **shape,
+                **more,
+            )
+
+
+def _added(start: str, text: str) -> str:
+    """Text behind what it has in common with another one."""
+    return text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 (texts, no paths)
 
 
 def tensor(value: Any) -> torch.Tensor:

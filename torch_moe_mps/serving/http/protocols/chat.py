@@ -172,9 +172,9 @@ def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:
 
 
 def finish_reason(answer: Answer) -> str:
-    if answer.calls:
-        return "tool_calls"
-    return "length" if answer.reason == "length" else "stop"
+    if answer.reason == "length":
+        return "length"
+    return "tool_calls" if any(call.is_whole for call in answer.calls) else "stop"
 
 
 def usage(answers: Answers) -> dict[str, Any]:

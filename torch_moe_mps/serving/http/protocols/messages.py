@@ -328,12 +328,12 @@ def _message(request: Request, served: Served) -> dict[str, Any]:
 def _ending(answers: Answers) -> dict[str, Any]:
     answer: Answer = answers.answers[0]
     reason = "end_turn"
-    if answer.calls:
+    if answer.reason == "length":
+        reason = "max_tokens"
+    elif any(call.is_whole for call in answer.calls):
         reason = "tool_use"
     elif answer.stop is not None:
         reason = "stop_sequence"
-    elif answer.reason == "length":
-        reason = "max_tokens"
     return {"stop_reason": reason, "stop_sequence": answer.stop}
 
 
