@@ -158,8 +158,8 @@ THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 def forced(parallel: bool, mark: str, name: str | None = "look", begun: str = ""):
     """The grammar of a call."""
     own = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
-    asked = Forced(own, name, parallel)
-    return grammar(asked, form_of(types.SimpleNamespace(chat_template=mark)), begun)
+    form = form_of(types.SimpleNamespace(chat_template=mark))
+    return grammar(Forced(own, name), form, begun, parallel)
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -1,11 +1,12 @@
 """Preparation of a request: model inputs of its prompts, generation settings, and jobs."""
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
@@ -25,7 +26,7 @@ from .answers import Answers
 from .logprobs import Logprobs
 from .protocols.reader import Reader, Sink
 from .protocols.tools import grammar
-from .request import STOPS, Chat, Refused, Request, check_count, wrong
+from .request import STOPS, Chat, Refused, Request, check_count, stops_of, wrong
 from .served import Served
 from .structured import check_size
 from .template import tensor
@@ -66,6 +67,9 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
         check_size(request.form, request.form_field)
     if request.forced is not None:
         check_size([tool.schema for tool in request.forced.tools], request.form_field)
+    if (count := len(request.prompts) * request.count) > limits.ANSWERS:
+        message = f"'n' times the number of prompts must be at most {limits.ANSWERS}, got {count}."
+        raise Refused(message, "n", "invalid_value")
     answers, mark = Answers(), object()
     for prompt in [_prompt(served, prompt, request) for prompt in request.prompts]:
         for place in range(request.count):
@@ -94,6 +98,8 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     form, begin = served.template.form, None
     if isinstance(prompt, Chat) and form is not None:
         schemas = {tool.name: tool.schema for tool in prompt.tools}
+        if not schemas:  # marks of calls are text
+            form = dataclasses.replace(form, begins=(), opens=(), closes=())
         begin = functools.partial(Reader, form, schemas=schemas)
     return Prompt(inputs, config, _stops(request, config), begun, images_of(served.model, inputs), begin)
 
@@ -125,8 +131,8 @@ def _templated(served: Served, chat: Chat, field: str) -> tuple[dict[str, Any], 
     characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
     check_count(field, characters, limits.CHARACTERS, "characters")
     messages = _with_media(served, messages)
-    if chat.tools and not template.shows_tools:
-        log.warning("tools are left out, %d of them: prompts of this model show none", len(chat.tools))
+    if chat.tools and template.tools_warning is not None:
+        log.warning(template.tools_warning)
     try:
         return template.apply(chat, messages), template.begun(chat, messages)
     except (TemplateError, TypeError, ValueError) as error:
@@ -235,7 +241,7 @@ def _stops(request: Request, config: Any) -> tuple[str, ...]:
     fits, expected = STOPS
     if not fits(own):
         raise wrong("stop_strings", expected, own)
-    return (*request.stops, *([own] if isinstance(own, str) else own))
+    return (*request.stops, *stops_of(own))
 
 
 # Answers
@@ -246,7 +252,14 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
     last = prompt.config.eos_token_id
     ends = set(last) if isinstance(last, list) else {last}
     step = text_stream(served.template.tokenizer, skips_special=prompt.begin is None)
-    items = Items(prompt.begin, prompt.begun, ends_at_call=request.forced is not None)
+    ends_at: Literal["call", "text"] | None = "text" if request.forced is not None else None
+    items = Items(
+        prompt.begin,
+        prompt.begun,
+        bool(request.tools),
+        ends_at if request.is_parallel else "call",
+        served.template.call_form.new_id,
+    )
     hidden = served.template.hidden
     answer = Answer(step, prompt.stops, items, ends, hidden, logprobs, lambda event: show(number, event))
     answer.prompt_tokens = prompt_length(prompt.inputs)
@@ -285,4 +298,4 @@ def _form(served: Served, request: Request, prompt: Prompt) -> Any:
     """Schema, grammar or structural tag of structured output, or None. Raises: Refused."""
     if request.forced is None:
         return request.form
-    return grammar(request.forced, served.template.form, prompt.begun)
+    return grammar(request.forced, served.template.form, prompt.begun, request.is_parallel)
