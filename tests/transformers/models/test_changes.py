@@ -497,6 +497,7 @@ def test_configs_keep_their_names(architecture):
         called()
         assert model.config is config and config.__dict__ == state
         assert copy.deepcopy(config)._attn_implementation == config._attn_implementation != "moe_mps"
+        assert all(str(each) == str(configs[name]) for name, each in configs_of(model).items())
     assert operators_of(lambda: output(model, prompt()))
     assert operators_of(lambda: output(type(model)(config).eval(), prompt())) == {}
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

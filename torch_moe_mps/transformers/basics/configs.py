@@ -138,25 +138,30 @@ def _empty_view(cls: type) -> Any:
 def _view_class(cls: Any) -> type:
     """A subclass of a config's class. Its instances share the attributes of a config, but the names in it."""
 
-    def __getattribute__(self: Any, key: str) -> Any:
-        behind = object.__getattribute__(self, _BEHIND)
-        if key in (ATTENTION, EXPERTS):
-            return behind.name(key)
-        return behind.inner[key] if key in behind.inner else cls.__getattribute__(self, key)
+    def __new__(view: type, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # what transformers makes by a config's class is a plain one
+
+    def named(attribute: str) -> property:
+        return property(lambda self: getattr(self, _BEHIND).name(attribute))
+
+    def held(key: str) -> property:
+        return property(lambda self: getattr(self, _BEHIND).inner.get(key, vars(self).get(key)))
 
     def __setattr__(self: Any, key: str, value: Any) -> None:
         setattr(plain_config(self), key, value)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        behind = object.__getattribute__(self, _BEHIND)
+        behind = getattr(self, _BEHIND)
         return _empty_view, (cls,), (behind.config, behind.names, behind.inner)
 
     def __setstate__(self: Any, state: tuple[Any, Names, dict[str, Any]]) -> None:
-        behind = object.__getattribute__(self, _BEHIND)
+        behind = getattr(self, _BEHIND)
         behind.config, behind.names, behind.inner = state
         object.__setattr__(self, "__dict__", behind.config.__dict__)
 
-    methods = (__getattribute__, __setattr__, __reduce_ex__, __setstate__)
+    methods = (__new__, __setattr__, __reduce_ex__, __setstate__)
     own: dict[str, Any] = {each.__name__: each for each in methods}
-    own |= {"__slots__": (_BEHIND,), "__class__": property(lambda self: cls), "__module__": cls.__module__}
+    own |= {key: held(key) for key in getattr(cls, "sub_configs", ())}
+    own |= {attribute: named(attribute) for attribute in (ATTENTION, EXPERTS)}
+    own |= {"__slots__": (_BEHIND,), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), own)
