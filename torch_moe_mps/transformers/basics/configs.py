@@ -139,7 +139,7 @@ def _view_class(cls: Any) -> type:
     """A subclass of a config's class. Its instances share the attributes of a config, but the names in it."""
 
     def __new__(view: type, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)  # what transformers makes by a config's class is a plain one
+        return cls(*args, **kwargs)  # a plain config, where transformers calls a config's class
 
     def named(attribute: str) -> property:
         return property(lambda self: getattr(self, _BEHIND).name(attribute))
