@@ -10,7 +10,7 @@ from pathlib import Path
 import setuptools
 
 INSTALL = 'run `pip install "setuptools>=77" ninja` first'
-if int(setuptools.__version__.partition(".")[0]) < 77:  # older ones lack commands, and do not read pyproject.toml
+if int(setuptools.__version__.partition(".")[0]) < 77:  # older ones do not read pyproject.toml
     raise SystemExit(
         f"torch_moe_mps: the build needs setuptools 77 or newer, got {setuptools.__version__}: {INSTALL}"
     )
