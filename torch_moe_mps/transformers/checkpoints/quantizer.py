@@ -150,8 +150,9 @@ class Quantizer(HfQuantizer):
 
     @property
     def streams(self) -> bool:
-        """True if the checkpoint is dense, or dequantised while it is read."""
-        return not self.pre_quantized or self.quantization_config.source is not None
+        """True if weights are quantised while the checkpoint is read."""
+        config = self.quantization_config
+        return not self.pre_quantized or config.source is not None or config.wanted is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
@@ -184,18 +185,19 @@ class Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         _keep_float32(model)
         config = self.quantization_config
-        if self.streams:
-            self.layout = DenseLayout(model, config.source)
+        if not self.pre_quantized or config.source is not None:
+            self.layout = DenseLayout(model, config.source == FROM_GGUF)
         else:
             # Its patterns ("scale") fit our names ("scales").
             vars(model)["_get_dtype_plan"] = lambda dtype: {}
             self.layout = layout_of(config, model, kwargs["checkpoint_files"], self.section)
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
-        if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
+        if self.streams:
             weights = weights_of(model, config.recipe())
             self.wanted, report.skipped, report.sizes, report.notes = weights
             self.report = report
+            self.layout.drop_float8(self.wanted)
             drop_packed(self.wanted, self.layout.targets, report, config.may_leave)
             if config.importance is not None:
                 report.importance = config.importance.assign(model, self.wanted)

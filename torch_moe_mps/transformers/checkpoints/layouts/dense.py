@@ -1,4 +1,4 @@
-"""Layout of dense checkpoints, and of checkpoints that are dequantised while loading.
+"""Layouts whose weights are quantised while they are read: of dense checkpoints, and of those with dense values.
 
 transformers hands over each parameter once its tensors are read, so that one dense parameter exists at a
 time. The quantised tensors are kept here until everything is loaded. Until then a parameter on the meta
@@ -14,9 +14,7 @@ from torch import Tensor
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ...basics.report import QuantizationReport
-from ...upstream.weights import AutoHfQuantizer
 from ..gguf.reading import Dense, checked_file
-from ..own.config import FROM_GGUF
 from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target
 from ..quantize.tied import tied_layers
@@ -29,20 +27,16 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 _CHECK = Check("quantize")
 
 
-class DenseLayout(Layout):
-    """Layout whose loaded tensors are quantised one by one.
-
-    Args:
-        source: the quantisation that is dequantised: FP8, or FROM_GGUF; None for a dense checkpoint.
+class StreamingLayout(Layout):
+    """Layout whose dense parameters are quantised one by one, as they are read.
 
     Attributes:
         wanted: {full name of a parameter: (target, name in the target)}.
     """
 
-    def __init__(self, model: "PreTrainedModel", source: Mapping[str, Any] | None):
+    def __init__(self, model: "PreTrainedModel"):
         super().__init__()
-        self.model, self.source, self.report = model, source, QuantizationReport()
-        self.has_other_names = source is not None
+        self.model, self.report = model, QuantizationReport()
         self.wanted: dict[str, tuple[Target, str]] = {}
         self._done: dict[str, QuantizedWeight] = {}
         self._errors: list[ValueError] = []
@@ -58,19 +52,6 @@ class DenseLayout(Layout):
     def operation(self) -> QuantizeParameters:
         """Operation of a converter that quantises its parameter."""
         return QuantizeParameters(self.wanted, self.quantize)
-
-    def conversions(self, others: list) -> list:
-        if self.source is None:
-            return others
-        if self.source == FROM_GGUF:
-            return []
-        # transformers has a place for our operation, but only in checkpoints that are not quantised.
-        other = AutoHfQuantizer.from_config({**self.source, "dequantize": True}, pre_quantized=True)
-        return self.operation.after(other.update_weight_conversions(others, self.model))
-
-    def state(self, file: str) -> dict[str, Any]:
-        whole = checked_file(file, self.model)
-        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
 
     def quantize(self, name: str, weight: Tensor) -> None:
         """Quantises a loaded parameter; `finish` raises its error, which transformers would only log."""
@@ -119,6 +100,21 @@ class DenseLayout(Layout):
                 self._done[f"{names[0]}.weight"] = second
                 self.report.modules.pop(names[0])
                 self.report.shared[names[0]] = names[1]
+
+
+class DenseLayout(StreamingLayout):
+    """Layout of a dense checkpoint, or of a GGUF file that is dequantised."""
+
+    def __init__(self, model: "PreTrainedModel", gguf: bool):
+        super().__init__(model)
+        self.has_other_names = gguf
+
+    def conversions(self, others: list) -> list:
+        return [] if self.has_other_names else others
+
+    def state(self, file: str) -> dict[str, Any]:
+        whole = checked_file(file, self.model)
+        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:

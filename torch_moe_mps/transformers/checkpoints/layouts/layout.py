@@ -56,6 +56,13 @@ class Layout:
             f"{t.name}.{name}": format for t in self.targets.values() for name, format in t.formats.items()
         }
 
+    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
+        """Drops the targets of 8-bit floats: their values count as dense where a recipe is asked for.
+
+        Args:
+            wanted: weights to quantise; targets that have their formats stay.
+        """
+
     def start(
         self, wanted: Mapping[str, Target], report: QuantizationReport | None
     ) -> QuantizationReport | None:

@@ -75,6 +75,7 @@ class Matrix(NamedTuple):
         format: of the weight.
         again: where the format rests on the values of scales, the same matrix in the format for any.
         values: float32 [rows, columns], where the format holds others.
+        is_float8: whether the checkpoint has 8-bit floats.
     """
 
     names: tuple[str, ...]
@@ -82,6 +83,7 @@ class Matrix(NamedTuple):
     format: Format
     again: Callable[[], "Matrix"] | None = None
     values: Callable[[list[Tensor]], Tensor] | None = None
+    is_float8: bool = False
 
     def dense(self, tensors: list[Tensor]) -> Tensor:
         """Dequantised values of the tensors."""
@@ -324,7 +326,8 @@ class Stored:
             return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
 
         made = self._made(read, format)
-        return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
+        again = functools.partial(self._fp8, may_keep=False)
+        return made._replace(again=again, values=values, is_float8=True)
 
     def _for_groups(self, scales: Tensor) -> Tensor:
         """float32 scales for each 32 columns; uint8 scales are exponents."""
@@ -380,7 +383,8 @@ class StoredExperts:
             pairs = zip(self.experts, result, strict=True)
             return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
 
-        return Matrix(names, read, result[0].format, values=values)
+        is_float8 = all(matrix.is_float8 for matrix in result)
+        return Matrix(names, read, result[0].format, values=values, is_float8=is_float8)
 
 
 class _Expert(Files):
