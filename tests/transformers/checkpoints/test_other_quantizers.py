@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -100,6 +101,76 @@ def test_values_are_those_of_the_library(name, tmp_path):
             assert torch.equal(weight, values)
         else:
             assert_close(weight, values, 0.03)
+
+
+# {what has 8-bit floats: (writer, bits)}
+FLOATS = {
+    "blocks": (Fp8("fp8", "weight_scale_inv", (128, 128), False), 4),
+    "blocks in 8 bits": (Fp8("fp8", "weight_scale_inv", (128, 128), False), 8),
+    "blocks by powers": (Fp8("fp8", "weight_scale_inv", (32, 32), True), 2),
+    "all": (Fp8("fp8", "weight_scale_inv", None, False), 3),
+    "compressed-tensors, rows": (Fp8("compressed-tensors", "weight_scale", "row", False), 8),
+    "compressed-tensors, all": (Fp8("compressed-tensors", "weight_scale", None, True), 4),
+    "compressed-tensors, blocks": (Library("FP8_BLOCK"), 4),
+    "compressed-tensors, mxfp8": (Library("MXFP8A16"), 5),
+    "modelopt, all": (Fp8("modelopt", "weight_scale", None, False), 4),
+    "modelopt, rows": (Fp8("modelopt", "weight_scale", "row", True), 6),
+    "DeepSeek-V4's names": (Fp8("fp8", "scale", (128, 128), False), 4),
+    "Mistral's names": (Fp8("fp8", "qscale_weight", None, False), 4),
+}
+# Sizes that blocks of 128 do not divide, in rows and columns: two blocks of 160 are no two halves.
+PARTIAL = {"hidden_size": 160, "moe_intermediate_size": 224, "intermediate_size": 160, "num_hidden_layers": 1}
+FEW = ("blocks", "compressed-tensors, rows", "modelopt, all")
+
+
+@pytest.mark.parametrize("name", in_sweep(FLOATS, FEW))
+def test_8_bit_floats_become_fewer_bits(name, tmp_path):
+    """Their values rounded by MLX."""
+    import mlx.core as mx
+
+    writer, bits = FLOATS[name]
+    expected = write(tmp_path, writer, **PARTIAL)
+    model = torch_moe_mps.from_pretrained(tmp_path, bits=bits, group_size=32, dtype=torch.float32)
+    assert all(formats_in(module) for module in (model.lm_head, model.model.layers[0].mlp.experts))
+    formats = [format for module in model.modules() for format in formats_in(module).values()]
+    assert bits in {format.bits for format in formats}
+    for format, (weight, values) in zip(formats, weights(model, expected), strict=True):
+        parts = mx.quantize(mx.array(values.detach().numpy()), 32, format.bits)
+        assert torch.equal(weight, torch.tensor(np.array(mx.dequantize(*parts, 32, format.bits))))
+
+
+def test_deepseek_of_partial_blocks_becomes_4_bits(tmp_path):
+    """In each way; keys and values have a latent of 4.5 blocks with the rotated part."""
+    sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "hidden_size": 160, "num_hidden_layers": 2}
+    writer = Fp8("fp8", "weight_scale_inv", (128, 128), False)
+    expected = write(tmp_path / "8", writer, "deepseek_v3", **sizes)
+    how = {"bits": 4, "group_size": 32}
+    torch_moe_mps.accelerate(expected, **how)
+    convert = ["convert", tmp_path / "8", tmp_path / "4", "--bits", 4, "--group-size", 32]
+    assert main([*map(str, convert), "--dtype", "float32"]) == 0
+    config = QuantizationConfig(**how)
+    for model in (
+        torch_moe_mps.from_pretrained(tmp_path / "8", dtype=torch.float32, **how),
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "8", dtype=torch.float32, quantization_config=config
+        ),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "4", dtype=torch.float32),
+    ):
+        state = model.state_dict()
+        assert state.keys() == expected.state_dict().keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state_dict().items())
+
+
+def test_a_recipe_decides_over_8_bit_floats(tmp_path):
+    """What it keeps is dense; what has its format already keeps its bits."""
+    expected = write(tmp_path, CASES["fp8 of blocks by powers"][0])
+    recipe = {"keep": ["o_proj"], "overrides": {"experts.down_proj": 4}}
+    model = torch_moe_mps.from_pretrained(tmp_path, mode="mxfp8", dtype=torch.float32, **recipe)
+    layer, other = model.model.layers[0], expected.model.layers[0]
+    assert torch.equal(layer.self_attn.o_proj.weight, other.self_attn.o_proj.weight)
+    assert str(layer.mlp.experts.down_quantization) == "affine4_64"
+    values = {weight.shape: torch.equal(weight, values) for weight, values in weights(model, expected)}
+    assert values[expected.model.layers[0].self_attn.q_proj.weight.shape]
 
 
 @pytest.mark.parametrize("name", in_sweep(("gptq asymmetric", "fp8 of blocks"), ("gptq asymmetric",)))

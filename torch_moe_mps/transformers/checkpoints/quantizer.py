@@ -36,6 +36,7 @@ from .layouts.dense import DenseLayout
 from .layouts.layout import Layout, Section
 from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
+from .others.schemes import METHODS
 from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .own.reading import OwnLayout
 from .quantize.decision import drop_packed, weights_of
@@ -77,14 +78,24 @@ def get_hf_quantizer(
             asked = _for_gguf(config, asked, gguf_file)
         with _reading_gguf() if isinstance(asked, QuantizationConfig) else contextlib.nullcontext():
             return own(config, asked, *args, **kwargs)
-    if isinstance(stored, dict) and is_for_us(stored, None if is_ours(asked) else asked):
-        if (why := _WHY.get(stored.get("quant_method", ""))) is not None:
-            method = stored["quant_method"]
-            print(f"torch_moe_mps: the {method} checkpoint stays packed: {why}", file=sys.stderr)
-        read = _as_ours(stored)
+    if isinstance(stored, dict) and (read := _read_by_us(stored, asked)) is not None:
         stored.clear()  # in place: transformers keeps the dict
         stored.update(read)
+        if "wanted" in read:
+            asked = None  # transformers would refuse a second config
     return own(config, asked, *args, **kwargs)
+
+
+def _read_by_us(stored: dict[str, Any], asked: Any) -> dict[str, Any] | None:
+    """The arguments of QuantizationConfig for a quantised checkpoint; None leaves it to transformers."""
+    method = stored.get("quant_method", "")
+    if method in METHODS and isinstance(asked, QuantizationConfig):
+        return _as_ours(stored) | {"wanted": asked.arguments(), "importance": asked.importance}
+    if not is_for_us(stored, None if is_ours(asked) else asked):
+        return None
+    if (why := _WHY.get(method)) is not None:
+        print(f"torch_moe_mps: the {method} checkpoint stays packed: {why}", file=sys.stderr)
+    return _as_ours(stored)
 
 
 def _for_gguf(config: Any, asked: Any, gguf_file: str) -> Any:

@@ -26,7 +26,7 @@ from .schemes import Scheme
 
 _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
-UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
+UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$|\.qscale_act$"
 _GROUPS = (128, 64, 32)
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
@@ -116,7 +116,8 @@ class Stored:
     """
 
     def __init__(self, files: Files, module: str, shape: tuple[int, int], scheme: Scheme):
-        self.files, self.module, self.scheme = files, module, scheme
+        self.files, self.module = files, module
+        self.scheme = scheme = scheme.beside({p: files.dtypes[self.name(p)] for p in files.beside[module]})
         self.rows, self.columns = self.shape = shape
         if self.columns % 32:
             _CHECK.fail(module, "of a multiple of 32 columns", self.columns)

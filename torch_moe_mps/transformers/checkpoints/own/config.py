@@ -91,6 +91,10 @@ class QuantizationConfig(QuantizationConfigMixin):
         asked = None if self.wanted is None else requested_recipe(**self.wanted)
         return asked or recipe_of(self.usual, **self.exceptions)
 
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a recipe for the weights that are dense."""
+        return self.usual.to_dict() | self.exceptions
+
     def formats(self) -> set[Format]:
         """All formats of a quantised checkpoint."""
         return {self.usual} if self.modules is None else {*self.modules.values()}
