@@ -261,7 +261,7 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
 
 
 def sizes_of(model: Any, group_size: int | None) -> list[Size]:
-    """The dense model in 16 bits, before that in 32 if its weights are float32, and in each number of bits."""
+    """The dense model in 16 bits, if its weights are float32 in 32 as well, and in each number of bits."""
     formats = [Format(bits, group_size) for bits in BITS]
     wide = [weight for weight in weights_in(model) if weight.dtype is torch.float32 is model.dtype]
     return [

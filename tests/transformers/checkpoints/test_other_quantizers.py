@@ -151,9 +151,7 @@ def test_deepseek_of_partial_blocks_becomes_4_bits(tmp_path):
     config = QuantizationConfig(**how)
     for model in (
         torch_moe_mps.from_pretrained(tmp_path / "8", dtype=torch.float32, **how),
-        AutoModelForCausalLM.from_pretrained(
-            tmp_path / "8", dtype=torch.float32, quantization_config=config
-        ),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "8", dtype=torch.float32, quantization_config=config),
         AutoModelForCausalLM.from_pretrained(tmp_path / "4", dtype=torch.float32),
     ):
         state = model.state_dict()

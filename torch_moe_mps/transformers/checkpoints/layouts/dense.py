@@ -1,4 +1,4 @@
-"""Layouts whose weights are quantised while they are read: of dense checkpoints, and of those with dense values.
+"""Layouts whose weights are quantised while they are read.
 
 transformers hands over each parameter once its tensors are read, so that one dense parameter exists at a
 time. The quantised tensors are kept here until everything is loaded. Until then a parameter on the meta
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ....ops._checks import Check
-from ....quantization import QuantizedWeight
+from ....quantization import Format, QuantizedWeight
 from ...basics.report import QuantizationReport
 from ..gguf.reading import Dense, checked_file
 from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target
-from ..quantize.tied import tied_layers
+from ..quantize.tied import tied_layers, tied_pairs
 from ..quantize.weights import quantize_parameter, release_cache, replace
 from .layout import Layout
 
@@ -48,10 +48,32 @@ class StreamingLayout(Layout):
             self.wanted |= {f"{target.name}.{name}": (target, name) for name in target.formats}
         return self.report
 
+    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
+        """Drops the targets of 8-bit floats: their values count as dense where a recipe is asked for.
+
+        Args:
+            wanted: weights to quantise. Targets that have the format asked for already stay.
+        """
+        dropped = {name for name, target in self.targets.items() if self.is_float8(target)}
+        dropped |= {name for name, other in tied_pairs(tied_layers(self.model)) if other in dropped}
+        for name in dropped & self.targets.keys():
+            formats = self.targets[name].formats
+            is_same = name in wanted and wanted[name].formats == formats
+            if not (is_same and all(map(is_mxfp8, formats.values()))):
+                del self.targets[name]
+
+    def is_float8(self, target: Target) -> bool:
+        """True if the checkpoint has the weights of a target in 8-bit floats."""
+        return all(map(is_mxfp8, target.formats.values()))
+
     @property
     def operation(self) -> QuantizeParameters:
         """Operation of a converter that quantises its parameter."""
         return QuantizeParameters(self.wanted, self.quantize)
+
+    def streamed(self, converters: list) -> list:
+        """The converters, with our operation behind them if some weight is wanted."""
+        return self.operation.after(converters) if self.wanted else converters
 
     def quantize(self, name: str, weight: Tensor) -> None:
         """Quantises a loaded parameter; `finish` raises its error, which transformers would only log."""
@@ -115,6 +137,10 @@ class DenseLayout(StreamingLayout):
     def state(self, file: str) -> dict[str, Any]:
         whole = checked_file(file, self.model)
         return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
+
+
+def is_mxfp8(format: Format) -> bool:
+    return format.mode == "mxfp8"
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:

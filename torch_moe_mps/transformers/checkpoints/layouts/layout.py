@@ -57,11 +57,7 @@ class Layout:
         }
 
     def drop_float8(self, wanted: Mapping[str, Target]) -> None:
-        """Drops the targets of 8-bit floats: their values count as dense where a recipe is asked for.
-
-        Args:
-            wanted: weights to quantise; targets that have their formats stay.
-        """
+        """Drops the targets whose 8-bit floats a recipe quantises."""
 
     def start(
         self, wanted: Mapping[str, Target], report: QuantizationReport | None

@@ -7,7 +7,7 @@ of. They treat the rows of codes, scales and biases alike, for example to join e
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from ..mlx.rows import NamedConverter
 from ..quantize.reasons import Reasons
 from ..quantize.sizes import add_stored
 from ..quantize.target import Target, quantizable
-from ..quantize.tied import add_tied, tied_layers, tied_pairs
+from ..quantize.tied import add_tied, tied_layers
 from ..quantize.weights import quantized_names
 from .layouts import UNREAD, Files, Matrix, Stored, StoredExperts, alike
 from .schemes import Schemes
@@ -256,23 +256,14 @@ class OthersLayout(StreamingLayout):
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
-        result = {name for name, target in self.targets.items() if self._is_float8(target)}
-        result |= {name for name, other in tied_pairs(tied_layers(self.model)) if other in result}
-        for name in result & self.targets.keys():
-            target = self.targets[name]
-            exact = all(format.mode == "mxfp8" for format in target.formats.values())
-            if not exact or name not in wanted or wanted[name].formats != target.formats:
-                del self.targets[name]
-
-    def _is_float8(self, target: Target) -> bool:
+    def is_float8(self, target: Target) -> bool:
         matrices = [part.matrix for p in target.formats for part in self._parts[f"{target.name}.{p}"]]
         return bool(matrices) and all(matrix.is_float8 for matrix in matrices)
 
     def conversions(self, others: list) -> list:
         """Converters of quantised weights, once targets have them, in front of the others."""
         rows = [self._row(name, parts) for name, parts in self._parts.items()]
-        return [*rows, *self.operation.after([*self._apart, *others])]
+        return [*rows, *self.streamed([*self._apart, *others])]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
@@ -312,18 +303,18 @@ class OthersLayout(StreamingLayout):
 
     def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
         """Dense value of a parameter that a quantised layer cannot hold, or that a recipe quantises."""
-        parameter = self.model.get_parameter_or_buffer(name)
-        rest, values = iter(tensors), []
+        parameter, rest = self.model.get_parameter_or_buffer(name), iter(tensors)
+        # Only the converter that joins them has them all, and frees them as it does.
+        values = (
+            part.matrix.dense([next(rest) for _ in part.matrix.names]).to(parameter.dtype) for part in parts
+        )
         try:
-            for _, matrix in parts:
-                own = matrix.dense([next(rest) for _ in matrix.names])
-                values.append(own.to(parameter.dtype))  # one by one: float32 takes twice as much
             return self._joined(name, parts, values)
         except ValueError as error:
             self._errors.append(error)
             return torch.zeros_like(parameter, device="cpu")
 
-    def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
+    def _joined(self, name: str, parts: list[_Part], tensors: Iterable[Tensor]) -> Tensor:
         """Parameter that transformers makes of the matrices, or of other tensors with their rows."""
         places = [part.place for part in parts]
         made = self._made(name, places, tensors)
@@ -331,10 +322,10 @@ class OthersLayout(StreamingLayout):
             _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {places[0].key}")
         return made[name]
 
-    def _made(self, name: str, places: Sequence[_Place], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _made(self, name: str, places: Sequence[_Place], tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         if places[0].pattern is None:
-            stacked = tensors[0].dim() == 3 and self._is_turned(name)
-            return {name: tensors[0].mT if stacked else tensors[0]}
+            tensor, *_ = tensors
+            return {name: tensor.mT if tensor.dim() == 3 and self._is_turned(name) else tensor}
         converter = copy.deepcopy(self._of[places[0].pattern])
         for place, tensor in zip(places, tensors, strict=True):
             assert place.pattern is not None

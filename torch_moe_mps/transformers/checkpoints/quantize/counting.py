@@ -28,7 +28,7 @@ class PackedWeights(nn.Module):
         self.weights = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As of nn.Module, which lists parameters by it; a parameter that was moved has lost its attributes."""
+        """As of nn.Module, which lists parameters by it; moved parameters have lost their attributes."""
         weights: Any = self.weights
         weights.ds_numel = self.count
         return super().named_modules(*args, **kwargs)
