@@ -3,11 +3,13 @@
 import copy
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import tiny_models
 from support.checkpoints import changed
 from support.models import assert_close, output, prompt, stored
 from support.other_libraries import (
@@ -25,7 +27,7 @@ from support.other_libraries import (
     weights,
     write,
 )
-from support.sweep import in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
@@ -139,24 +141,56 @@ def test_8_bit_floats_become_fewer_bits(name, tmp_path):
         assert torch.equal(weight, torch.tensor(np.array(mx.dequantize(*parts, 32, format.bits))))
 
 
-def test_deepseek_of_partial_blocks_becomes_4_bits(tmp_path):
-    """In each way; keys and values have a latent of 4.5 blocks with the rotated part."""
-    sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "hidden_size": 160, "num_hidden_layers": 2}
+# Keys and values have a latent of 1.25 or, in DeepSeek-V3, 4.5 blocks with the rotated part. REAL has all of
+# its sizes but the width and the numbers of layers, heads and experts.
+SMALL = {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "head_dim": 32, "hidden_size": 160}
+REAL = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+REAL |= {"q_lora_rank": 1536, "hidden_size": 896, "moe_intermediate_size": 2048, "intermediate_size": 18432}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bits"), rows_in_sweep([(SMALL, 4), (SMALL, 8), (REAL, 4), (REAL, 8)], [(SMALL, 4)])
+)
+def test_deepseek_of_partial_blocks_becomes_fewer_bits(sizes, bits, tmp_path):
+    """In each way as quantising the dense model of the same values."""
     writer = Fp8("fp8", "weight_scale_inv", (128, 128), False)
-    expected = write(tmp_path / "8", writer, "deepseek_v3", **sizes)
-    how = {"bits": 4, "group_size": 32}
+    dense = write(tmp_path / "fp8", writer, "deepseek_v3", num_hidden_layers=2, **sizes)
+    expected, how = copy.deepcopy(dense), {"bits": bits, "group_size": 32}
     torch_moe_mps.accelerate(expected, **how)
-    convert = ["convert", tmp_path / "8", tmp_path / "4", "--bits", 4, "--group-size", 32]
+    convert = ["convert", tmp_path / "fp8", tmp_path / "new", "--bits", bits, "--group-size", 32]
     assert main([*map(str, convert), "--dtype", "float32"]) == 0
-    config = QuantizationConfig(**how)
+    load, config = AutoModelForCausalLM.from_pretrained, QuantizationConfig(**how)
     for model in (
-        torch_moe_mps.from_pretrained(tmp_path / "8", dtype=torch.float32, **how),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "8", dtype=torch.float32, quantization_config=config),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "4", dtype=torch.float32),
+        torch_moe_mps.from_pretrained(tmp_path / "fp8", dtype=torch.float32, **how),
+        load(tmp_path / "fp8", dtype=torch.float32, quantization_config=config),
+        load(tmp_path / "new", dtype=torch.float32),
     ):
         state = model.state_dict()
         assert state.keys() == expected.state_dict().keys()
         assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state_dict().items())
+    twin = tiny_models.dense_twin(dense, model)
+    assert_close(output(model, prompt()), output(twin, prompt()), 1e-5)
+
+
+def test_packed_integers_are_refused_before_anything_is_read(tmp_path, capsys):
+    """By convert before its plan is printed; and 8-bit floats that are not as the config says."""
+    write(tmp_path / "int4", CASES["int4"][0])
+    write(tmp_path / "fp8", CASES["fp8 of blocks"][0])
+    change(tmp_path / "fp8", "weight_scale_inv", lambda t: torch.cat((t, t)))
+    for name, message in (
+        ("int4", "bits must be left out, or those of the checkpoint, which has affine4_32: quantise the den"),
+        ("fp8", r"weight_scale_inv must be of shape \(\d+, \d+\), got"),
+    ):
+        capsys.readouterr()
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "new"), "--bits", "2"]) == 1
+        out, err = capsys.readouterr()
+        assert re.search(message, err) and err.count("\n") == 1 and not out
 
 
 def test_a_recipe_decides_over_8_bit_floats(tmp_path):

@@ -229,7 +229,7 @@ class MlxLayout(StreamingLayout):
         self.dropped = [name for name in self.dropped if name in model.state_dict()]
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
-        """As of StreamingLayout; fills the parameters that mlx-lm drops, too."""
+        """Installs quantised weights, and fills the parameters that mlx-lm drops."""
         super().finish(loaded)
         for name in self.dropped:
             owner, _, last = name.rpartition(".")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...modules.linears import formats_in
 from .weights import quantized_names
@@ -20,15 +20,16 @@ class PackedWeights(nn.Module):
 
     Args:
         count: number of weights that are packed, less their scales and biases that are parameters.
+        device: where the model is.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, device: torch.device):
         super().__init__()
         self.count = count
-        self.weights = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.weights = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As of nn.Module, which lists parameters by it; moved parameters have lost their attributes."""
+        """Modules, by which torch lists parameters; one that was moved has lost its attributes."""
         weights: Any = self.weights
         weights.ds_numel = self.count
         return super().named_modules(*args, **kwargs)
@@ -45,7 +46,7 @@ class PackedWeights(nn.Module):
 
 def count_packed_weights(model: nn.Module) -> None:
     """Lets PEFT count the packed weights of a model; shared ones count once."""
-    numbers: dict[int, int] = {}  # {id of the packed codes: what they add}
+    numbers: dict[Tensor, int] = {}  # {packed codes: what they add}
     for module in [*model.modules()]:
         module._modules.pop(_NAME, None)
         for parameter, format in formats_in(module).items():
@@ -53,6 +54,6 @@ def count_packed_weights(model: nn.Module) -> None:
             assert packed is not None
             counted = sum(other.numel() for other in others if isinstance(other, nn.Parameter))
             values = packed.shape[:-1].numel() * format.columns(packed.shape[-1])
-            numbers.setdefault(id(packed), values - counted)
+            numbers.setdefault(packed, values - counted)
     if numbers:
-        model.add_module(_NAME, PackedWeights(sum(numbers.values())))
+        model.add_module(_NAME, PackedWeights(sum(numbers.values()), next(iter(numbers)).device))
