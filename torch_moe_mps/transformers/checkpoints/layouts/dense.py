@@ -41,7 +41,9 @@ class StreamingLayout(Layout):
         self._done: dict[str, QuantizedWeight] = {}
         self._errors: list[ValueError] = []
 
-    def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
+    def start(
+        self, wanted: Mapping[str, Target], report: QuantizationReport | None
+    ) -> QuantizationReport | None:
         self.report, self.wanted = report or self.report, {}
         for target in wanted.values():
             target.check_columns(_CHECK)

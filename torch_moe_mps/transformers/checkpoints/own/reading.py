@@ -66,7 +66,7 @@ class OwnLayout(StreamingLayout):
         is_transposed = target.experts.is_transposed if target.kind == "experts" else target.is_transposed
 
         def read(tensors: list[Tensor]) -> list[Tensor]:
-            values = dequantize(QuantizedWeight(*tensors, None, _MXFP8))
+            values = dequantize(QuantizedWeight(tensors[0], tensors[1], None, _MXFP8))
             return [values.mT if is_transposed else values]
 
         operations = [Operation(read), Cast(), self.operation]

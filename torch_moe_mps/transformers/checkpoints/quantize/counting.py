@@ -20,13 +20,13 @@ class PackedWeights(nn.Module):
 
     Args:
         count: number of weights that are packed, less their scales and biases that are parameters.
-        device: where the model is.
+        like: a tensor with the model's dtype and device.
     """
 
-    def __init__(self, count: int, device: torch.device):
+    def __init__(self, count: int, like: Tensor):
         super().__init__()
         self.count = count
-        self.weights = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+        self.weights = nn.Parameter(like.new_empty(0), requires_grad=False)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Modules, by which torch lists parameters; one that was moved has lost its attributes."""
@@ -56,4 +56,6 @@ def count_packed_weights(model: nn.Module) -> None:
             values = packed.shape[:-1].numel() * format.columns(packed.shape[-1])
             numbers.setdefault(packed, values - counted)
     if numbers:
-        model.add_module(_NAME, PackedWeights(sum(numbers.values()), next(iter(numbers)).device))
+        floats = (tensor.detach() for tensor in model.parameters() if tensor.is_floating_point())
+        like = next(floats, torch.empty(0, device=next(iter(numbers)).device))
+        model.add_module(_NAME, PackedWeights(sum(numbers.values()), like))
