@@ -154,6 +154,7 @@ REAL = {
 REAL |= {"q_lora_rank": 1536, "hidden_size": 896, "moe_intermediate_size": 2048, "intermediate_size": 18432}
 
 
+@pytest.mark.slow("loads a model in four ways")
 @pytest.mark.parametrize(
     ("sizes", "bits"), rows_in_sweep([(SMALL, 4), (SMALL, 8), (REAL, 4), (REAL, 8)], [(SMALL, 4)])
 )
