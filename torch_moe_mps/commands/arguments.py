@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from .._text import bytes_in, one_of
+from .._text import bytes_in, one_of, shown
 from .._weight_formats import BITS, GROUP_SIZES, MODES
 from ..serving.speculative import LOOKUP, MTP
 
@@ -184,7 +184,7 @@ def _size(text: str) -> int | str:
         return text
     size = bytes_in(text)
     if size is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, or auto, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, or auto, got {shown(text)}")
     return size
 
 

@@ -265,8 +265,10 @@ def experts_forward(
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     if (on_disk := self.__dict__.get(ON_DISK)) is None:
         return _forward(self, hidden_states, top_k_index, top_k_weights)
-    if runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self):
+    if runs_eager(self, hidden_states, top_k_weights):
         on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+    if _activation_is_observed(self):
+        on_disk.refuse("a hook on act_fn, or another forward of it, needs all experts in memory")
     with using_slots:
         module, ids = on_disk.ready(self, top_k_index)
         return _forward(module, hidden_states, ids, top_k_weights)
