@@ -173,14 +173,15 @@ def test_structured_output_as_the_page_shows_it(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["sky"] in ("blue", "grey")
 
 
-def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
+def test_training_as_the_page_shows_it(tmp_path, monkeypatch, capsys):
     """It learns; labels are those of the answer alone, and the adapter is one of PEFT on the loaded model."""
     template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ 'z' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
     tokenizer = tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="z", chat_template=template)
     tokenizer.save_pretrained(tmp_path / "model")
     with tiny_models.groups_of_32():
-        tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32).save_pretrained(tmp_path / "model")
+        dense = tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32)
+    dense.save_pretrained(tmp_path / "model")
     chats = [("abc", "hij"), ("defg", "kl")] * 4
     rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in chats]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
@@ -192,6 +193,9 @@ def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
     }
     monkeypatch.chdir(tmp_path)
     exec(script_of("finetuning.md", "## Supervised training", own), found := {})
+    peft.get_peft_model(dense, found["config"]).print_trainable_parameters()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainable params")]
+    assert len(printed) == 2 and printed[0] == printed[1]
     first = found["data"][0]
     assert tokenizer.convert_ids_to_tokens(first["input_ids"]) == [*"uabczahijz"]
     assert first["labels"] == [-100] * 6 + first["input_ids"][6:]
