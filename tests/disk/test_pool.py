@@ -383,10 +383,11 @@ def test_ctrl_c_ends_a_process_whose_disk_is_silent(tmp_path, silent):
     code, errors = processes.interrupted(
         """
         import os, sys, torch
+        from pathlib import Path
         from torch_moe_mps.disk.file import ExpertsFile
         from torch_moe_mps.disk.pool import Pools
 
-        pools = Pools(ExpertsFile(sys.argv[1]), 2, torch.device("cpu"))
+        pools = Pools(ExpertsFile(Path(sys.argv[1])), 2, torch.device("cpu"))
         never = os.pipe()
 
         def preadv(*args):
