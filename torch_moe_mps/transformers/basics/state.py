@@ -267,7 +267,8 @@ def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = Fals
     names = names_of(original_class(module), *methods or ("forward",), by_name=bool(methods) or calls_forward)
     reads |= reads_of(names)
     for held in vars(module).values():
-        if not callable(held) and not isinstance(held, (nn.Module, Tensor)) and hasattr(held, "__dict__"):
+        is_other = callable(held) or isinstance(held, (nn.Module, Tensor, *_PLAIN))
+        if not is_other and hasattr(held, "__dict__"):
             own = vars(held)  # of a config
             for name in names.every & own.keys():
                 if own[name] is None or isinstance(own[name], _PLAIN):

@@ -31,6 +31,7 @@ from ..graphs.nodes import memory_of, written
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
 from ..graphs.tracing import Recorder, is_operator
+from ..trials.memory import memory_errors, note_error
 from .linears import LazyWeight, QuantizedLinear
 
 Found = TypeVar("Found")
@@ -113,7 +114,8 @@ def trace(
         places = [place for place, item in enumerate(results) if isinstance(item, Tensor)]
         nodes = tuple(map(recorder.node_of, fakes))
         recorder.finish([results[place] for place in places])
-    except Exception:  # it is not ours: any error may come of it
+    except Exception as error:  # it is not ours: any error may come of it
+        note_error(error)
         return None
     graph = recorder.graph
     # Aliases first: a tensor that another one shows is not made new.
@@ -384,8 +386,11 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
         for seen, result in forms:
             if _is_alike(module, seen):
                 return result
+        before = memory_errors()
         with having(_seen, dict[Path, Any]()) as noted:
             result = find(module)
+        if memory_errors() != before:  # it may be another one with more memory
+            return result
         forms.append((noted, result))
         del forms[:-_KNOWN]
         return result

@@ -5,6 +5,7 @@ weight, bias or gate. What they leave of a trace must be a single call, for inpu
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -209,6 +210,20 @@ def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[
             return None
         weights.append(weight)
     return weights
+
+
+@functools.cache
+def warn_of_traces() -> None:
+    """Warns, once in a process, where not even torch's own norm shows what it computes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, for inputs and weights of two dtypes
+        call = call_of(nn.RMSNorm(8))
+    if call is None:
+        warnings.warn(
+            f"torch_moe_mps: traces of torch {torch.__version__} do not show what modules compute; "
+            "norms, MLPs, routers and rotary tables run unmodified",
+            stacklevel=3,
+        )
 
 
 # Norms inside of what other rules replace

@@ -174,7 +174,7 @@ def tensors_read(module: nn.Module) -> dict[str | None, dict[int, set[str | None
 
 def _tensors_read(module: nn.Module, layer_type: str | None, rank: int) -> set[str | None] | None:
     own, options = original_class(module).forward, _options(layer_type)
-    x = Input((*SIZES[2], _WIDTH), is_wide=False)
+    x = Input(SIZES[-1], is_wide=False)
     positions = Input((*_POSITIONS[rank], *SIZES[2]), torch.int64, is_wide=False)
     traced = trace(module, x, positions, function=lambda *given: own(*given, **options), writes=True)
     if traced is None:
@@ -195,16 +195,16 @@ def _tables(module: nn.Module, layer_type: str | None, read: dict[int, set[str |
     tensors = read.get(2)
     if tensors is None or not tensors <= {name} or frequencies.is_meta or frequencies.dim() != 1:
         return None
-    replica, branches = bare_replica(module), Branches()
-    for name, buffer in module._buffers.items():
-        replica.register_buffer(name, None if buffer is None else buffer.detach().cpu().clone())
+    replica = bare_replica(module)
+    for each, buffer in module._buffers.items():
+        replica.register_buffer(each, None if buffer is None else buffer.detach().cpu().clone())
     frequencies = getattr(replica, name)
     generator = torch.Generator().manual_seed(0)
 
     def tables_of(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
         return [*rotary_tables(ids, frequencies, scaling, torch.float32, layout, axes)]
 
-    def own_tables(x: Tensor, ids: Tensor) -> list[Tensor] | None:
+    def own_tables(branches: Branches, x: Tensor, ids: Tensor) -> list[Tensor] | None:
         forward = functools.partial(branches.run, original_class(module).forward, replica)
         tables = tried(forward, x, ids, **_options(layer_type))
         is_pair = (
@@ -212,30 +212,30 @@ def _tables(module: nn.Module, layer_type: str | None, read: dict[int, set[str |
         )
         return [table.float() for table in tables] if is_pair else None
 
-    def calls_of(rank: int) -> list[tuple[Tensor, list[Tensor] | None]]:
-        """Positions, and the module's own tables for them."""
-        calls = []
+    def calls_of(rank: int) -> tuple[list[tuple[Tensor, list[Tensor] | None]], str | None]:
+        """Positions with the module's own tables for them, and a branch of its code that none has reached."""
+        calls, branches = [], Branches()
         for shape, *rows in _CALLS:
             ids = torch.rand(*_POSITIONS[rank], *rows, generator=generator) * math.log2(_LARGEST_POSITION)
             ids = ids.exp2().long()
-            ids[..., 0] = 0
-            calls.append((ids, own_tables(torch.randn(shape, generator=generator), ids)))
-        return calls
+            ids[..., 0], ids[..., -1] = 0, _LARGEST_POSITION - 1
+            calls.append((ids, own_tables(branches, torch.randn(shape, generator=generator), ids)))
+        return calls, next((in_words(*branch) for branch in branches.unreached()), None)
 
     def is_right(calls: list[tuple[Tensor, list[Tensor] | None]], *form: Any) -> bool:
         return all(own is not None and all(map(agrees, tables_of(ids, *form), own)) for ids, own in calls)
 
-    plain = calls_of(2)
+    plain, missing = calls_of(2)
     layout = next((layout for layout in _LAYOUTS if is_right(plain, layout)), None)
     if layout is None:
         return None
-    axes, spatial = None, calls_of(3) if read.get(3) == tensors else []
-    if spatial and (ids := spatial[0][0]) is not None and (own := spatial[0][1]) is not None:
-        axes = _axes([tables_of(item, layout) for item in ids], own, layout)
+    if missing is not None:
+        raise Unsupported(missing)
+    axes, (spatial, missing) = None, calls_of(3) if read.get(3) == tensors else ([], None)
+    if spatial and missing is None and (own := spatial[0][1]) is not None:
+        axes = _axes([tables_of(item, layout) for item in spatial[0][0]], own, layout)
     if axes is not None and not is_right(spatial, layout, _on(frequencies.device, axes)):
         axes = None
-    for place, outcome in branches.unreached():
-        raise Unsupported(in_words(place, outcome))
     return Tables(layout, scaling, axes, None if tensors else tuple(frequencies.tolist()))
 
 
