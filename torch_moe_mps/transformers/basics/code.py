@@ -91,7 +91,7 @@ def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = (
         waiting += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
         names, file = _names_in(function.__code__), function.__globals__
         every |= names
-        items = [*_in_class(cls, names, ("torch.",))]
+        items: list[tuple[Any, str, Any]] = [*_in_class(cls, names, ("torch.",))]
         if str(file.get("__name__")).partition(".")[0] not in _LIBRARIES - {"transformers"}:
             items += [(file, name, file[name]) for name in names & file.keys()]
         if "functional" in names or any(file.get(name) is functional for name in names):
@@ -142,8 +142,8 @@ def _read(subject: Any) -> Iterator[Hashable]:
         file = vars(value)
         if isinstance(value, types.FunctionType):
             yield value
-            names = _names_in(value.__code__) & vars(functional).keys()
-            yield from ((name, vars(functional)[name]) for name in names)
+            own = _names_in(value.__code__) & vars(functional).keys()
+            yield from ((name, vars(functional)[name]) for name in own)
             held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             yield from map(_key, held)
             waiting += [*held, getattr(value, "__wrapped__", None)]

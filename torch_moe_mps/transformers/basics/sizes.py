@@ -80,9 +80,9 @@ class _Size(int):
         self._decisions.refuse()
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _decides
-    __hash__ = __float__ = __complex__ = __int__ = __round__ = _decides  # type: ignore[assignment]
+    __hash__ = __float__ = __complex__ = __int__ = __round__ = _decides
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = _decides
-    __repr__ = __str__ = __format__ = _decides  # type: ignore[assignment]
+    __repr__ = __str__ = __format__ = _decides
 
 
 def _computed(name: str) -> Callable[..., Any]:

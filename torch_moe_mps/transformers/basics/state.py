@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -305,22 +306,28 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
     """True if every name that the replaced forward depends on is unchanged."""
-    return are_unchanged(module.__dict__[STATE].reads)
+    for read in module.__dict__[STATE].reads:  # of each module of a token, so as little as possible
+        held, name, value, _ = read
+        if held.get(name, held) is not value and _has_changed(*read):
+            return False
+    return True
 
 
 def are_unchanged(reads: tuple[tuple, ...]) -> bool:
     """True if these names have the values that they had."""
-    for held, name, value, owner in reads:  # of each module of a token, so as little as possible
-        now = held.get(name, held)
-        if now is value or (value is _TENSOR and isinstance(now, Tensor)):
-            continue
-        if owner is not None:
-            now = _value(owner, name)
-        elif isinstance(now, types.FunctionType):
-            now = STANDS_FOR.get(now, now)
-        if not _is_same(now, value):
-            return False
-    return True
+    return not any(_has_changed(*read) for read in reads)
+
+
+def _has_changed(held: Mapping[str, Any], name: str, value: object, owner: Any) -> bool:
+    """True if code can tell the value of a name from the one that was read."""
+    now = held.get(name, held)
+    if now is value or (value is _TENSOR and isinstance(now, Tensor)):
+        return False
+    if owner is not None:
+        now = _value(owner, name)
+    elif isinstance(now, types.FunctionType):
+        now = STANDS_FOR.get(now, now)
+    return not _is_same(now, value)
 
 
 def _is_same(now: Any, value: Any) -> bool:
@@ -330,7 +337,7 @@ def _is_same(now: Any, value: Any) -> bool:
     if type(now) is not type(value) or not isinstance(value, _PLAIN):
         return False
     if isinstance(value, dict):
-        return now.keys() == value.keys() and all(_is_same(now[key], value[key]) for key in value)
+        return [*now] == [*value] and _is_same([*now.values()], [*value.values()])
     if isinstance(value, (tuple, list)):
-        return len(now) == len(value) and all(map(_is_same, now, value))
+        return len(now) == len(value) and (all(map(is_, now, value)) or all(map(_is_same, now, value)))
     return bool(now == value)

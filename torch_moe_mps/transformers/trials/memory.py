@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it takes transformers' quantizers, which ours must come bef
     from transformers import PreTrainedModel
 
 _known = Bounded(512)  # {key: result}
-_errors = [0]  # that eager code ran out of memory
+_errors = [0]  # count of out-of-memory errors of eager code
 
 
 def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:

@@ -35,7 +35,7 @@ _ANGLE_OF_AXES: tuple[str, ...] = (
 _LAYOUTS = ("halves", "pairs", "interleaved")
 _AXES = 3  # positions of a token in time, height and width
 _POSITIONS: dict[int, Sizes] = {2: (), 3: (_AXES,)}  # {dimensions of positions: sizes in front of [B, T]}
-# What a trial calls a module with: the shape of hidden states, whose dimensions may be these, B and T.
+# Calls of a trial: the shape of hidden states, B and T. Hidden states of other ranks run the eager code.
 _WIDTH = 8
 _CALLS = (((2, 5, _WIDTH), 2, 5), ((1, 1, _WIDTH), 1, 1), ((1, 2, 70, _WIDTH), 1, 70), ((1,), 2, 1))
 _RANKS = {len(shape) for shape, *_ in _CALLS}

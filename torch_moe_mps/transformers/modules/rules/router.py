@@ -156,14 +156,14 @@ def router_of(module: nn.Module) -> Router | str | None:
 
     reason = None
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
-        found = {
+        found: dict[int, Any] = {
             rank: everywhere(functools.partial(ask, weights), shapes, (_HALF,))
             for rank, shapes in _SHAPES.items()
         }
         routers = {rank: router for rank, router in found.items() if isinstance(router, Router)}
         for router in routers.values():
             return router._replace(ranks=tuple(rank for rank in routers if routers[rank] == router))
-        reason = next(filter(None, found.values()), reason)
+        reason = next((reason for reason in found.values() if isinstance(reason, str)), reason)
     return reason
 
 
