@@ -268,7 +268,7 @@ def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = Fals
     for held in vars(module).values():
         is_other = callable(held) or isinstance(held, (nn.Module, Tensor, *_PLAIN))
         if not is_other and hasattr(held, "__dict__"):
-            own = vars(held)  # of a config
+            own = vars(held)  # a config has such
             for name in names.every & own.keys():
                 if own[name] is None or isinstance(own[name], _PLAIN):
                     depends_on(held, name)
@@ -304,7 +304,7 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
     """True if every name that the replaced forward depends on is unchanged."""
-    for read in module.__dict__[STATE].reads:  # of each module of a token, so as little as possible
+    for read in module.__dict__[STATE].reads:  # runs for each module of a token
         held, name, value, _ = read
         if held.get(name, held) is not value and _has_changed(*read):
             return False
