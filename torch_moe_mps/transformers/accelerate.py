@@ -31,10 +31,13 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights
+from .modules.rules.norms import warn_of_traces
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
 
 ATTENTION = Done("attention")
+# Operators in place of modules that traces recognise: each model has such modules.
+_TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "mlp_quantized", "moe_router", "_pointwise"}
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
 
 
@@ -145,6 +148,8 @@ def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: in
     names = ImplementationNames()
     with unchanged():
         _replace_others(model, report, _replace_experts(model, report, names), names)
+    if _TRACED.isdisjoint(report.operators()):
+        warn_of_traces()
     if _is_of_transformers(model):
         _replace_calls(model, report, kv_bits, capture)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}

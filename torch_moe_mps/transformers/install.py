@@ -20,6 +20,7 @@ from .basics.state import (
     REWRITTEN,
     STATE,
     Unsupported,
+    depends_on_code,
     eager_of,
     holds,
     kept,
@@ -32,7 +33,7 @@ from .basics.state import (
 from .basics.unmodified import are_slower, eager_is_faster, refusal, why_unmodified
 from .caches.separate import by_sequence, reads_a_layer
 from .modules.experts import runs_eager
-from .modules.functions import InPlace, with_operators
+from .modules.functions import InPlace, while_unchanged, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
 from .trials.comparing import on_the_cpu
 from .trials.memory import recall
@@ -65,6 +66,9 @@ def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         try:
             with recording() as reads:
                 result = recognise(module)
+                if result is not None:
+                    for part in module.modules():
+                        depends_on_code(part, calls_forward=part is not module)
         except Unsupported as unsupported:
             result, reason = None, str(unsupported)
         except torch.AcceleratorError:  # the GPU has failed, not an operator
@@ -110,9 +114,10 @@ def _in_place(function: types.FunctionType) -> InPlace | None:
 
     def find() -> tuple[InPlace | None, str | None]:
         try:
-            return next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None), None
+            found = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
         except Unsupported as error:
             return None, str(error)
+        return found and while_unchanged(function, found), None
 
     found, missing = recall((_in_place, code_of(function)), find)
     if missing is not None:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import operators_of
+from support.models import assert_close, operators_of
+from support.recognition import by_operators
 from torch import nn
 
 import torch_moe_mps
@@ -123,6 +124,66 @@ def test_a_function_that_is_patched(monkeypatch):
     check(layer, expected, {})
     torch_moe_mps.accelerate(nn.ModuleList([layer]))  # it is one as well
     check(layer, expected, RAN)
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+
+def turned(x, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return x * cos + rotate_half(x) * sin
+
+
+class Turns(nn.Module):
+    def forward(self, x, cos, sin):
+        return turned(x, cos, sin)
+
+
+def turned_if(condition):
+    """A module whose function of rotations is another one where the condition is met."""
+
+    def of_size(x, cos, sin):
+        return turned(x, cos, sin) * (2 if condition(x, cos) else 1)
+
+    scope = {"of_size": of_size, "torch": torch}
+    exec("def forward(self, x, cos, sin):\n    return of_size(x, cos, sin)", scope)
+    return type("Turns", (nn.Module,), {"forward": scope["forward"]})
+
+
+def tables(tokens=5, width=16):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        torch.randn(*size, generator=generator) for size in ((2, 3, tokens, width), *[(2, tokens, width)] * 2)
+    ]
+
+
+def test_a_helper_of_a_function_that_is_patched(monkeypatch):
+    layer = accelerated(Turns)
+    before = by_operators(lambda: layer(*tables()), "rope")
+    assert_close(before, Turns()(*tables()), 1e-5)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "rotate_half", lambda x: x)
+        assert operators_of(lambda: layer(*tables())) == {}
+        assert_close(layer(*tables()), Turns()(*tables()), 0)
+    assert_close(by_operators(lambda: layer(*tables()), "rope"), before, 0)
+
+
+CONDITIONS = {
+    "one token": lambda x, cos: x.shape[2] == 1,
+    "64 tokens": lambda x, cos: x.shape[-2] > 64,
+    "one sequence": lambda x, cos: x.size(0) == 1,
+    "heads": lambda x, cos: x.shape[1] == 32,
+    "width": lambda x, cos: x.shape[-1] >= 128,
+    "width of tables": lambda x, cos: cos.shape[-1] == 64,
+    "elements": lambda x, cos: x.numel() > 10_000,
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_functions_that_decide_by_a_size(name):
+    layer = accelerated(turned_if(CONDITIONS[name]))
+    assert operators_of(lambda: layer(*tables())) == {}
 
 
 class Elsewhere(Layer):

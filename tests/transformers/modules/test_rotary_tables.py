@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import eager, operators_of
+from support.recognition import by_operators
 from support.sweep import covering
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,6 +121,130 @@ def test_positions_that_the_operator_does_not_take():
     rewrite(module)
     assert operators_of(lambda: tables(module, ids=ids)) == {}
     assert_same(tables(module, ids=ids), own, 0.0)
+
+
+def scaled(tables, factor):
+    return tuple(factor * table for table in tables)
+
+
+FACTOR = 1.0
+
+
+def factor() -> float:
+    return FACTOR
+
+
+def reads_attribute(self, x, position_ids):
+    return scaled(Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), self.factor)
+
+
+def reads_config(self, x, position_ids):
+    own = self.config.rope_parameters["rope_theta"]
+    return scaled(Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), 1.0 if own == 10000.0 else 2.0)
+
+
+def reads_global(self, x, position_ids):
+    return scaled(Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), FACTOR)
+
+
+def asks_helper(self, x, position_ids):
+    return scaled(Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), factor())
+
+
+def computes_frequencies(self, x, position_ids):
+    own = 1.0 / self.config.rope_parameters["rope_theta"] ** (torch.arange(0, 16, 2, dtype=torch.float) / 16)
+    angles = position_ids[..., None].float() * own.to(x.device)
+    return angles.cos().repeat(1, 1, 2).to(x.dtype), angles.sin().repeat(1, 1, 2).to(x.dtype)
+
+
+def variant(forward) -> nn.Module:
+    cls = type("Variant", (Qwen3MoeRotaryEmbedding,), {"forward": forward})
+    module = cls(rotary_of().config).eval()
+    module.factor = 1.0
+    return module
+
+
+# {what the code reads: (it, a change of it)}
+READS = {
+    "attribute": (reads_attribute, lambda module, patch: setattr(module, "factor", 2.0)),
+    "config": (reads_config, lambda module, patch: module.config.rope_parameters.update(rope_theta=3.0)),
+    "config, written": (
+        reads_config,
+        lambda module, patch: setattr(module.config, "rope_parameters", {"rope_theta": 3.0}),
+    ),
+    "global": (reads_global, lambda module, patch: patch.setitem(globals(), "FACTOR", 2.0)),
+    "helper's global": (asks_helper, lambda module, patch: patch.setitem(globals(), "FACTOR", 2.0)),
+    "helper": (asks_helper, lambda module, patch: patch.setitem(globals(), "factor", lambda: 2.0)),
+    "frequencies": (
+        computes_frequencies,
+        lambda module, patch: module.config.rope_parameters.update(rope_theta=3.0),
+    ),
+    "no buffer": (computes_frequencies, lambda module, patch: module.inv_freq.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_the_code_reads_changes(name, monkeypatch):
+    forward, change = READS[name]
+    module, own = variant(forward), variant(forward)
+    rewrite(module)
+    before = by_operators(lambda: tables(module), "_pointwise")
+    assert_same(before, tables(own))
+    change(module, monkeypatch), change(own, monkeypatch)
+    assert_same(tables(module), tables(own), 0.0 if name != "no buffer" else 1e-6)
+    if name != "no buffer":  # the eager code does not read it
+        assert not torch.allclose(before[0], tables(module)[0], atol=1e-3)
+
+
+def reads_buffer(self, x, position_ids):
+    return scaled(Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), self.factors)
+
+
+def doubled_if(condition):
+    def forward(self, x, position_ids):
+        return scaled(
+            Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), 2.0 if condition(x, position_ids) else 1.0
+        )
+
+    return forward
+
+
+OTHERS = {
+    "a buffer": reads_buffer,
+    "a bound": lambda self, x, position_ids: Qwen3MoeRotaryEmbedding.forward(
+        self, x, position_ids.clamp(max=8192)
+    ),
+    "a far bound": lambda self, x, position_ids: Qwen3MoeRotaryEmbedding.forward(
+        self, x, torch.where(position_ids > 900_000, 0, position_ids)
+    ),
+    "no bound that is reached": lambda self, x, position_ids: Qwen3MoeRotaryEmbedding.forward(
+        self, x, position_ids.clamp(max=2**21)
+    ),
+    "a period": lambda self, x, position_ids: Qwen3MoeRotaryEmbedding.forward(self, x, position_ids % 8192),
+    "one token": doubled_if(lambda x, ids: ids.shape[1] == 1),
+    "64 tokens": doubled_if(lambda x, ids: ids.shape[-1] > 64),
+    "one sequence": doubled_if(lambda x, ids: x.shape[0] == 1),
+    "heads": doubled_if(lambda x, ids: x.dim() == 4),
+    "width": doubled_if(lambda x, ids: x.shape[-1] == 64),
+    "values": doubled_if(lambda x, ids: bool(ids.max() > 5000)),
+    "hidden states": lambda self, x, position_ids: scaled(
+        Qwen3MoeRotaryEmbedding.forward(self, x, position_ids), 1.0 + 0.0 * x.flatten()[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_computations_run_unmodified(name):
+    module = variant(OTHERS[name])
+    module.register_buffer("factors", torch.ones(1))
+    assert rewrite(module)[0] == []
+
+
+def test_a_plain_variant_is_recognised():
+    """So that the others above are left for what they add."""
+    module = variant(lambda self, x, position_ids: Qwen3MoeRotaryEmbedding.forward(self, x, position_ids))
+    rewrite(module)
+    by_operators(lambda: tables(module), "_pointwise")
 
 
 class Thirds(Qwen3MoeRotaryEmbedding):

@@ -4,18 +4,23 @@ import contextlib
 import copy
 import functools
 import itertools
+import re
 import types
+import warnings
 
 import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, operators_of
+from support.recognition import by_operators, forget
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.scoped import Bounded
+from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
+from torch_moe_mps.transformers.modules.rules import norms
 from torch_moe_mps.transformers.modules.traced import Input, remembered, trace
 
 WIDTH = 16
@@ -139,6 +144,9 @@ def test_norms_however_they_are_written(way):
         with torch.no_grad():
             expected = norm(x)
             assert [*map(str, rewrite(norm)[0])] == ["rms_norm"]
+            # A weight of another dtype may give the result its own, which no operator does.
+            ran = [{"rms_norm": 1}] + [{}] * (dtype != of_weight)
+            assert operators_of(lambda: norm(x)) in ran  # noqa: B023
             found = norm(x)
             assert_close(norm(x=x), found, 0)
         assert found.dtype == expected.dtype
@@ -147,6 +155,11 @@ def test_norms_however_they_are_written(way):
 
 def of(forward):
     return type("Near", (Norm,), {"forward": forward})
+
+
+def doubled_if(condition, y):
+    """No factor of 1 where the condition does not hold, which no formula has."""
+    return 2 * y if condition else y
 
 
 def sets(self, x):
@@ -162,6 +175,12 @@ def writes(self, x):
 
 def grouped_by_one(self, x):
     return self.weight * (x * torch.rsqrt(x.pow(2)[..., None].mean(-1, keepdim=True)[..., 0] + self.eps))
+
+
+def hides_a_size(self, x):
+    with contextlib.suppress(Exception):
+        return doubled_if(x.shape[0] == 5, Norm.forward(self, x))
+    return Norm.forward(self, x)
 
 
 def hides_errors(self, x):
@@ -180,16 +199,24 @@ NEAR = {
     "weight first": lambda self, x: self.rms(x * self.weight),
     "two inputs": lambda self, x, y=None: Norm.forward(self, x),
     "any inputs": lambda self, *inputs: Norm.forward(self, *inputs),
-    "one token": lambda self, x: Norm.forward(self, x) * (2 if x.shape[0] == 1 else 1),
-    "many tokens": lambda self, x: Norm.forward(self, x) * (2 if x.shape[-2] > 4096 else 1),
-    "rank": lambda self, x: Norm.forward(self, x) * (2 if x.dim() > 3 else 1),
+    "one token": lambda self, x: doubled_if(x.shape[0] == 1, Norm.forward(self, x)),
+    "many tokens": lambda self, x: doubled_if(x.shape[-2] > 4096, Norm.forward(self, x)),
+    "two tokens": lambda self, x: doubled_if(x.shape[-2] == 2, Norm.forward(self, x)),
+    "9 to 15 tokens": lambda self, x: doubled_if(8 < x.size(-2) < 16, Norm.forward(self, x)),
+    "three rows": lambda self, x: doubled_if(x.shape[:-1].numel() == 3, Norm.forward(self, x)),
+    "over 80,000 rows": lambda self, x: doubled_if(x.numel() // WIDTH > 80_000, Norm.forward(self, x)),
+    "a length": lambda self, x: doubled_if(len(x) == 5, Norm.forward(self, x)),
+    "a table of lengths": lambda self, x: doubled_if({5: 1}.get(x.shape[0]), Norm.forward(self, x)),
+    "a factor": lambda self, x: Norm.forward(self, x) * (x.shape[0] / 2),
+    "hides a size": lambda self, x: hides_a_size(self, x),
+    "rank": lambda self, x: doubled_if(x.dim() > 3, Norm.forward(self, x)),
     "one dtype": lambda self, x: Norm.forward(self, x) if x.dtype == DTYPES[2] else self.rms(x),
     "float32": lambda self, x: self.rms(x.float()),
     "integers": lambda self, x: self.weight * self.rms(x.int().float()).to(x.dtype),
     "three dimensions": lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(2, True) + self.eps)),
     "values": lambda self, x: Norm.forward(self, x) if x.max() > 0 else x,
     "a list": lambda self, x: Norm.forward(self, x) * len(self.config.layers),
-    "all attributes": lambda self, x: Norm.forward(self, x) * (2 if "flag" in self.__dict__ else 1),
+    "all attributes": lambda self, x: doubled_if("flag" in self.__dict__, Norm.forward(self, x)),
     "random": lambda self, x: nn.functional.dropout(Norm.forward(self, x), 0.5, True),
     "sets": sets,
     "writes": writes,
@@ -220,6 +247,7 @@ def test_modules_that_are_alike_are_told_apart():
             with torch.no_grad():
                 expected = norm(x)
                 assert bool(rewrite(norm)[0]) == done
+                assert operators_of(lambda norm=norm: norm(x)) == ({"rms_norm": 1} if done else {})
                 assert_close(norm(x), expected, 1e-5)
 
 
@@ -243,6 +271,148 @@ def test_what_a_norm_rests_on_changes(again):
             assert operators_of(lambda norm=norm: norm(x)) == ({"rms_norm": 1} if again else {})
             assert_close(norm(x), own(x), 1e-5)
             assert not torch.allclose(norm(x), before, atol=1e-3)
+
+
+FACTOR, TABLE = 1.0, {"factor": 1.0}
+
+
+def helper(x):
+    return x if FACTOR * TABLE["factor"] == 1.0 else x * FACTOR * TABLE["factor"]
+
+
+class Helped(Norm):
+    """Looks up a name of its file, which looks up others, a member and a property."""
+
+    scale = 1.0
+
+    @property
+    def epsilon(self):
+        return self.eps
+
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return helper(self.weight * (y * self.scale if self.scale != 1.0 else y))
+
+
+class Inner(Helped):
+    def forward(self, x):
+        return helper(self.weight * self.rms(x))
+
+
+PATCHES = {
+    "a helper": lambda patch: patch.setitem(globals(), "helper", lambda x: 2 * x),
+    "a global of a helper": lambda patch: patch.setitem(globals(), "FACTOR", 2.0),
+    "a table of a helper": lambda patch: patch.setitem(TABLE, "factor", 2.0),
+    "a property": lambda patch: patch.setattr(Helped, "epsilon", property(lambda self: 2.0)),
+    "a member": lambda patch: patch.setattr(Helped, "scale", 2.0),
+    "a base's method": lambda patch: patch.setattr(Norm, "rms", lambda self, x: 2 * x),
+    "a method in front of a base's": lambda patch: patch.setattr(
+        Inner, "rms", lambda self, x: 2 * x, raising=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_names_that_are_patched(name, monkeypatch):
+    """The module's own code runs from then on, and the operator once they are as before."""
+    cls = Inner if "base" in name else Helped
+    norm, own, x = cls().eval(), cls().eval(), torch.randn(3, WIDTH)
+    rewrite(norm)
+    with torch.no_grad():
+        before = by_operators(lambda: norm(x), "rms_norm")
+        with monkeypatch.context() as patch:
+            PATCHES[name](patch)
+            assert operators_of(lambda: norm(x)) == {}
+            assert_close(norm(x), own(x), 0)
+            assert not torch.allclose(norm(x), before, atol=1e-3)
+        assert_close(by_operators(lambda: norm(x), "rms_norm"), before, 0)
+
+
+def test_a_patched_function_of_experts(monkeypatch):
+    """`torch.nn.functional.silu`, which the class of the activation looks up."""
+    model = tiny_models.tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model, capture=False)
+    ids = torch.arange(5)[None] + 3
+    with torch.no_grad():
+        before = by_operators(lambda: model(ids).logits, "moe_experts")
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "silu", lambda x, inplace=False: torch.tanh(x))
+            found = model(ids).logits
+            assert_close(found, torch_moe_mps.restore(copy.deepcopy(model))(ids).logits, 1e-5)
+        assert not torch.allclose(found, before, atol=1e-4)
+        assert_close(by_operators(lambda: model(ids).logits, "moe_experts"), before, 0)
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_ranks_that_no_trace_had(rank):
+    doubled = lambda self, x: doubled_if(x.dim() in (1, 5), Norm.forward(self, x))  # noqa: E731
+    norm, own = of(doubled)().eval(), of(doubled)().eval()
+    rewrite(norm)
+    x = torch.randn(*[2] * (rank - 1), WIDTH)
+    with torch.no_grad():
+        by_operators(lambda: norm(torch.randn(2, WIDTH)), "rms_norm")
+        assert_close(norm(x), own(x), 0)
+
+
+def test_a_width_that_no_weight_has():
+    """A norm without weights is one for any width only if its code does not ask for it."""
+
+    def forward(self, x):
+        return doubled_if(x.shape[-1] == 40, self.rms(x))
+
+    norm = of(forward)()
+    norm.weight = None
+    assert rewrite(norm.eval())[0] == []
+
+
+def test_a_weight_of_another_shape():
+    """Eager code broadcasts it."""
+    norm, own, x = Norm().eval(), Norm().eval(), torch.randn(2, 3, WIDTH)
+    rewrite(norm)
+    for each in (norm, own):
+        each.weight = nn.Parameter(each.weight[None])
+    with torch.no_grad():
+        assert_close(norm(x), own(x), 0)
+
+
+def test_a_trace_that_ran_out_of_memory_is_made_again(monkeypatch):
+    class Another(Norm):
+        def forward(self, x):
+            return Norm.forward(self, x)
+
+    def fails(self, call):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "run", fails)
+        assert rewrite(Another().eval())[0] == []
+    norm = Another().eval()
+    rewrite(norm)
+    with torch.no_grad():
+        by_operators(lambda: norm(torch.randn(2, WIDTH)), "rms_norm")
+
+
+def test_a_torch_with_other_traces_is_named_once(monkeypatch):
+    def fails(self, call):
+        raise TypeError("fake tensors are others")
+
+    norms.warn_of_traces.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch_moe_mps.accelerate(nn.ModuleList([Norm()]).eval()).replaced
+        torch_moe_mps.accelerate(
+            nn.ModuleList([nn.Linear(2, 2)])
+        )  # traces are as ever, and show nothing here
+    norms.warn_of_traces.cache_clear()
+    forget()
+    monkeypatch.setattr(Recorder, "run", fails)
+    said = f"traces of torch {re.escape(torch.__version__)} .* norms, MLPs, routers and rotary tables run"
+    with pytest.warns(UserWarning, match=said) as seen:
+        for _ in range(2):
+            assert not torch_moe_mps.accelerate(nn.ModuleList([Norm()]).eval()).replaced
+    assert len(seen) == 1
+    norms.warn_of_traces.cache_clear()
+    forget()
 
 
 class Ones(nn.Module):
@@ -371,7 +541,8 @@ NEAR_MLPS = {
     "low": lambda self, x: clamped(self, x, low=-2.0),
     "no limit": lambda self, x: clamped(self, x, limit=torch.inf),
     "plus two": lambda self, x: clamped(self, x, one=2),
-    "many tokens": lambda self, x: Mlp.forward(self, x) * (2 if x.shape[0] > 999 else 1),
+    "many tokens": lambda self, x: doubled_if(x.shape[0] > 999, Mlp.forward(self, x)),
+    "9 to 15 tokens": lambda self, x: doubled_if(8 < x.shape[0] < 16, Mlp.forward(self, x)),
     "another dtype": lambda self, x: Mlp.forward(self, x.to(self.down.weight.dtype)),
     "rows of others": lambda self, x: self.down(self.act(self.gate(x)) * self.up(x).flip(0)),
     "two inputs": lambda self, x, scale=1: Mlp.forward(self, x) * scale,

@@ -1,9 +1,11 @@
 """Results of trials are remembered in the process, for the code that ran."""
 
 import pytest
+import torch
+from support import tiny_models
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
-from torch_moe_mps.transformers.trials import memory
+from torch_moe_mps.transformers.trials import batching, memory, small_models
 from torch_moe_mps.transformers.trials.forms import first_form
 
 tried = []
@@ -54,3 +56,25 @@ def test_layers_share_a_result_but_for_a_draw_with_their_index():
     first, second = (modeling.Qwen3MoeAttention(modeling.Qwen3MoeConfig(hidden_size=64), n) for n in range(2))
     assert draws(first) > draws(second) == 1
     assert draws(first) == draws(second) == 0
+
+
+def test_a_trial_that_ran_out_of_memory_is_run_again():
+    errors = [lambda: torch.empty(2**62, dtype=torch.uint8)]  # torch's own error on a CPU: a RuntimeError
+
+    def short(module, *numbers):
+        return errors.pop()() if errors else begin(module, *numbers)
+
+    assert first_form(norm(), ("second",), short) is None
+    assert first_form(norm(), ("second",), short) == "second" and not errors
+
+
+@pytest.mark.parametrize("trial", [batching.reason_for_order, batching.reason_against_rows])
+def test_a_small_model_that_ran_out_of_memory_is_tried_again(monkeypatch, trial):
+    model = tiny_models.tiny_model(
+        "nemotron_h", layers_block_type=["mamba", "attention"], num_hidden_layers=2
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(small_models, "fill", lambda model: torch.empty(2**62, dtype=torch.uint8))
+        trial(model)
+    monkeypatch.setattr(batching, "_is_alike", lambda model, drafts: True)
+    assert trial(model) is None

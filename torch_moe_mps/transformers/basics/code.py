@@ -4,24 +4,27 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch.nn import functional
 
 from ..._extension import PACKAGE
 from .scoped import Bounded, having
 
 _LIBRARIES = {"torch", "transformers", PACKAGE.name, *sys.stdlib_module_names}
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
+ABSENT = object()  # in place of the value of a name that a class does not have
 _MOST_ITEMS = 64  # a larger container is one value
-_known: ContextVar[dict[Any, Hashable] | None] = ContextVar("moe_mps_code", default=None)
+_known: ContextVar[dict[Any, Any] | None] = ContextVar("moe_mps_code", default=None)
 _keys = Bounded(4096)  # {all that code reads: a small key for it}
 # {a function in a file of models: the function of that file in whose place it is}
 STANDS_FOR: dict[Callable, types.FunctionType] = {}
 
 
-def unchanged() -> AbstractContextManager[dict[Any, Hashable]]:
+def unchanged() -> AbstractContextManager[dict[Any, Any]]:
     """Context that reads each function's code once, as it does not change inside."""
     return having(_known, {})
 
@@ -43,6 +46,86 @@ def code_of(subject: Any) -> Hashable:
     return _keys[read]
 
 
+class Names(NamedTuple):
+    """Names that code looks up.
+
+    Attributes:
+        found: (a class or the names of a file, name, its value there or ABSENT).
+        every: those of attributes, too.
+    """
+
+    found: tuple[tuple[Any, str, Any], ...]
+    every: frozenset[str]
+
+
+def names_of(cls: type, *methods: str, by_name: bool = True) -> Names:
+    """Names that methods of a class, and what these call in files of models, look up outside of instances.
+
+    A name of a library counts as fixed, but for one of torch.nn.functional or in a file of transformers.
+
+    Args:
+        by_name: the names of the methods are looked up, too.
+    """
+    known, key = _known.get(), (names_of, cls, methods, by_name)
+    if known is not None and key in known:
+        return known[key]
+    names = _names_of([*(getattr(cls, name, None) for name in methods)], cls, methods if by_name else ())
+    if known is not None:
+        known[key] = names
+    return names
+
+
+def names_of_function(function: types.FunctionType) -> Names:
+    """Names that a function, and what it calls in files of models, look up."""
+    return _names_of([function])
+
+
+def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> Names:
+    found = {(id(place), name): (place, name, value) for place, name, value in _in_class(cls, methods)}
+    every, seen = set[str](), set[Any]()
+    while waiting:
+        function = _function(waiting.pop())
+        if not isinstance(function, types.FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        waiting += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        names, file = _names_in(function.__code__), function.__globals__
+        every |= names
+        items: list[tuple[Any, str, Any]] = [*_in_class(cls, names, ("torch.",))]
+        if str(file.get("__name__")).partition(".")[0] not in _LIBRARIES - {"transformers"}:
+            items += [(file, name, file[name]) for name in names & file.keys()]
+        if "functional" in names or any(file.get(name) is functional for name in names):
+            items += [
+                (vars(functional), name, vars(functional)[name]) for name in names & vars(functional).keys()
+            ]
+        for place, name, value in items:
+            value = STANDS_FOR.get(value, value) if isinstance(value, types.FunctionType) else value
+            if isinstance(value, types.ModuleType):
+                continue
+            found[id(place), name] = place, name, value
+            called = _function(value)
+            if isinstance(called, types.FunctionType) and _is_followed(called.__globals__.get("__name__")):
+                waiting.append(called)
+    return Names((*found.values(),), frozenset(every))
+
+
+def _in_class(
+    cls: type, names: Iterable[str], without: tuple[str, ...] = ()
+) -> Iterator[tuple[type, str, Any]]:
+    """The names that a class or a base of it has, and the classes in front of that one, which do not."""
+    for name in names:
+        owner = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if owner is not object and not owner.__module__.startswith(without or "-"):
+            yield from ((base, name, ABSENT) for base in cls.__mro__[: cls.__mro__.index(owner)])
+            yield owner, name, vars(owner)[name]
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    inside = (_names_in(item) for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset(code.co_names).union(*inside)
+
+
 def _read(subject: Any) -> Iterator[Hashable]:
     yield subject
     classes = [cls for cls in getattr(subject, "__mro__", ()) if _is_followed(cls.__module__)]
@@ -59,6 +142,8 @@ def _read(subject: Any) -> Iterator[Hashable]:
         file = vars(value)
         if isinstance(value, types.FunctionType):
             yield value
+            own = _names_in(value.__code__) & vars(functional).keys()
+            yield from ((name, vars(functional)[name]) for name in own)
             held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             yield from map(_key, held)
             waiting += [*held, getattr(value, "__wrapped__", None)]

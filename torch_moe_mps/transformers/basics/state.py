@@ -5,15 +5,18 @@ itself. A rewritten forward depends on the values that attributes had when they 
 self.norm_topk_prob`), and a formula on what a submodule computed. `holds` compares them with the values now.
 """
 
+import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .code import ABSENT, STANDS_FOR, Names, names_of
 from .scoped import having
 
 MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its Made
@@ -141,6 +144,10 @@ class State:
         self.captures: Any = None
         self.folder: str | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are recognised anew: the names that code looks up are of this process."""
+        return vars(self) | {"reads": None}
+
 
 NOTHING = State()  # for modules that have none
 
@@ -193,24 +200,29 @@ def eager_of(forward: Callable) -> Callable | None:
     return _EAGER.get(forward)
 
 
-_PLAIN = (bool, int, float, str, tuple)
-_PLACES = ("", "_parameters", "_buffers", "_modules")
+_PLAIN = (bool, int, float, str, tuple, list, dict)
+_PLACES = ("_parameters", "_buffers", "_modules")
 _MISSING = "<no attribute>"
 _TENSOR = "<a tensor>"  # its values are read when they are needed
+_NOWHERE: dict[str, Any] = {}
 _current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
 
 
 class Read(NamedTuple):
-    """An attribute of a module, or of an object that it has: its path and its value when read.
+    """A name that a decision rests on, and its value then.
 
-    `kept_in`: which dictionary of the module has it, "" for its `__dict__`; None for a path, a property or an
-    attribute of the class.
+    Attributes:
+        held: the dictionary that had the name: of an object, a class or a file; empty for a property, a path,
+            and an attribute that the class gives.
+        value: `held` itself if the dictionary did not have the name.
+        owner: the object that is asked again where the dictionary has another value; None for classes and
+            files.
     """
 
-    owner: Any
-    path: str
+    held: Mapping[str, Any]
+    name: str
     value: object
-    kept_in: str | None
+    owner: Any
 
 
 def recording() -> AbstractContextManager[dict[tuple[int, str], Read]]:
@@ -227,10 +239,53 @@ def depends_on(owner: Any, path: str, value: object = None) -> None:
     if reads is None:
         return
     value = _value(owner, path) if value is None else value
-    if not isinstance(value, types.MethodType):
-        own = vars(owner)
-        kept_in = next((name for name in _PLACES if path in (own.get(name, ()) if name else own)), None)
-        reads[id(owner), path] = Read(owner, path, value, kept_in)
+    if isinstance(value, types.MethodType):
+        return
+    own = vars(owner)
+    held = (
+        own
+        if path in own
+        else next((own[place] for place in _PLACES if path in own.get(place, ())), _NOWHERE)
+    )
+    if held is not own and held is not _NOWHERE:  # nothing is written over it
+        reads[id(own), path] = Read(own, path, own, owner)
+    reads[id(owner if held is _NOWHERE else held), path] = Read(held, path, _kept(value), owner)
+
+
+def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = False) -> None:
+    """Records what the code of a module's class looks up in classes, in files and in configs.
+
+    Args:
+        methods: whose code; none for the forward's, which itself counts only if it is called by its name.
+
+    Without `recording` around it nothing happens.
+    """
+    reads = _current.get()
+    if reads is None:
+        return
+    names = names_of(original_class(module), *methods or ("forward",), by_name=bool(methods) or calls_forward)
+    reads |= reads_of(names)
+    for held in vars(module).values():
+        is_other = callable(held) or isinstance(held, (nn.Module, Tensor, *_PLAIN))
+        if not is_other and hasattr(held, "__dict__"):
+            own = vars(held)  # a config has such
+            for name in names.every & own.keys():
+                if own[name] is None or isinstance(own[name], _PLAIN):
+                    depends_on(held, name)
+
+
+def reads_of(names: Names) -> dict[tuple[int, str], Read]:
+    """The names of classes and files that code looks up."""
+    result = {}
+    for place, name, value in names.found:
+        held = vars(place) if isinstance(place, type) else place
+        result[id(place), name] = Read(held, name, held if value is ABSENT else _kept(value), None)
+    return result
+
+
+def _kept(value: object) -> object:
+    """A value to compare with: of a list or a dictionary, which code may change, a copy."""
+    return copy.copy(value) if type(value) in (list, dict) else value
 
 
 def _value(owner: Any, path: str) -> object:
@@ -248,15 +303,39 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 # torch.compile asks for an argument that it knows, so this takes the module.
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
-    """True if every attribute that the replaced forward depends on is unchanged."""
-    for owner, path, value, kept_in in module.__dict__[STATE].reads:
-        own = owner.__dict__  # getattr on a module is slow
-        if kept_in and path not in own:
-            own = own[kept_in]
-        now = own.get(path)
-        if now is not None and (now is value or (value is _TENSOR and isinstance(now, Tensor))):
-            continue
-        now = _value(owner, path)
-        if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
+    """True if every name that the replaced forward depends on is unchanged."""
+    for read in module.__dict__[STATE].reads:  # runs for each module of a token
+        held, name, value, _ = read
+        if held.get(name, held) is not value and _has_changed(*read):
             return False
     return True
+
+
+def are_unchanged(reads: tuple[tuple, ...]) -> bool:
+    """True if these names have the values that they had."""
+    return not any(_has_changed(*read) for read in reads)
+
+
+def _has_changed(held: Mapping[str, Any], name: str, value: object, owner: Any) -> bool:
+    """True if code can tell the value of a name from the one that was read."""
+    now = held.get(name, held)
+    if now is value or (value is _TENSOR and isinstance(now, Tensor)):
+        return False
+    if owner is not None:
+        now = _value(owner, name)
+    elif isinstance(now, types.FunctionType):
+        now = STANDS_FOR.get(now, now)
+    return not _is_same(now, value)
+
+
+def _is_same(now: Any, value: Any) -> bool:
+    """True if code cannot tell a value from the one that was read."""
+    if now is value:
+        return True
+    if type(now) is not type(value) or not isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, dict):
+        return [*now] == [*value] and _is_same([*now.values()], [*value.values()])
+    if isinstance(value, (tuple, list)):
+        return len(now) == len(value) and (all(map(is_, now, value)) or all(map(_is_same, now, value)))
+    return bool(now == value)

@@ -18,12 +18,12 @@ from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
-from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state_in, state_of
+from ..basics.state import MADE, Made, depends_on, depends_on_code, holds, kept, recording, state_in, state_of
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
 from ..upstream.models import ALL_EXPERTS_FUNCTIONS
-from .traced import Input, Sizes, Traced, everywhere, remembered, trace
+from .traced import SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
 
@@ -79,7 +79,7 @@ def _activation_traced(module: Any) -> Activation | None:
         result = None if traced is None else _read_activation(traced)
         return None if result is None or result.gated != module.has_gate else result
 
-    return everywhere(ask, ((7,), (1,), (70_001,)))
+    return everywhere(ask, (SIZES[0], (1,)))
 
 
 def shape_of(module: Experts, projection: str) -> tuple[int, int, int]:
@@ -197,6 +197,9 @@ def prepare(module: nn.Module) -> Activation | None:
     """Finds out how an experts module works; its state has that, and the attributes it depends on."""
     with recording() as reads:
         activation = activation_of(module)
+        depends_on_code(module, "_apply_gate")
+        for child in module.children():
+            depends_on_code(child, calls_forward=True)
     state_of(module).formula = activation
     state_of(module).reads = kept(reads)
     return activation

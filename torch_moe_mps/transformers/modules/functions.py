@@ -12,8 +12,11 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..basics.code import STANDS_FOR
+import torch
+
+from ..basics.code import STANDS_FOR, names_of_function
 from ..basics.report import Done
+from ..basics.state import are_unchanged, kept, reads_of
 
 
 class InPlace(NamedTuple):
@@ -53,6 +56,23 @@ def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]
         return forward, []
     runs = _run_with(forward, tuple((function, in_place.run) for function, in_place in found.items()))
     return runs, [*dict.fromkeys(in_place.done for in_place in found.values())]
+
+
+def while_unchanged(function: types.FunctionType, in_place: InPlace) -> InPlace:
+    """A replacement that calls the function once a name that it looks up has another value."""
+    reads = kept(reads_of(names_of_function(function)))
+    if not reads:
+        return in_place
+
+    @torch.compiler.assume_constant_result
+    def holds() -> bool:
+        return are_unchanged(reads)
+
+    @functools.wraps(in_place.run)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (in_place.run if holds() else function)(*args, **kwargs)
+
+    return in_place._replace(run=run)
 
 
 @functools.cache

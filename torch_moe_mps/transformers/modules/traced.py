@@ -7,13 +7,15 @@ to it.
 """
 
 import contextlib
+import copy
 import enum
 import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,10 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.code import code_of
 from ..basics.scoped import Bounded, having
+from ..basics.sizes import Decisions
 from ..basics.state import depends_on, original_class
+from ..graphs.nodes import memory_of, written
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
-from ..graphs.tracing import Recorder
+from ..graphs.tracing import Recorder, is_operator
+from ..trials.memory import memory_errors, note_error
 from .linears import LazyWeight, QuantizedLinear
 
 Found = TypeVar("Found")
@@ -36,7 +41,8 @@ PATH = "path"  # key of node.meta: the dotted name of the parameter that a node 
 
 _MISSING = "<no attribute>"
 _REAL = "_moe_mps_stands_for"
-_PLACES = ("_parameters", "_buffers", "_modules")
+_TENSORS = ("_parameters", "_buffers")
+_PLACES = (*_TENSORS, "_modules")
 _OF_MODULES = vars(nn.Module()).keys() | {"__dict__"}
 _FIXED = {"training": False, "_compiled_call_impl": None}
 _CONSTANTS = (type(None), bool, int, float, str, enum.Enum, type, torch.dtype, torch.device)
@@ -60,15 +66,18 @@ class Traced(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor to trace with."""
+    """A tensor to trace with; with `is_wide`, the module decides its last size."""
 
     sizes: Sizes
     dtype: torch.dtype = torch.float32
+    is_wide: bool = True
 
 
-# Sizes that modules are traced with, in front of the last one, which a module decides. A condition on the
-# number of rows is met by some of them and not by others. Symbols would find any, in ten times the time.
-SIZES: tuple[Sizes, ...] = ((7,), (1, 1), (2, 3, 5), (1, 70_001), (70_001, 1))
+# Sizes that modules are traced with, in front of the last one, which a module decides. No code decides by the
+# others (`Decisions`), so large primes stand for every number. 1 is apart, as torch's operators treat it so.
+_ROWS = 10_007, 10_009, 10_037
+SIZES: tuple[Sizes, ...] = (_ROWS[:1], (1, 1), _ROWS[:2], _ROWS)
+RANKS = range(2, 5)  # dimensions that inputs then have
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,18 +90,23 @@ def trace(
     *inputs: Input,
     function: Callable | None = None,
     weights: torch.dtype | None = None,
+    writes: bool = False,
 ) -> Traced | None:
     """Traces a module's forward, or another function of it, with its parameters in another dtype if given.
 
-    Returns None if the forward raises, changes an input, or uses more of the module than attributes,
-    parameters and children.
+    Args:
+        writes: True to trace code that writes into tensors that it made, too.
+
+    Returns None if the forward raises, changes an input, decides by a size that is not the module's own, or
+    uses more of the module than attributes, parameters and children.
     """
     recorder = Recorder()
+    decisions = Decisions(_own_sizes(module, inputs))
     watch = _Watch(recorder, weights)
     like = torch.empty(0, device=_device_of(module))
     fakes = [recorder.input(like, item.sizes, item.dtype) for item in inputs]
     try:
-        with _plainly():
+        with _plainly(), decisions:
             function = function or original_class(module).forward
             results, form = pytree.tree_flatten(
                 recorder.run(lambda: function(watch.stand_in(module, ()), *fakes))
@@ -100,22 +114,31 @@ def trace(
         places = [place for place, item in enumerate(results) if isinstance(item, Tensor)]
         nodes = tuple(map(recorder.node_of, fakes))
         recorder.finish([results[place] for place in places])
-    except Exception:  # it is not ours: any error may come of it
+    except Exception as error:  # it is not ours: any error may come of it
+        note_error(error)
         return None
     graph = recorder.graph
     # Aliases first: a tensor that another one shows is not made new.
     for simplify in (drop_unused, share_views, drop_unused, make_new_tensors, share_views, share_equal):
         simplify(graph)
     drop_unused(graph)
-    is_written = any(
-        item.target._schema.is_mutable for item in graph.nodes if hasattr(item.target, "_schema")
-    )
-    if watch.is_refused or is_written:
+    into = [
+        memory_of(item) for node in graph.nodes if hasattr(node.target, "_schema") for item in written(node)
+    ]
+    is_written = any(not is_operator(item) for item in into) if writes else bool(into)
+    if watch.is_refused or decisions.were_made or is_written:
         return None
     returned: Any = graph.output_node().args[0]
     for place, node in zip(places, returned, strict=True):
         results[place] = node
     return Traced(pytree.tree_unflatten(results, form), nodes, graph, tuple(watch.called))
+
+
+def _own_sizes(module: nn.Module, inputs: Iterable["Input"]) -> set[int]:
+    """Sizes of a module's tensors, and the widths of its inputs."""
+    tensors = (item for part in module.modules() for place in _TENSORS for item in vars(part)[place].values())
+    sizes = {size for item in tensors if item is not None for size in item.shape}
+    return sizes | {item.sizes[-1] for item in inputs if item.is_wide}
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -165,7 +188,7 @@ class _Watch:
     def stand_in(self, value: Any, path: Path) -> Any:
         """Value that a forward sees in place of a real one."""
         if _is_constant(value):
-            return value
+            return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
         if path not in self._stand_ins:
             self._stand_ins[path] = self._made(value, path)
         return self._stand_ins[path]
@@ -270,8 +293,10 @@ def _look(owner: Any, name: str) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return all(map(_is_constant, value))
+    if isinstance(value, dict):
+        return all(map(_is_constant, chain.from_iterable(value.items())))
     if isinstance(value, functools.partial):
         return _is_constant(_parts(value))
     is_function = isinstance(value, types.FunctionType) and value.__closure__ is None
@@ -290,7 +315,8 @@ def _described(value: Any) -> Any:
         return code_of(original_class(value))
     if isinstance(value, functools.partial) and _is_constant(value):
         return _parts(value)
-    return type(value), value if _is_constant(value) else None
+    is_container = isinstance(value, (list, dict))
+    return type(value), (copy.deepcopy(value) if is_container else value) if _is_constant(value) else None
 
 
 def _note(owner: Any, path: Path, value: Any) -> None:
@@ -300,6 +326,13 @@ def _note(owner: Any, path: Path, value: Any) -> None:
         seen[path] = _described(value)
     if not isinstance(value, (Tensor, LazyWeight, QuantizedLinear)) and type(owner) is not QuantizedLinear:
         depends_on(owner, path[-1], value if path[-1] == "training" else None)
+
+
+def attribute_of(module: nn.Module, name: str) -> Any:
+    """An attribute of a module that a remembered result depends on; None without it."""
+    value = _look(module, name)
+    _note(module, (name,), value)
+    return None if value is _MISSING else value
 
 
 def path_of(value: Any) -> str | None:
@@ -339,8 +372,8 @@ def everywhere(
 def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
     """`find`, which asks traces, once for all modules that are alike: of one class, and in all that was read.
 
-    Besides traces it may only ask for names, shapes and dtypes of the module's own tensors, and for names and
-    classes of its children.
+    Besides traces and `attribute_of` it may only ask for names, shapes and dtypes of the module's own
+    tensors, and for names and classes of its children.
     """
     known = Bounded(_CLASSES)
 
@@ -353,8 +386,11 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
         for seen, result in forms:
             if _is_alike(module, seen):
                 return result
+        before = memory_errors()
         with having(_seen, dict[Path, Any]()) as noted:
             result = find(module)
+        if memory_errors() != before:  # it may be another one with more memory
+            return result
         forms.append((noted, result))
         del forms[:-_KNOWN]
         return result

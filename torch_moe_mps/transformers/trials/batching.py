@@ -19,7 +19,7 @@ from ..caches.prompt_cache import new_cache
 from ..caches.separate import by_sequence, reads_a_layer
 from ..upstream.calls import cache_argument
 from .comparing import TOLERANCE, apart
-from .memory import recall_of_model
+from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, WINDOW, small_model
 
 _LENGTHS = (3 * WINDOW, 3 * WINDOW - 5)  # tokens of the conversations
@@ -47,13 +47,15 @@ def _tried(model: PreTrainedModel) -> str | None:
     try:
         return None if _is_alike(model, _DRAFTS) else f"attention of {name} goes by the places of keys"
     except Exception as error:  # the model's own, for what it does not take
+        note_error(error)
         return f"a small {name} cannot be tried ({first_line(error)})"
 
 
 def _tried_rows(model: PreTrainedModel) -> str | None:
     try:
         is_alike = _is_alike(model, 0)
-    except Exception:  # the model's own: rows of it say so themselves
+    except Exception as error:  # the model's own: rows of it say so themselves
+        note_error(error)
         return None
     return None if is_alike else f"{class_before(model).__name__} does not take the positions of rows"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .draws import Void, current, require_finite
+from .memory import note_error
 
 TOLERANCE = 1e-4  # between the logits of two models, times the largest
 
@@ -34,7 +35,8 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
             return function(*arguments, **options)
     except (torch.AcceleratorError, Void):  # the GPU has failed; the draw shows nothing
         raise
-    except Exception:  # it is not ours: any error may come of it
+    except Exception as error:  # it is not ours: any error may come of it
+        note_error(error)
         return None
 
 

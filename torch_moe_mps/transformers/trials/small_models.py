@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..._extension import PACKAGE
 from ..._text import first_line
 from ..basics.state import class_before
+from .memory import note_error
 
 WIDEST = 128  # hidden sizes from there on are divided, and down to the next one where that does not fit
 _LARGEST = 1024
@@ -74,6 +75,7 @@ def small_model(model: PreTrainedModel, run: Callable[[PreTrainedModel], object]
                 return small
             failures.append("its small models lack a kind of its layers")
         except Exception as error:  # the config or the model raises it, for sizes that do not fit
+            note_error(error)
             failures.append(f"{type(error).__name__}: {first_line(error)}")
         if failures.count(failures[-1]) == _ALIKE:
             break

@@ -25,7 +25,7 @@ from ..basics.report import Report
 from ..basics.state import class_before
 from ..basics.unmodified import UNMODIFIED, all_operators
 from .comparing import TOLERANCE, apart
-from .memory import recall_of_model
+from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model
 
 TOKENS = 7  # behind the prompt: of its calls the third is captured, and others follow
@@ -198,6 +198,7 @@ def _difference(
                 classes = _classes(small, report)
                 fault = _differs(said(small), expected)
         except Exception as error:
+            note_error(error)
             fault = f"it raises {type(error).__name__}: {first_line(error)}"
         finally:
             restore(small)
@@ -227,8 +228,10 @@ def said(model: PreTrainedModel) -> dict[str, Tensor]:
         result["a prompt"] = model(input_ids=ids[:1])[0]
     mask = torch.ones_like(ids)
     mask[1, : _PROMPT // 3] = 0
-    with contextlib.suppress(Exception):  # a model without masks may say anything of them
+    try:
         result["a padded prompt"] = model(input_ids=ids, attention_mask=mask)[0][:, -1]
+    except Exception as error:  # a model without masks may say anything of them
+        note_error(error)
     return result
 
 

@@ -18,7 +18,7 @@ from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
 from ..experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_observed, numbers_of
 from ..linears import QuantizedLinear
-from ..traced import Input, Sizes, Traced, everywhere, names_of_inputs, remembered, trace
+from ..traced import RANKS, Input, Sizes, Traced, everywhere, names_of_inputs, remembered, trace
 from .linear import join, layer_of
 
 # The gate and the other half: of two layers, and of one.
@@ -127,7 +127,13 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     formula: MlpFormula = module.__dict__[STATE].formula
     layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
     within = [getattr(module, name) for name in formula.others]
-    if others or not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *within):
+    if (
+        others
+        or x.dim() not in RANKS
+        or not join(*layers)
+        or type(down) is not QuantizedLinear
+        or is_observed(down, *within)
+    ):
         return NotImplemented
     first = layers[0].__dict__[STATE].joined
     packed, scales, biases, gate_up_bias = first.weights

@@ -5,6 +5,7 @@ weight, bias or gate. What they leave of a trace must be a single call, for inpu
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +19,18 @@ from ...graphs.fusion import Fusion
 from ...graphs.nodes import beneath, is_node, name_of, tensor_of
 from ...graphs.passes.simplify import drop_unused
 from ...graphs.patterns import uncast
-from ..traced import SIZES, Input, Sizes, Traced, everywhere, names_of_inputs, path_of, remembered, trace
+from ..traced import (
+    RANKS,
+    SIZES,
+    Input,
+    Sizes,
+    Traced,
+    everywhere,
+    names_of_inputs,
+    path_of,
+    remembered,
+    trace,
+)
 
 NormArguments: TypeAlias = tuple[Any, float, float]  # weight, eps and offset of a norm in an operator
 
@@ -114,7 +126,8 @@ def call_of(module: nn.Module) -> Call | None:
     width = weights[0].shape[0] if weights else stated or _WITHOUT_WEIGHT
 
     def ask(sizes: Sizes, dtype: torch.dtype, weight: torch.dtype | None = None) -> Call | None:
-        traced = trace(module, *[Input((*sizes, width), dtype)] * len(names), weights=weight or dtype)
+        given = Input((*sizes, width), dtype, is_wide=bool(weights or stated))
+        traced = trace(module, *[given] * len(names), weights=weight or dtype)
         return None if traced is None else read(traced, names)
 
     call = everywhere(ask)
@@ -187,16 +200,30 @@ def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[
     for other in inputs[1:]:
         if not isinstance(other, Tensor) or other.dtype is not dtype or other.shape != x.shape:
             return None
-    if not dtype.is_floating_point or width not in (None, columns):
+    if not dtype.is_floating_point or width not in (None, columns) or x.dim() not in RANKS:
         return None
     for name in wanted:
         weight = own["_parameters"].get(name)
         if weight is None or name in own:  # something written over the parameter
             weight = getattr(module, name)
-        if weight is None or weight.numel() != columns or not (mixes or weight.dtype is dtype):
+        if weight is None or weight.shape != (columns,) or not (mixes or weight.dtype is dtype):
             return None
         weights.append(weight)
     return weights
+
+
+@functools.cache
+def warn_of_traces() -> None:
+    """Warns, once in a process, where not even torch's own norm shows what it computes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, for inputs and weights of two dtypes
+        call = call_of(nn.RMSNorm(8))
+    if call is None:
+        warnings.warn(
+            f"torch_moe_mps: traces of torch {torch.__version__} do not show what modules compute; "
+            "norms, MLPs, routers and rotary tables run unmodified",
+            stacklevel=3,
+        )
 
 
 # Norms inside of what other rules replace

@@ -16,16 +16,20 @@ from torch import Tensor
 
 from ....ops.rope import rope
 from ...basics.report import Done
+from ...basics.sizes import Decisions
 from ...basics.state import Unsupported
 from ...basics.tensors import derived
 from ...basics.unmodified import eager_is_faster
 from ...trials.comparing import agrees, tried
-from ...trials.draws import eager, normal
+from ...trials.draws import current, eager, normal
 from ...trials.forms import found_form
 from ..functions import InPlace
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
-_HEADS, _TOKENS, _WIDTH = 3, 5, 16
+# Batch, tokens, heads and width of the draws of a trial, which take turns. No function decides by one of them
+# (`Decisions`), and no slice of a fixed length is longer than all.
+_CALLS = ((2, 5, 3, 16), (1, 1, 1, 512), (1, 70, 2, 16), (2, 1, 70, 16))
+_WIDTH = _CALLS[0][-1]
 _TABLES = frozenset(("cos", "freqs_cis", "freqs_ci"))  # parameters that take tables of angles
 
 
@@ -111,9 +115,11 @@ def _trial(
     function: Callable, call: RopeCall, heads_dim: int, table_width: int
 ) -> Callable[[Turn], bool] | None:
     """Predicate: True if a turn agrees with a function on a draw. None if it cannot be called so."""
-    batch = 2 if call.dims == 4 else 1
-    inputs = [normal(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(call.tensors)]
-    cos, sin = (normal(batch, _TOKENS, table_width) for _ in range(2))
+    draw = current()
+    batch, tokens, heads, width = _CALLS[0 if draw is None else draw.number % len(_CALLS)]
+    batch = batch if call.dims == 4 else 1
+    inputs = [normal(batch, tokens, heads + i, width) for i in range(call.tensors)]
+    cos, sin = (normal(batch, tokens, table_width * width // _WIDTH) for _ in range(2))
     expected = _turned_by(function, call, heads_dim, inputs, [cos, sin])
     if expected is None:
         return None
@@ -132,9 +138,8 @@ def _turned_by(
     """Results [B, H, T, D] of a function for inputs [B, T, H, D]; None if it cannot be called so."""
     arguments = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
     arguments += [torch.complex(*tables)] if call.is_complex else tables
-    results = tried(
-        eager(function), *(arguments if call.dims == 4 else [x[0] for x in arguments]), **dict(call.options)
-    )
+    arguments = arguments if call.dims == 4 else [x[0] for x in arguments]
+    results = tried(Decisions().run, eager(function), *arguments, **dict(call.options))
     results = results if isinstance(results, tuple) else (results,)
     if len(results) != call.tensors or not all(isinstance(result, Tensor) for result in results):
         return None

@@ -1,9 +1,12 @@
 """The modules that compute the tables of rotary position embeddings.
 
-They are recognised by running them on random positions. Embeddings whose frequencies change with the length
-of the sequence are left alone.
+A trace shows that a module's code decides by no size and no value, and reads no tensor but its frequencies:
+embeddings whose frequencies change with the length of the sequence are left alone. The layout of the tables
+is found by running the module on random positions.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +16,12 @@ from torch import Tensor, nn
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES, dtype_name
 from ....ops.pointwise import INPUTS
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, depends_on, original_class, state_of
+from ...basics.state import NOTHING, STATE, Unsupported, original_class, state_of
 from ...basics.tensors import constant
+from ...trials.branches import Branches, in_words
 from ...trials.comparing import agrees, tried
+from ...trials.replicas import bare_replica
+from ..traced import PATH, SIZES, Input, Sizes, attribute_of, remembered, trace
 
 ops = torch.ops.moe_mps
 
@@ -27,15 +33,28 @@ _ANGLE_OF_AXES: tuple[str, ...] = (
     *("add a %1 f32", "add %4 %3 f32", "mul %5 b f32"),
 )
 _LAYOUTS = ("halves", "pairs", "interleaved")
-_LARGEST_POSITION = 4096
 _AXES = 3  # positions of a token in time, height and width
+_POSITIONS: dict[int, Sizes] = {2: (), 3: (_AXES,)}  # {dimensions of positions: sizes in front of [B, T]}
+# Calls of a trial: the shape of hidden states, B and T. Hidden states of other ranks run the eager code.
+_WIDTH = 8
+_CALLS = (((2, 5, _WIDTH), 2, 5), ((1, 1, _WIDTH), 1, 1), ((1, 2, 70, _WIDTH), 1, 70), ((1,), 2, 1))
+_RANKS = {len(shape) for shape, *_ in _CALLS}
+_LARGEST_POSITION = 2**20
 
 
 class Tables(NamedTuple):
-    """Layout of a module's tables; `axes`: the index of the position that turns each pair."""
+    """A module's tables.
+
+    Attributes:
+        scaling: multiplies them.
+        axes: the index of the position that turns each pair.
+        frequencies: those of a module that computes them in each call; None where it reads its buffer.
+    """
 
     layout: str
+    scaling: float
     axes: tuple[int, ...] | None
+    frequencies: tuple[float, ...] | None
 
 
 def rotary_forward(
@@ -43,12 +62,14 @@ def rotary_forward(
 ) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
     form: Tables | None = (rotary.__dict__.get(STATE, NOTHING).formula or {}).get(layer_type)
-    frequencies, scaling = _parameters(rotary, layer_type)
-    axes = None if form is None else form.axes
-    if form is None or not _fits(x, position_ids, frequencies, axes):
+    if form is None:
+        return NotImplemented
+    layout, scaling, axes, fixed = form
+    frequencies = getattr(rotary, _frequencies(layer_type)) if fixed is None else _fixed(x.device, fixed)
+    if not _fits(x, position_ids, frequencies, axes):
         return NotImplemented
     chosen = None if axes is None or position_ids.dim() == 2 else _on(frequencies.device, axes)
-    return rotary_tables(position_ids, frequencies, scaling, x.dtype, form.layout, chosen)
+    return rotary_tables(position_ids, frequencies, scaling, x.dtype, layout, chosen)
 
 
 def rotary_tables(
@@ -94,28 +115,34 @@ def _on(device: torch.device, axes: tuple[int, ...]) -> Tensor:
     return constant(("axes", device, axes), lambda: torch.tensor(chosen, device=device))
 
 
-def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    return getattr(rotary, f"{prefix}inv_freq", None), getattr(rotary, f"{prefix}attention_scaling", None)
+def _fixed(device: torch.device, frequencies: tuple[float, ...]) -> Tensor:
+    return constant(("frequencies", device, frequencies), lambda: torch.tensor(frequencies, device=device))
+
+
+def _frequencies(layer_type: str | None) -> str:
+    return f"{_prefix(layer_type)}inv_freq"
+
+
+def _prefix(layer_type: str | None) -> str:
+    return "" if layer_type is None else f"{layer_type}_"
 
 
 def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor, axes: tuple[int, ...] | None = None) -> bool:
     dtypes = x.dtype in ACTIVATION_DTYPES and position_ids.dtype in ID_DTYPES
+    ranks = x.dim() in _RANKS
     devices = x.device == position_ids.device == frequencies.device
     shapes = position_ids.dim() == 2 or (
         axes is not None and position_ids.dim() == 3 and position_ids.shape[0] == _AXES
     )
-    return dtypes and devices and shapes and frequencies.dtype in ACTIVATION_DTYPES
+    return ranks and dtypes and devices and shapes and frequencies.dtype in ACTIVATION_DTYPES
 
 
 def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what runs) for a module that computes these tables, else None."""
-    types = getattr(module, "rope_type", None)
-    depends_on(module, "rope_type")
-    names = {None: types} if isinstance(types, str) else types
-    if not isinstance(names, dict) or not names or not all(isinstance(t, str) for t in names.values()):
-        return None
-    forms = {name: _tables(module, name) for name, kind in names.items() if is_fixed(kind)}
+    """(forward, what runs) for a module that computes these tables, else None.
+
+    Raises Unsupported if no position of the trial reached a branch of the module's code.
+    """
+    forms = {name: _tables(module, name, read) for name, read in tensors_read(module).items()}
     result = {name: form for name, form in forms.items() if form is not None}
     if not result:
         return None
@@ -128,38 +155,92 @@ def is_fixed(rope_type: str) -> bool:
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 
-def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
-    """Layout of the tables that the module computes; None if the operator cannot compute them."""
-    frequencies, scaling = _parameters(module, layer_type)
-    if not isinstance(frequencies, Tensor) or not isinstance(scaling, (int, float)) or frequencies.is_meta:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(_LARGEST_POSITION, (_AXES, 2, 5), generator=generator).to(frequencies.device)
-    x = torch.zeros(1, dtype=torch.float32, device=frequencies.device)
-    if frequencies.dim() != 1 or not _fits(x, ids[0], frequencies):
-        return None
+@remembered
+def tensors_read(module: nn.Module) -> dict[str | None, dict[int, set[str | None]]]:
+    """{type of layers: {dimensions of positions: the tensors that the module's code reads beside them}}.
 
-    def ours(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
+    Dimensions are left out for which the code decides by a size or by a value.
+    """
+    kinds = attribute_of(module, "rope_type")
+    names = {None: kinds} if isinstance(kinds, str) else kinds
+    if not isinstance(names, dict) or not all(isinstance(kind, str) for kind in names.values()):
+        return {}
+    read = {name: {rank: _tensors_read(module, name, rank) for rank in _POSITIONS} for name in names}
+    return {
+        name: {rank: tensors for rank, tensors in of_ranks.items() if tensors is not None}
+        for name, of_ranks in read.items()
+    }
+
+
+def _tensors_read(module: nn.Module, layer_type: str | None, rank: int) -> set[str | None] | None:
+    own, options = original_class(module).forward, _options(layer_type)
+    x = Input(SIZES[-1], is_wide=False)
+    positions = Input((*_POSITIONS[rank], *SIZES[2]), torch.int64, is_wide=False)
+    traced = trace(module, x, positions, function=lambda *given: own(*given, **options), writes=True)
+    if traced is None:
+        return None
+    nodes = [node for node in traced.graph.nodes if node.op in ("placeholder", "get_attr") and node.users]
+    return {node.meta.get(PATH) for node in nodes if node is not traced.inputs[1]}
+
+
+def _tables(module: nn.Module, layer_type: str | None, read: dict[int, set[str | None]]) -> Tables | None:
+    """The tables that the module computes; None if the operator cannot compute them."""
+    name = _frequencies(layer_type)
+    frequencies, scaling = (
+        getattr(module, name, None),
+        getattr(module, f"{_prefix(layer_type)}attention_scaling", None),
+    )
+    if not isinstance(frequencies, Tensor) or not isinstance(scaling, (int, float)):
+        return None
+    tensors = read.get(2)
+    if tensors is None or not tensors <= {name} or frequencies.is_meta or frequencies.dim() != 1:
+        return None
+    replica = bare_replica(module)
+    for each, buffer in module._buffers.items():
+        replica.register_buffer(each, None if buffer is None else buffer.detach().cpu().clone())
+    frequencies = getattr(replica, name)
+    generator = torch.Generator().manual_seed(0)
+
+    def tables_of(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
         return [*rotary_tables(ids, frequencies, scaling, torch.float32, layout, axes)]
 
-    plain, spatial = (_own_tables(module, x, item, layer_type) for item in (ids[0], ids))
-    for layout in _LAYOUTS:
-        if plain is None or not all(map(agrees, ours(ids[0], layout), plain)):
-            continue
-        axes = None if spatial is None else _axes([ours(item, layout) for item in ids], spatial, layout)
-        if spatial is None or axes is None:
-            return Tables(layout, None)
-        is_right = all(map(agrees, ours(ids, layout, _on(x.device, axes)), spatial))
-        return Tables(layout, axes if is_right else None)
-    return None
+    def own_tables(branches: Branches, x: Tensor, ids: Tensor) -> list[Tensor] | None:
+        forward = functools.partial(branches.run, original_class(module).forward, replica)
+        tables = tried(forward, x, ids, **_options(layer_type))
+        is_pair = (
+            isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables)
+        )
+        return [table.float() for table in tables] if is_pair else None
+
+    def calls_of(rank: int) -> tuple[list[tuple[Tensor, list[Tensor] | None]], str | None]:
+        """Positions with the module's own tables for them, and a branch of its code that none has reached."""
+        calls, branches = [], Branches()
+        for shape, *rows in _CALLS:
+            ids = torch.rand(*_POSITIONS[rank], *rows, generator=generator) * math.log2(_LARGEST_POSITION)
+            ids = ids.exp2().long()
+            ids[..., 0], ids[..., -1] = 0, _LARGEST_POSITION - 1
+            calls.append((ids, own_tables(branches, torch.randn(shape, generator=generator), ids)))
+        return calls, next((in_words(*branch) for branch in branches.unreached()), None)
+
+    def is_right(calls: list[tuple[Tensor, list[Tensor] | None]], *form: Any) -> bool:
+        return all(own is not None and all(map(agrees, tables_of(ids, *form), own)) for ids, own in calls)
+
+    plain, missing = calls_of(2)
+    layout = next((layout for layout in _LAYOUTS if is_right(plain, layout)), None)
+    if layout is None:
+        return None
+    if missing is not None:
+        raise Unsupported(missing)
+    axes, (spatial, missing) = None, calls_of(3) if read.get(3) == tensors else ([], None)
+    if spatial and missing is None and (own := spatial[0][1]) is not None:
+        axes = _axes([tables_of(item, layout) for item in spatial[0][0]], own, layout)
+    if axes is not None and not is_right(spatial, layout, _on(frequencies.device, axes)):
+        axes = None
+    return Tables(layout, scaling, axes, None if tensors else tuple(frequencies.tolist()))
 
 
-def _own_tables(module: nn.Module, x: Tensor, ids: Tensor, layer_type: str | None) -> list[Tensor] | None:
-    """Tables of the module's eager forward for these positions; None if it returns no pair of tensors."""
-    options = {} if layer_type is None else {"layer_type": layer_type}
-    tables = tried(original_class(module).forward, module, x, ids, **options)
-    is_pair = isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables)
-    return [table.float() for table in tables] if is_pair else None
+def _options(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}
 
 
 def _axes(found: list[list[Tensor]], tables: list[Tensor], layout: str) -> tuple[int, ...] | None:

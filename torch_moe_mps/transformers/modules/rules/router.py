@@ -22,15 +22,14 @@ from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
-from ..traced import PATH, Input, Sizes, Traced, everywhere, remembered, trace
+from ..traced import PATH, SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 from .selection import UNKNOWN, selection_of
 
 ops = torch.ops.moe_mps
 
 _DTYPES = frozenset(ACTIVATION_DTYPES)
 # Shapes that routers are traced with, where they take sequences of tokens and where they take tokens.
-_SEQUENCES: tuple[Sizes, ...] = ((2, 3), (1, 1), (1, 70_001))
-_ROWS: tuple[Sizes, ...] = ((7,), (1,), (70_001,))
+_SHAPES: dict[int, tuple[Sizes, ...]] = {3: (SIZES[2], (1, 1)), 2: (SIZES[0], (1,))}
 _HALF = torch.bfloat16  # dtype of hidden states in a trace, so that float32 in a result is the router's
 
 
@@ -39,7 +38,7 @@ class Router(NamedTuple):
 
     Attributes:
         inputs: the names of the arguments, the hidden states first.
-        is_flat: True if hidden states of any shape become rows.
+        ranks: dimensions that hidden states may have; more than 2 become rows.
         in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
         weight, bias: their names in the module.
         scale: multiplies the product.
@@ -50,7 +49,7 @@ class Router(NamedTuple):
     """
 
     inputs: tuple[str, ...]
-    is_flat: bool
+    ranks: tuple[int, ...]
     in_float32: bool
     weight: str
     bias: str | None
@@ -69,7 +68,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     if passed is None:
         return NotImplemented
     x, weight, choice_bias = passed
-    x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
+    x = x.reshape(-1, weight.shape[1]) if x.dim() > 2 else x
     bias = None if router.bias is None else attrgetter(router.bias)(module)
     if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
         logits = ops.router_logits(x, weight, bias)
@@ -106,7 +105,7 @@ def _passed(
 def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
     """True if a router has hidden states like these, with this weight."""
     return (
-        (router.is_flat or x.dim() == 2)
+        x.dim() in router.ranks
         and x.device == weight.device
         and (router.in_float32 or x.dtype == weight.dtype)
         and {x.dtype, weight.dtype} <= _DTYPES
@@ -157,11 +156,14 @@ def router_of(module: nn.Module) -> Router | str | None:
 
     reason = None
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
-        for shapes in (_SEQUENCES, _ROWS):
-            found: Any = everywhere(functools.partial(ask, weights), shapes, (_HALF,))
-            if isinstance(found, Router):
-                return found
-            reason = found or reason
+        found: dict[int, Any] = {
+            rank: everywhere(functools.partial(ask, weights), shapes, (_HALF,))
+            for rank, shapes in _SHAPES.items()
+        }
+        routers = {rank: router for rank, router in found.items() if isinstance(router, Router)}
+        for router in routers.values():
+            return router._replace(ranks=tuple(rank for rank in routers if routers[rank] == router))
+        reason = next((reason for reason in found.values() if isinstance(reason, str)), reason)
     return reason
 
 
@@ -194,7 +196,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     names_of_three = [name for name in (weight, bias, choice_bias) if name]
     return Router(
         inputs=tuple(names),
-        is_flat=tensor_of(traced.inputs[0]).dim() > 2,
+        ranks=(),
         in_float32=in_float32,
         weight=weight,
         bias=bias,
