@@ -69,13 +69,14 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
             continue
         (write,) = both[0]
         k: Any = write.args[1]
+        q, reader = _heads_of(q, call, k)
         if write < q or not is_unchanged(q, write, call) or not _are_heads(q, k):
             continue
         results = [tensor_of(item).contiguous() for item in (q, k)]
         rows = (_swapped(item, write) for item in (q, k))
         made = put(write, ours.rope.default, results, *rows, None, None)
-        for number, (reader, old) in enumerate(((call, q), (write, k))):
-            reader.replace_input_with(old, put(write, ITEM, results[number], made, number))
+        for number, (one, old) in enumerate(((reader, q), (write, k))):
+            one.replace_input_with(old, put(write, ITEM, results[number], made, number))
 
 
 def norms_in_rotation(graph: fx.Graph) -> None:
@@ -169,6 +170,13 @@ def _are_heads(q: fx.Node, k: fx.Node) -> bool:
         and one.shape[3] % 2 == other.shape[3] % 2 == 0
         and not any(is_call(memory_of(item), ours.rope) for item in (q, k))
     )
+
+
+def _heads_of(q: fx.Node, reader: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Queries before the views that attention with summands for each head reads, and what reads them."""
+    while not _are_heads(q, k) and is_reshaped(q) and len(q.users) == 1:
+        q, reader = q.all_input_nodes[0], q
+    return q, reader
 
 
 def _results(call: fx.Node) -> dict[str, fx.Node]:
