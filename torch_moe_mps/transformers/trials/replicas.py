@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from ..basics.state import STATE, original_class
 from ..caches.held import HeldPools
+from ..caches.in_layers import InLayers
 from ..upstream.models import LinearAttentionLayer
 from .comparing import tried
 from .draws import current, is_first_kind, magnitude, normal
@@ -18,7 +18,7 @@ LEAST_HEADS = 2  # enough to tell an indexer's relu from nothing: one head's key
 ATTRIBUTES_OF_MODULES = {*vars(nn.Module()), STATE}
 
 
-class LinearCache(DynamicCache):
+class LinearCache(InLayers):
     """A cache of linear attention of any model, of whose layers a trial uses one.
 
     Args:

@@ -15,6 +15,7 @@ from .attention import turn_in_attention
 from .fused import (
     add_in_operators,
     add_norms,
+    factor_in_norm,
     gate_in_attention,
     gates_in_linear_attention,
     input_in_convolution,
@@ -88,6 +89,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     update_in_connections,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
+    factor_in_norm,
     choose_in_experts,  # from logits that have their norm
     shared_expert_in_experts,
     split_dimensions,

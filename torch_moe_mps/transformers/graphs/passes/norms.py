@@ -38,8 +38,8 @@ MOST_ROWS = 513  # largest dense matrix of `router_logits`: a router and a gate.
 def norm_in_operators(graph: fx.Graph) -> None:
     """F(rms_norm(X)) -> F(X, norm), if all that read the norm can apply it."""
     for norm in calls(graph, ours.rms_norm):
-        x, weight, eps, offset = arguments(norm).values()
-        if weight is None or tensor_of(norm).numel() != tensor_of(weight).numel():
+        x, weight, eps, offset, factor = arguments(norm).values()
+        if weight is None or factor != 1.0 or tensor_of(norm).numel() != tensor_of(weight).numel():
             continue
         if tensor_of(weight).dtype not in (torch.float32, tensor_of(x).dtype):  # a dispatch for each reader
             continue

@@ -234,9 +234,9 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
     call, *views = _views_of_one_reader(value, reader)
     if not is_call(call, ours.rms_norm):
         return None
-    x, weight, eps, offset = arguments(call).values()
+    x, weight, eps, offset, factor = arguments(call).values()
     width = tensor_of(x).shape[-1:]
-    if any(tensor_of(view).shape[-1:] != width for view in views):
+    if factor != 1.0 or any(tensor_of(view).shape[-1:] != width for view in views):
         return None
     if weight is not None and (weight.op != "get_attr" or tensor_of(weight).shape != width):
         return None
