@@ -5,7 +5,7 @@ import torch
 from support import tiny_models
 from support.launches import launches, prompted
 from support.memory import Memory
-from support.models import assert_close, in_parts, prompt
+from support.models import assert_close, eager, in_parts, prompt
 from support.sweep import covering, in_sweep
 from support.values import EACH_DTYPE
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -618,3 +618,23 @@ def test_summands_of_each_head(tokens, heads, mask, is_ours, device, monkeypatch
     torch.testing.assert_close(
         out.cpu().double(), (scores.softmax(-1) @ v).transpose(1, 2), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], ("deepseek_v4",)))
+@torch.no_grad()
+def test_weights_that_a_call_asks_for(name):
+    """Of a prompt and of tokens behind it: those of the eager code, in the same layers."""
+    model = tiny_models.tiny_model(name)
+    model.set_attn_implementation("eager")
+    model = eager(model)
+    found, ids = [], prompt(1, 18)
+    for accelerates in (False, True):
+        if accelerates:
+            torch_moe_mps.accelerate(model, capture=True)
+        cache = None
+        for piece in ids.split([11, 1, 1, 1, 1, 3], 1):
+            out = model(piece, **cache_argument(model, cache), use_cache=True, output_attentions=True)
+            cache = cache_among(out)
+            found += out.get("attentions") or out.get("decoder_attentions") or ()
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half], rtol=1e-4, atol=1e-5)
