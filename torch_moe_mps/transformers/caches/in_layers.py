@@ -1,4 +1,4 @@
-"""Caches of models whose code insists on a class of its own, with all states in layers as other models have."""
+"""Caches with all states in layers for models whose code insists on a class of its own."""
 
 import functools
 import sys

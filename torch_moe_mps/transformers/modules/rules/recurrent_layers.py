@@ -253,7 +253,6 @@ def _has_decays_of_rates(layer: Any) -> bool:
 def _with_decays_of_rates(layer: Any) -> Any:
     """A replica with decays of its own rates."""
     replica = replica_of(layer)
-    replica.slope_rate = replica.slope_rate.abs()
     for name, decay in zip(_DECAYS, replica.decay_factors(replica.slope_rate), strict=True):
         setattr(replica, name, decay)
     return replica
