@@ -7,11 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
-from setuptools.dist import Distribution
+import setuptools
+
+INSTALL = 'run `pip install "setuptools>=77" ninja` first'
+if int(setuptools.__version__.partition(".")[0]) < 77:  # older ones do not read pyproject.toml
+    raise SystemExit(
+        f"torch_moe_mps: the build needs setuptools 77 or newer, got {setuptools.__version__}: {INSTALL}"
+    )
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
+from setuptools.dist import Distribution  # noqa: E402
 
 VERSIONS = runpy.run_path("torch_moe_mps/_versions.py")
 MACOS = VERSIONS["MACOS"]
@@ -57,7 +65,7 @@ def metal_extension() -> dict:
     sources = sorted(str(path) for path in Path("torch_moe_mps/csrc").rglob("*.mm"))
     try:
         import torch
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
     except ImportError:
         extension = Extension("torch_moe_mps._C", sources)
         return {"ext_modules": [extension], "cmdclass": {**wheels, "build_ext": WithoutTorch}}
@@ -71,8 +79,14 @@ def metal_extension() -> dict:
         extra_link_args=["-framework", "Foundation", "-framework", "Metal", oldest],
         py_limited_api=True,  # the extension uses nothing of Python, and is not linked with libtorch_python
     )
-    build = BuildExtension.with_options(no_python_abi_suffix=True)
-    return {"ext_modules": [extension], "cmdclass": {**wheels, "build_ext": build}}
+
+    class WithNinja(BuildExtension.with_options(no_python_abi_suffix=True)):
+        def run(self):
+            if not is_ninja_available():
+                raise SystemExit(f"torch_moe_mps: the build needs ninja, got none: {INSTALL}")
+            super().run()
+
+    return {"ext_modules": [extension], "cmdclass": {**wheels, "build_ext": WithNinja}}
 
 
 def description() -> str:

@@ -11,6 +11,16 @@ fail() {
   exit 1
 }
 
+# --help installs nothing: it prints the comment at a script's head, or what the Python program says where the environment is there.
+print_help() {
+  sed -n '2,${/^#/!q;s/^# \{0,1\}//p}' "$0"
+  exit
+}
+help=
+for argument; do
+  case "$argument" in -h | --help) help=1 ;; esac
+done
+
 system_python() {
   local candidate
   for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
@@ -39,6 +49,7 @@ make_environment() {
   if [ -x "$PYTHON" ] && [ "$(cat .venv/stamp 2> /dev/null)" = "$stamp" ]; then
     return
   fi
+  [ -z "$help" ] || print_help
   echo "setting up .venv (once; some minutes, most of them for step 1)"
   "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv ||
     fail ".venv could not be made: on Debian and Ubuntu, apt-get install python3-venv"
@@ -57,7 +68,7 @@ make_environment() {
 
 # The simulator needs clang with Objective-C and blocks; Debian and Ubuntu have it.
 make_toolchain() {
-  [ "$(uname)" = Linux ] || return 0
+  [ "$(uname)" = Linux ] && [ -z "$help" ] || return 0
   local packages="clang-19 lld-19 llvm-19 g++ libobjc-12-dev libblocksruntime-dev" package missing=
   for package in $packages; do
     [ "$(dpkg-query --show --showformat='${db:Status-Abbrev}' "$package" 2> /dev/null)" = "ii " ] || missing+=" $package"

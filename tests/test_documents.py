@@ -79,7 +79,7 @@ def test_the_recipe_of_the_page_of_weights():
 def test_the_example_of_operators():
     """It runs, experts are as torch computes them, and the formats beside it are those that there are."""
     text = (REPOSITORY / "docs" / "operators.md").read_text()
-    (source,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    source, _ = blocks_of(text)
     torch.manual_seed(0)
     with torch.no_grad():
         exec(compile(source, "operators.md", "exec"), found := {})
@@ -93,6 +93,32 @@ def test_the_example_of_operators():
             torch.testing.assert_close(found["out"][token].cpu(), right, rtol=1e-4, atol=1e-4)
     said = " ".join(text.split())
     assert f"there are {one_of(BITS['affine'])} bits and groups of {one_of(GROUP_SIZES['affine'])};" in said
+
+
+def blocks_of(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_operators_that_train(capsys):
+    """Their gradients are those of a loop over experts in float64."""
+    _, source = blocks_of((REPOSITORY / "docs" / "operators.md").read_text())
+    torch.manual_seed(0)
+    exec(compile(source, "operators.md", "exec"), found := {})
+    matrices = found["router"].weight, found["gate_up"], found["down"]
+    x = found["x"].cpu().double()
+    router, gate_up, down = leaves = [each.detach().cpu().double().requires_grad_() for each in matrices]
+    weights, ids = (x @ router.T).softmax(-1).topk(found["top_k"])
+    rows = []
+    for token in range(len(x)):
+        out = torch.zeros_like(x[token])
+        for weight, expert in zip(weights[token], ids[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out = out + weight * (down[expert] @ (silu(gate) * up))
+        rows.append(out)
+    torch.stack(rows).square().mean().backward()
+    for ours, right in zip(matrices, leaves, strict=True):
+        torch.testing.assert_close(ours.grad.cpu().double(), right.grad, rtol=1e-4, atol=1e-6)
+    assert capsys.readouterr().out.count("tensor(") == 3
 
 
 def test_the_launches_in_the_readme():
@@ -147,14 +173,15 @@ def test_structured_output_as_the_page_shows_it(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["sky"] in ("blue", "grey")
 
 
-def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
+def test_training_as_the_page_shows_it(tmp_path, monkeypatch, capsys):
     """It learns; labels are those of the answer alone, and the adapter is one of PEFT on the loaded model."""
     template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ 'z' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"
     tokenizer = tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="z", chat_template=template)
     tokenizer.save_pretrained(tmp_path / "model")
     with tiny_models.groups_of_32():
-        tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32).save_pretrained(tmp_path / "model")
+        dense = tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32)
+    dense.save_pretrained(tmp_path / "model")
     chats = [("abc", "hij"), ("defg", "kl")] * 4
     rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in chats]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
@@ -166,6 +193,9 @@ def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
     }
     monkeypatch.chdir(tmp_path)
     exec(script_of("finetuning.md", "## Supervised training", own), found := {})
+    peft.get_peft_model(dense, found["config"]).print_trainable_parameters()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainable params")]
+    assert len(printed) == 2 and printed[0] == printed[1]
     first = found["data"][0]
     assert tokenizer.convert_ids_to_tokens(first["input_ids"]) == [*"uabczahijz"]
     assert first["labels"] == [-100] * 6 + first["input_ids"][6:]
@@ -182,7 +212,7 @@ def test_training_as_the_page_shows_it(tmp_path, monkeypatch):
 def test_operators_with_a_backward():
     """docs/operators.md names those that declare one."""
     text = (REPOSITORY / "docs" / "operators.md").read_text()
-    sentence = re.search(r"^- (`.*) have a backward\.", text, re.MULTILINE)[1]
+    sentence = re.search(r"^- (`.*) have a backward \(", text, re.MULTILINE)[1]
     assert re.findall(r"`(\w+)`", sentence) == sorted(WITH_BACKWARD)
 
 

@@ -48,7 +48,7 @@ def one_of(values: tuple[object, ...]) -> str:
 
 def bytes_in(text: str) -> int | None:
     """Bytes of a text such as "20GB" or "1.5 GiB"; None for any other text, and for none."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None:
         return None
     base = 1024 if match[3] else 1000

@@ -15,13 +15,16 @@ import tempfile
 import time
 
 import paths
+
+if __name__ == "__main__":
+    WORDS = paths.words(__doc__, "word of an inner process")
+
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_moe_mps import from_pretrained
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
-assert paths
 LAYERS, EXPERTS, HIDDEN, TOKENS = 24, 16, 512, 8
 BYTES = LAYERS * EXPERTS * 3 * HIDDEN * HIDDEN * 4
 
@@ -80,7 +83,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
+    match WORDS:
         case [folder, "write"]:
             write(folder)
         case [folder, "run", memory]:

@@ -9,7 +9,11 @@ are of a part behind it, in nats a token: the table of docs/finetuning.md. It ta
 import copy
 import tempfile
 
-import paths  # noqa: F401
+import paths
+
+if __name__ == "__main__":
+    paths.words(__doc__)
+
 import peft
 import torch
 from support import tiny_models, trained_models

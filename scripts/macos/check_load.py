@@ -3,7 +3,11 @@
 Libraries that a wheel brings compiled must be of the sources that it brings.
 """
 
+import argparse
 import warnings
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
 
 import torch
 

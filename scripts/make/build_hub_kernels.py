@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from paths import REPOSITORY
 
 from torch_moe_mps._extension import format_arguments
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops.combine import ExpertSum
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
 HOST, PYTHON = "moe_mps_metal", "torch-ext/moe_mps"
 # The builder's name for operators, which is another for each build, takes the place of ours.

@@ -4,8 +4,12 @@ Every cell is found out: random blocks are read as the loader reads them, and op
 is the package `gguf`, or for what it has no values of, the definition.
 """
 
-import numpy as np
 import paths
+
+if __name__ == "__main__":
+    paths.words(__doc__)
+
+import numpy as np
 import torch
 from support.gguf_blocks import HALVES, OTHERS, SIZES, random_blocks, values_of
 from torch import Tensor

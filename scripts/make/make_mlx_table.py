@@ -10,6 +10,10 @@ import textwrap
 from pathlib import Path
 
 import paths
+
+if __name__ == "__main__":
+    paths.words(__doc__)
+
 import torch
 import transformers
 from support import mlx_models

@@ -15,6 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
+import paths
+
+if __name__ == "__main__":
+    paths.words(__doc__)
+
 import models_page
 import simulator
 import torch

@@ -2,16 +2,20 @@
 
 import inspect
 import re
-from pathlib import Path
+
+import paths
+
+if __name__ == "__main__":
+    paths.words(__doc__)
 
 import torch
 
 from torch_moe_mps import ops
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
+DOCUMENT = paths.REPOSITORY / "docs" / "operators.md"
 MARK = "<!-- scripts/make/make_operators_table.py writes what follows -->\n"
 HEAD = "| operator | computes | used by | stands for |\n| --- | --- | --- | --- |\n"
-USED_BY = DOCUMENT.parents[1] / "tests" / "pinned" / "used_by.txt"
+USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 NAMED = 3  # architectures by name; of more, their number
 
 
@@ -36,8 +40,16 @@ def row(name: str, family: str, users: list[str]) -> str:
 
 
 def document() -> str:
-    """The text that docs/operators.md should have: its introduction, then a row for each operator."""
+    """The text that docs/operators.md should have: its introduction, then a row for each operator.
+
+    Raises: SystemExit where scripts/make/make_used_by.py did not run since an operator was added.
+    """
     users = used_by()
+    if missing := [name for name in ops.PUBLIC if name not in users]:
+        raise SystemExit(
+            "make_operators_table: tests/pinned/used_by.txt must have each operator, got no "
+            f"{', '.join(missing)}: run scripts/make/make_used_by.py first"
+        )
     text = DOCUMENT.read_text().partition(MARK)[0] + MARK + HEAD
     for family, module in sorted(ops.FAMILIES.items()):
         text += "".join(row(name, family, users[name]) for name in ops.PUBLIC if name in module.CALLS)

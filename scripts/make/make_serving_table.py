@@ -1,14 +1,19 @@
 """Writes the rows of serving in tests/pinned/models.txt: what each architecture can do when it is served.
 
 Nothing is written by hand: tiny models with random weights answer prompts, and their calls are counted.
+With names of architectures it prints their rows, and writes nothing.
 """
 
 import importlib.util
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
+
+import paths
+
+if __name__ == "__main__":
+    NAMED = paths.words(__doc__, "architecture")
 
 import models_page
 import torch
@@ -106,8 +111,8 @@ def row(architecture: str) -> str:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     logging.disable()
-    if sys.argv[1:]:
-        print("\n".join(map(row, sys.argv[1:])))
+    if NAMED:
+        print("\n".join(map(row, NAMED)))
     else:
         names = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES})
         models_page.write({models_page.SERVING: [HEAD, *map(row, names)]})

@@ -7,9 +7,13 @@ calls is what its modules call, and what its captured decode step consists of.
 import os
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import paths
+
+if __name__ == "__main__":
+    paths.words(__doc__)
 
 import simulator
 import torch
@@ -28,7 +32,7 @@ import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.transformers.capture.classes import captures_of
 
-USED_BY = Path(__file__).resolve().parents[2] / "tests" / "pinned" / "used_by.txt"
+USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 
 
 def operators_of(architecture: str, **options: object) -> set[str]:

@@ -6,11 +6,11 @@ has what differs between architectures: a column or a cell that is "yes" everywh
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-ROWS = REPOSITORY / "tests" / "pinned" / "models.txt"
-DOCUMENT = REPOSITORY / "docs" / "models.md"
+import paths
+
+ROWS = paths.REPOSITORY / "tests" / "pinned" / "models.txt"
+DOCUMENT = paths.REPOSITORY / "docs" / "models.md"
 EXPERTS, ROUTERS, DENSE = "experts", "routers left unchanged", "dense"
 TOKENS, OTHERS, SERVING = "tokens that are not captured", "others", "serving"
 
@@ -177,4 +177,5 @@ def exceptions(served: dict[str, list[str]]) -> Iterable[str]:
 
 
 if __name__ == "__main__":
+    paths.words(__doc__)
     DOCUMENT.write_text(page())

@@ -56,9 +56,16 @@ def test_a_conversation(here, talk):
 
 def test_an_answer_that_was_cut_off_goes_on(here, talk):
     shown = talk("--set", "max_new_tokens=3", lines=["hi", "!continue", "so?"], says=["hello", "lo", "end"])
-    assert "3 tokens" in shown and "!continue goes on" in shown
+    assert "3 tokens" in shown and "; !continue goes on" in shown
     assert here.generator.prompts[1].endswith("<|im_start|>assistant\nhel")
     assert "<|im_start|>assistant\nhello<|im_end|>" in here.generator.prompts[2]
+
+
+def test_an_answer_that_ended_does_not_go_on(here, talk):
+    shown = talk(lines=["!continue", "hi", "!continue", "!clear", "!continue"], says=["hello"])
+    assert shown.count("!continue goes on with an answer that was cut off: there is none yet\n") == 2
+    assert shown.count("!continue goes on with an answer that was cut off: the last one has ended\n") == 1
+    assert len(here.generator.prompts) == 1
 
 
 def test_settings(here, talk):
@@ -74,8 +81,8 @@ def test_settings(here, talk):
     shown = talk("--set", "temperature=0.5", lines=lines, says=["hello"])
     config = here.generator.jobs[0].config
     assert (config.do_sample, config.max_new_tokens) == (False, 4)
-    assert "--set must name arguments of generate(), got nothing" in shown
-    assert "--set top_k must be a number" in shown
+    assert "!set must name arguments of generate(), got nothing" in shown
+    assert "!set top_k must be a number" in shown
     assert "'max_new_tokens': 4" in shown and shown.count("!clear") == 1  # of the help
     assert "!what is not a command: !help lists them" in shown
 

@@ -145,6 +145,6 @@ def test_a_length_that_is_said_twice_is_refused(printable, refused):
             ["--max-tokens", 3, "--set", "max_new_tokens=4"],
             "--max-tokens and --set max_new_tokens are one setting",
         ),
-        (["--set", "max_length=30"], "--set max_length must be left out: --max-tokens says how long"),
+        (["--set", "max_length=30"], "--set max_length must be left out: max_new_tokens says how long"),
     ):
         assert message in refused("generate", printable, "-p", "a", *more)

@@ -296,6 +296,25 @@ def test_a_quantised_checkpoint_as_it_is(tmp_path, capsys):
             assert "as it is" not in sizes
 
 
+def test_a_checkpoint_in_float32(tmp_path, capsys):
+    """Has a row for that, and one of 16 bits."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    whole = sum(p.numel() for p in model.parameters())
+    for dtype, expected in (
+        ("auto", {"32 bit": 4 * whole, "16 bit": 2 * whole}),
+        ("bfloat16", {"16 bit": 2 * whole}),
+    ):
+        json_file = str(tmp_path / "x.json")
+        assert main(["fit", str(tmp_path), "--group-size", "32", "--dtype", dtype, "--json", json_file]) == 0
+        found = json.loads((tmp_path / "x.json").read_text())["sizes"]
+        sizes = {size["name"]: size for size in found if size["name"] in ("32 bit", "16 bit")}
+        assert {name: size["bytes"] for name, size in sizes.items()} == expected
+        if len(sizes) == 2:
+            assert sizes["32 bit"]["bytes_a_token"] == 2 * sizes["16 bit"]["bytes_a_token"]
+
+
 NOT_READ = "the config must be one that transformers reads, got one that raises"
 INCOMPLETE = "the config must be complete for"
 HUNYUAN = transformers.HunYuanDenseV1Config(head_dim=None, architectures=["HunYuanDenseV1ForCausalLM"])

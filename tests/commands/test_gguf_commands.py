@@ -156,8 +156,10 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
 
 
 def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
-    """Wherever it lies; names on the Hub stay as they are given, as do folders with a name."""
+    """Wherever it lies; names on the Hub stay as they are given, folders have their own."""
     (tmp_path / "model.gguf").touch()
+    for folder in ("folder", "runs/big", "runs/here"):
+        (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for given, name in (
         ("model.gguf", "model.gguf"),
@@ -167,6 +169,11 @@ def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
         ("org/name-GGUF:model.gguf", "org/name-GGUF:model.gguf"),
         ("org/name", "org/name"),
         (f"{tmp_path}/folder", "folder"),
+        ("folder", "folder"),
+        ("./folder/", "folder"),
+        ("runs/big", "big"),
+        ("runs/here/../big", "big"),
+        (f"../{tmp_path.name}/runs/big", "big"),
         (".", tmp_path.name),
         ("..", tmp_path.parent.name),
     ):

@@ -164,7 +164,7 @@ def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
         is_refused(f"{on_disk.NAME} cannot be written: File too large")
     for make, says in (
         (of_another_checkpoint, "has the experts of another checkpoint or format: remove it"),
-        (lambda file: file.write_bytes(b"moe_mps"), "is truncated or not a file of experts"),
+        (lambda file: file.write_bytes(b"moe_mps"), "is damaged or not a file of experts: remove it"),
     ):
         make(folder / on_disk.NAME)
         is_refused(f"{on_disk.NAME} {says}")

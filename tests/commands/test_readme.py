@@ -13,20 +13,22 @@ from support.models import tiny
 from support.processes import REPOSITORY
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.commands.arguments import parser
 
 README = (REPOSITORY / "README.md").read_text()
 
 
-def test_the_first_snippet(tmp_path, capsys):
+def test_the_first_snippet(tmp_path, capsys, monkeypatch):
+    if sys.platform != "darwin":  # where the simulator may be installed
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     operators, snippet = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(operators, found := {})
     assert found["combined"].shape == (3, 64)
     model = tiny("qwen3_moe")
     model.config.num_hidden_layers = 2
     model.save_pretrained(tmp_path)
-    device = "mps" if torch.backends.mps.is_available() and sys.platform == "darwin" else "cpu"
-    assert 'device_map="mps"' in snippet and "path/to/model" in snippet
-    snippet = snippet.replace("path/to/model", str(tmp_path)).replace('"mps"', f'"{device}"')
+    assert "device_map=device" in snippet and "path/to/model" in snippet
+    snippet = snippet.replace("path/to/model", str(tmp_path))
     exec(snippet.replace("bits=4", "bits=4, group_size=32"), {})
     assert "moe_experts_quantized" in capsys.readouterr().out
 
@@ -46,6 +48,22 @@ def test_a_checkout_installs_in_a_fresh_environment():
     assert {*shlex.split(first)[2:]} == {*re.findall('"(.*?)"', needed)}
     assert install.startswith("pip install --no-build-isolation ")
     assert all(command.startswith("torch-moe-mps ") for command in others) and len(others) == 2
+
+
+def test_other_pages_install_what_the_build_needs():
+    """In the line in front of the build, as README has it."""
+    _, first, *_ = commands_of_the_first_block()
+    pages = [page.read_text() for page in (REPOSITORY / "docs").glob("*.md")]
+    lines = [
+        line for text in pages for line in re.findall(r"(.*)\n    pip install --no-build-isolation", text)
+    ]
+    assert len(lines) >= 3 and {*lines} == {f"    {first}"}
+
+
+def test_every_command_is_named():
+    listed = re.search(r"^Commands: (.*?);", README, re.DOTALL | re.MULTILINE)[1]
+    (commands,) = (action for action in parser()._actions if action.choices)
+    assert {*re.findall(r"`(?:torch-moe-mps )?(\w+)`", listed)} == {*commands.choices}
 
 
 def test_the_installation_brings_what_the_commands_need():

@@ -124,6 +124,7 @@ def test_the_peak_of_memory(tmp_path):
     tiny("qwen3_moe", num_hidden_layers=12, **sizes).save_pretrained(tmp_path)
     experts = 12 * 16 * 3 * 256 * 256 * 4
     source = Source(str(tmp_path), {})
-    on_disk.experts_file(source, None, on_disk.layers_of(on_disk.placed(source, None)))
+    model = on_disk.placed(source, None)
+    on_disk.experts_file(source, None, model, on_disk.layers_of(model))
     grown = int(processes.forked(GROWN, tmp_path, experts // 4))
     assert experts // 4 < grown < experts // 4 + 80 * 10**6 < experts

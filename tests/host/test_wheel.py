@@ -195,6 +195,24 @@ def test_what_a_mac_builds(monkeypatch):
     wheels = distribution.get_command_obj("bdist_wheel")
     wheels.ensure_finalized()
     assert "-".join(wheels.get_tag()) == build_wheel.TAG
+    monkeypatch.setattr(torch.utils.cpp_extension, "is_ninja_available", lambda: False)
+    exec(compile((REPOSITORY / "setup.py").read_text(), "setup.py", "exec"), {})
+    with pytest.raises(SystemExit) as ended:
+        Distribution({key: made[key] for key in ("ext_modules", "cmdclass")}).run_command("build_ext")
+    assert str(ended.value) == (
+        'torch_moe_mps: the build needs ninja, got none: run `pip install "setuptools>=77" ninja` first'
+    )
+
+
+def test_an_older_setuptools(monkeypatch):
+    """Which has neither what setup.py imports nor what pyproject.toml says."""
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit) as ended:
+        exec(compile((REPOSITORY / "setup.py").read_text(), "setup.py", "exec"), {})
+    assert str(ended.value) == (
+        "torch_moe_mps: the build needs setuptools 77 or newer, got 65.5.0: "
+        'run `pip install "setuptools>=77" ninja` first'
+    )
 
 
 def test_what_is_forgotten_before_a_release(monkeypatch, tmp_path):

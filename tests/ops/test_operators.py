@@ -13,6 +13,58 @@ from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 from torch_moe_mps.ops.norms import rms_norm
 
+X, W = torch.ones(2, 8), torch.ones(8)
+# What a schema does not take: the arguments of a call, and the rest of the error.
+WRONG = {
+    "array": ("rms_norm", (X.numpy(), W, 1e-6), {}, "x must be a tensor, got ndarray"),
+    "second array": ("rms_norm", (X, X.numpy(), 1e-6), {}, "weight must be a tensor, got ndarray"),
+    "list": ("rms_norm", ([1.0], W, 1e-6), {}, "x must be a tensor, got list"),
+    "number": ("rms_norm", (X, 1.0, 1e-6), {}, "weight must be a tensor, got 1.0"),
+    "text": ("rms_norm", (X, W, "1e-6"), {}, "eps must be a number, got '1e-6'"),
+    "None": ("rms_norm", (X, W, None), {}, "eps must be a number, got None"),
+    "float": ("moe_router", (X, 2.0, "softmax"), {}, "top_k must be an integer, got 2.0"),
+    "bool": ("moe_router", (X, True, "softmax"), {}, "top_k must be an integer, got True"),
+    "tensor": ("moe_router", (X, torch.tensor(2), "softmax"), {}, "top_k must be an integer, got Tensor"),
+    "no text": ("moe_router", (X, 2), {"scoring": 3}, "scoring must be a text, got 3"),
+    "no bool": (
+        "moe_router", (X, 2, "softmax"), {"norm_topk_prob": "yes"},
+        "norm_topk_prob must be True or False, got 'yes'",
+    ),
+    "missing": ("rms_norm", (X, W), {}, "eps must be a number, got nothing"),
+    "missing tensor": ("rms_norm", (), {"eps": 1e-6}, "x must be a tensor, got nothing"),
+    "too many": (
+        "rms_norm", (X, W, 1e-6, 0.0, 1), {},
+        "arguments must be at most 4 (x, weight, eps, weight_offset), got 5",
+    ),
+    "unknown": (
+        "rms_norm", (X, W), {"epsilon": 1e-6},
+        "arguments must be some of x, weight, eps, weight_offset, got 'epsilon'",
+    ),
+    "twice": (
+        "rms_norm", (X, W, 1e-6), {"x": X}, "x must be given once, got it by its place and by its name"
+    ),
+    "written": (
+        "weighted_sum_residual_norm_stacked_", ([], X, W, W, 1e-6), {}, "residual_ must be a tensor, got list"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator, args, kwargs, text", WRONG.values(), ids=WRONG)
+def test_arguments_that_a_schema_does_not_take(operator, args, kwargs, text):
+    """One line in place of torch's, in front of a call and behind one that was right."""
+    with pytest.raises(TypeError) as error:
+        PUBLIC[operator](*args, **kwargs)
+    assert str(error.value) == f"moe_mps::{operator}: {text}" and error.value.__suppress_context__
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_eps_is_not_negative(name):
+    arguments = sample_arguments(name, "cpu", torch.float32)
+    for eps in (argument.name for argument in packet(name).default._schema.arguments):
+        if eps.endswith("eps"):
+            with pytest.raises(ValueError, match=f"^moe_mps::{name}: {eps} must be at least 0.0, got -1.0$"):
+                packet(name)(**copies(arguments) | {eps: -1.0})
+
 
 def test_samples_cover_every_operator():
     assert set(CALLS) == set(OPERATORS)

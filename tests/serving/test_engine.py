@@ -1,5 +1,6 @@
 """The engine: jobs join, end and are cancelled while others go on."""
 
+import itertools
 import sys
 import threading
 
@@ -379,6 +380,33 @@ def test_requests_take_turns():
     begun = [event.split()[0] for event in events if event.endswith(" 0")]
     assert begun == ["a0", "b0", "a1", "b1", "c0", "a2", "b2", "c1", "a3", "b3"]
     assert all(each.reasons == ["length"] for each in (*asked, *later))
+
+
+def test_few_jobs_are_submitted_before_a_step(monkeypatch):
+    """However many wait; the first answer to a request does not wait for all those to another."""
+    events, begun, goes_on = [], threading.Event(), threading.Event()
+    submit, step = Engine.submit, Engine.step
+    engine = EngineThread(model_of(), None, 2)
+    held = threading.Thread(target=on_thread, args=(engine, lambda: begun.set() or goes_on.wait(60)))
+    held.start()
+    assert begun.wait(60)
+    monkeypatch.setattr(Engine, "submit", lambda own, job: events.append(job) or submit(own, job))
+    monkeypatch.setattr(Engine, "step", lambda own: events.append(None) or step(own))
+    many, other = [Asked(ids_of(n, 5), 1, place=n) for n in range(20)], Asked(ids_of(50, 5), 1)
+    for each in (*many, other):
+        engine.submit(each.job)
+    assert engine.counts.waiting >= 21
+    goes_on.set()
+    held.join()
+    assert all(each.done.wait(60) for each in (*many, other))
+    engine.close()
+    submitted = [event for event in events if event is not None]
+    assert submitted == [many[0].job, other.job, *(each.job for each in many[1:])]
+    runs = [
+        len([*run]) for is_step, run in itertools.groupby(events, lambda each: each is None) if not is_step
+    ]
+    assert max(runs) <= 4
+    assert [each.reasons for each in (*many, other)] == [["length"]] * 21
 
 
 def test_the_engine_on_its_thread():

@@ -1,5 +1,6 @@
 """Small files of experts, and their tensors."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,10 +39,12 @@ def draw(seed: int = 0, count: int = LAYERS, experts: int = EXPERTS) -> list[dic
     return result
 
 
-def write(path: Path, key: str = "key", seed: int = 0) -> list[dict[str, torch.Tensor]]:
+def write(
+    path: Path, key: str = "key", seed: int = 0, sources: Sequence[str] = ()
+) -> list[dict[str, torch.Tensor]]:
     """Writes a file. Returns: its tensors."""
     tensors = draw(seed)
-    with written(path, key, layers()) as new:
+    with written(path, key, layers(), sources) as new:
         for number in [*new.left]:
             new.add(number, tensors[number])
     return tensors

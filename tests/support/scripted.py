@@ -20,6 +20,7 @@ from torch_moe_mps.serving.engine.job import Counts, Job
 from torch_moe_mps.serving.http.app import Access, Server
 from torch_moe_mps.serving.http.reading import Reading
 from torch_moe_mps.serving.http.served import Served
+from torch_moe_mps.serving.http.template import ChatTemplate
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 # ChatML's messages; a system message elsewhere than in front is refused, as by Qwen 3.5's template.
@@ -93,7 +94,7 @@ class Scripted:
 
 def tokenizer() -> Any:
     """A tokenizer of the printable characters and of marks, with `TEMPLATE`."""
-    characters = [*map(chr, range(32, 127)), "\n", "é", "☃"]
+    characters = [*map(chr, range(32, 127)), "\n", "é", "☃", "｜", "▁"]
     made = tokenizer_of([*characters, *MARKS], unk_token="☃", eos_token="<|im_end|>", chat_template=TEMPLATE)
     made.add_special_tokens({"additional_special_tokens": [*MARKS]})
     made.backend_tokenizer.decoder = decoders.Fuse()
@@ -122,6 +123,18 @@ class Here:
         self.generator.clear()
         self.generator.says, self.generator.cached, self.generator.of_disk = [*texts], cached, disk
         return self.generator
+
+
+@contextlib.contextmanager
+def templated(here: Here, template: str) -> Iterator[ChatTemplate]:
+    """Block in which the server's model has a chat template."""
+    own, processor = here.served.template, here.served.template.processor
+    processor.chat_template = template
+    here.served.template = ChatTemplate(processor, "m")
+    try:
+        yield here.served.template
+    finally:
+        here.served.template, processor.chat_template = own, TEMPLATE
 
 
 @contextlib.contextmanager

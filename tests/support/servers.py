@@ -3,6 +3,8 @@
 torch is asked for MPS by what these import, which must come after the simulator.
 """
 
+import importlib
+
 import pytest
 
 
@@ -42,3 +44,25 @@ def here():
 
     with scripted.server() as running:
         yield running
+
+
+@pytest.fixture
+def of_openai(here):
+    """OpenAI's client of it."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def anthropic():
+    """Imported by the process that runs tests of it alone: that takes seconds."""
+    return importlib.import_module("anthropic")
+
+
+@pytest.fixture
+def of_anthropic(here, anthropic):
+    """Anthropic's client of it."""
+    with anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0, timeout=20) as client:
+        yield client

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from .._text import bytes_in, one_of
+from .._text import bytes_in, one_of, shown
 from .._weight_formats import BITS, GROUP_SIZES, MODES
 from ..serving.speculative import LOOKUP, MTP
 
@@ -184,7 +184,7 @@ def _size(text: str) -> int | str:
         return text
     size = bytes_in(text)
     if size is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, or auto, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a size such as 20GB, or auto, got {shown(text)}")
     return size
 
 
@@ -266,7 +266,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--prompt-disk": {
         "type": _number("of at least 0", lambda value: value >= 0),
         "metavar": "GB",
-        "help": "size of that folder; 0 caches nothing on the disk (16, or a quarter of what is free)",
+        "help": "size of the prefix cache on the disk; 0 for none (16, or a quarter of what is free)",
     },
     "--speculative": {
         "metavar": f"{LOOKUP}|{MTP}|{NO_DRAFTS}|MODEL",
@@ -461,7 +461,8 @@ def _fit(command: argparse.ArgumentParser) -> None:
         default=4096,
         help="tokens of context that the bound of speed is for (4096)",
     )
-    _add(command, "--group-size", "--kv-bits")
+    _add(command, "--group-size", help=f"weights that share a scale: {one_of(_GROUP_SIZES)} (64)")
+    _add(command, "--kv-bits")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)
     _add(command, *_FROM_THE_HUB, of="NAME")
@@ -502,7 +503,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
       torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-folder prompts
-      torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b              # which are verified together
+      torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b                # a small model drafts tokens
     """
     _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
     _add(command, "--prompt-folder", *_KEPT, of="none")

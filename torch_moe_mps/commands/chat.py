@@ -59,12 +59,14 @@ class _Conversation:
                     self._set(rest.split())
                 case "!status":
                     print(f"{self.served.name}: {self.settings}\n")
-                case "!continue" if self.messages and self.messages[-1]["role"] == "assistant":
+                case "!continue" if self.is_cut and self.messages[-1]["role"] == "assistant":
                     self._answer()
                 case "!help":
                     print(f"{_HELP}\n")
                 case "!continue":
-                    print("!continue goes on with an answer: there is none yet\n")
+                    ended = any(message["role"] == "assistant" for message in self.messages)
+                    why = "the last one has ended" if ended else "there is none yet"
+                    print(f"!continue goes on with an answer that was cut off: {why}\n")
                 case _ if command.startswith("!"):
                     print(f"{command} is not a command: !help lists them\n")
                 case _:
@@ -85,10 +87,11 @@ class _Conversation:
 
     def _clear(self) -> None:
         self.messages = [_message("system", self.system)] if self.system else []
+        self.is_cut = False  # the last answer
 
     def _set(self, texts: list[str]) -> None:
         try:
-            self.settings |= read_settings(texts)
+            self.settings |= read_settings(texts, "!set")
         except ValueError as error:
             print(f"{error}\n")
 
@@ -128,6 +131,7 @@ class _Conversation:
             return
         count, seconds = answer.tokens, answer.times.generating
         speed = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
+        self.is_cut = answer.reason != "stop"
         cut = "; !continue goes on" if answer.reason == "length" else ""
         print(f"\n({count} tokens{speed}{cut})\n")
         if goes_on:

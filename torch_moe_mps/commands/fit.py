@@ -5,7 +5,7 @@ config.json is enough: a model on the meta device has the shapes of the weights 
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
-from ..transformers.basics.interface import experts_of
+from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.basics.report import aligned, unit_of
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.own.config import QuantizationConfig
@@ -49,7 +49,7 @@ from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
 
 BITS = (8, 6, 5, 4, 3, 2)
-_DENSE, _STORED = "16 bit", "as it is"
+_WIDE, _DENSE, _STORED = "32 bit", "16 bit", "as it is"
 _CHECK = Check("fit")
 
 
@@ -260,11 +260,13 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
     return bandwidth * 1e9 / (size.token + (cache.at(context) if cache else 0))
 
 
-def sizes_of(model: nn.Module, group_size: int | None) -> list[Size]:
-    """The dense model, and the model in each number of bits."""
+def sizes_of(model: Any, group_size: int | None) -> list[Size]:
+    """The dense model in 16 bits, if its weights are float32 in 32 as well, and in each number of bits."""
     formats = [Format(bits, group_size) for bits in BITS]
+    wide = [weight for weight in weights_in(model) if weight.dtype is torch.float32 is model.dtype]
     return [
-        _size(_DENSE, model, ()),
+        *([_size(_WIDE, model, ())] if wide else []),
+        _sized(_DENSE, model, {weight: 2 * weight.numel() for weight in wide}),
         *(_size(f"{format.bits} bit", model, _targets(model, recipe_of(format))) for format in formats),
     ]
 
@@ -314,8 +316,12 @@ def _targets(model: Any, recipe: Any) -> Iterable[Target]:
 
 def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
     targets = [*targets]
-    after = quantized_sizes(targets)
-    return Size(name, total_bytes(model, after), bytes_a_token(model, after), after, targets)
+    return replace(_sized(name, model, quantized_sizes(targets)), targets=targets)
+
+
+def _sized(name: str, model: Any, after: Mapping[torch.Tensor, int]) -> Size:
+    """The model with the bytes of some weights."""
+    return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
 
 
 def _context(cache: KVCache | None, room: int, longest: int) -> int | bool | None:

@@ -70,8 +70,6 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
                 threading.Thread(target=served.generator.close, daemon=True).start()
             super().handle_exit(number, frame)
 
-    if not served.template.shows_tools:
-        print(f"prompts of {served.name} show no tools: those of requests are left out", file=sys.stderr)
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests

@@ -25,8 +25,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return settings | {"max_new_tokens": options.max_tokens}
 
 
-def read_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """The arguments of texts such as FLAG=VALUE.
+def read_settings(texts: Sequence[str], option: str = "--set") -> dict[str, Any]:
+    """The arguments of texts such as FLAG=VALUE, which errors call `option`.
 
     A value is true, false, None, a number, a list of numbers, or else a text.
 
@@ -39,15 +39,15 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     config = GenerationConfig()
     for name, value in settings.items():
         if isinstance(value, str) and name in vars(config).keys() - _OF_TEXT:
-            raise ValueError(f"--set {name} must be a number, true, false, None or a list, got {value}")
+            raise ValueError(f"{option} {name} must be a number, true, false, None or a list, got {value}")
         highest = _AT_MOST.get(name)
         if highest is not None and isinstance(value, int | float) and not 0 <= value <= highest:
-            raise ValueError(f"--set {name} must be from 0 to {highest}, got {value}")
+            raise ValueError(f"{option} {name} must be from 0 to {highest}, got {value}")
     if "max_length" in settings:  # it counts the prompt
-        raise ValueError("--set max_length must be left out: --max-tokens says how long an answer may be")
+        raise ValueError(f"{option} max_length must be left out: max_new_tokens says how long an answer is")
     unknown = config.update(**{"do_sample": True, **settings})  # temperature implies it
     if unknown:
-        raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")
+        raise ValueError(f"{option} must name arguments of generate(), got {', '.join(unknown)}")
     return settings
 
 

@@ -98,16 +98,12 @@ def usable_device(name: str | None) -> str:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name under which a server has the model: of a GGUF file in a folder here, the file's own; of ".", ".."
-    and an absolute path, the folder's.
-    """
+    """Name under which a server has the model: that on the Hub, or the own one of a folder or a GGUF file."""
     name, gguf = split_gguf(options.model)
     if gguf is not None and os.path.isdir(name):
         return gguf
-    if Path(name).name in ("", ".."):
-        name = Path(name).resolve().name
-    elif Path(name).is_absolute():
-        name = Path(name).name
+    if os.path.isdir(name):
+        name = os.path.basename(os.path.abspath(name))
     named = name if options.revision is None else f"{name}@{options.revision}"
     return named if gguf is None else f"{named}:{gguf}"
 

@@ -1,14 +1,19 @@
 """The file of a model's experts: one contiguous block an expert, which one read brings into memory.
 
-    magic, length of the header, header    JSON: a key of the checkpoint, and the layout of each layer
+    magic, length of the header, header    JSON: a key, the number of sources, and the layout of each layer
+    digests                                SHA-256 of each source: a file that the experts were read from
+    stamps                                 size, times and inode of each source when it was last digested
     checksums                              two uint32 a block: 1 once the block is written, and its CRC-32
     blocks                                 at multiples of ALIGNMENT, layer by layer, expert by expert
 
-A block has the tensors of one expert behind each other. The file is written under another name, whose
-checksums tell a later process what is complete, and is renamed once everything is.
+Header, digests and stamps end with their CRC-32. A source whose stamp differs is digested again. A block has
+the tensors of one expert behind each other. The file is written under another name, whose checksums tell a
+later process what is complete, and is renamed once everything is.
 """
 
+import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -31,6 +36,9 @@ ALIGNMENT = 1 << 14  # bytes: a page of Apple silicon
 _MAGIC = b"moe_mps experts\n"
 _LENGTH = struct.Struct("<Q")
 _ENTRY = struct.Struct("<II")
+_STAMP = struct.Struct("<QqqQ")
+_DIGEST = hashlib.sha256().digest_size
+_CRC = struct.Struct("<I")
 _LARGEST_HEADER = 1 << 28
 
 
@@ -73,12 +81,15 @@ def _aligned(size: int) -> int:
 
 
 class _Places:
-    """Offsets in a file of these layers."""
+    """Offsets in a file of these layers, which were read from so many sources."""
 
-    def __init__(self, key: str, layers: Sequence[Layer]):
-        text = json.dumps({"key": key, "layers": [[*vars(layer).values()] for layer in layers]})
-        self.header = _MAGIC + _LENGTH.pack(len(text.encode())) + text.encode()
-        self.checksums = _aligned(len(self.header))
+    def __init__(self, key: str, layers: Sequence[Layer], sources: int):
+        about = {"key": key, "sources": sources, "layers": [[*vars(layer).values()] for layer in layers]}
+        text = json.dumps(about).encode()
+        self.header = _MAGIC + _LENGTH.pack(len(text)) + _sealed(text)
+        self.digests = len(self.header)
+        self.stamps = self.digests + _DIGEST * sources + _CRC.size
+        self.checksums = _aligned(self.stamps + _STAMP.size * sources + _CRC.size)
         self.first = [0]  # number of blocks before each layer
         for layer in layers:
             self.first.append(self.first[-1] + layer.experts)
@@ -131,6 +142,26 @@ class NewFile:
         self.left.remove(number)
 
 
+def _sealed(data: bytes) -> bytes:
+    return data + _CRC.pack(zlib.crc32(data))
+
+
+def stamp_of(source: str | os.PathLike) -> bytes:
+    """Size, times and inode of a file, which change with its content."""
+    about = os.stat(source)
+    return _STAMP.pack(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
+
+
+def _parts(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[begin : begin + size] for begin in range(0, len(data), size))
+
+
+def _digest_of(source: str | os.PathLike) -> bytes:
+    with open(source, "rb", buffering=0) as file:
+        cache(file.fileno(), False)
+        return hashlib.file_digest(file, "sha256").digest()
+
+
 def _locked(unfinished: Path) -> int:
     """An open file that no other process writes. One that does so is awaited, until its file is complete or
     it ends.
@@ -154,15 +185,19 @@ def _locked(unfinished: Path) -> int:
 
 
 @contextmanager
-def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
+def written(path: Path, key: str, layers: Sequence[Layer], sources: Sequence[str] = ()) -> Iterator[NewFile]:
     """Block that writes the file of a checkpoint's experts; it has its name once the block has added all.
 
     A process that was killed is resumed. Nothing is left to add where another process has written the file
     meanwhile. After an error of the disk nothing is left of the file.
 
-    Raises: ValueError without space on the disk; OSError.
+    Args:
+        sources: the files that the experts are read from.
+
+    Raises: ValueError without space on the disk, and for a source that changes meanwhile; OSError.
     """
-    places, unfinished = _Places(key, layers), path.with_name(f".{path.name}.unfinished")
+    places, unfinished = _Places(key, layers, len(sources)), path.with_name(f".{path.name}.unfinished")
+    stamps = _sealed(b"".join(map(stamp_of, sources)))
     try:
         file = _locked(unfinished)
     except OSError as error:
@@ -172,7 +207,8 @@ def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
         if path.exists():
             yield NewFile(file, places, ())
             return
-        if os.pread(file, len(places.header), 0) != places.header:
+        begun = ((places.header, 0), (stamps, places.stamps))
+        if any(os.pread(file, len(data), offset) != data for data, offset in begun):
             os.ftruncate(file, 0)
         needed, free = places.size - os.fstat(file).st_blocks * 512, shutil.disk_usage(path.parent).free
         if needed > free:
@@ -181,9 +217,14 @@ def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
         print(f"torch_moe_mps: writing {path}, {places.size / 1e9:.2f} GB, once", file=sys.stderr)
         new = None
         try:
-            _write(file, [memoryview(places.header)], 0)
+            for data, offset in begun:
+                _write(file, [memoryview(data)], offset)
             yield (new := NewFile(file, places, layers))
             os.ftruncate(file, places.size)
+            digests = _sealed(b"".join(map(_digest_of, sources)))
+            if _sealed(b"".join(map(stamp_of, sources))) != stamps:
+                raise ValueError(f"the files that {path} is written from have changed meanwhile: try again")
+            _write(file, [memoryview(digests)], places.digests)
             os.fsync(file)
             unfinished.rename(path)
         except OSError as error:
@@ -203,22 +244,35 @@ def written(path: Path, key: str, layers: Sequence[Layer]) -> Iterator[NewFile]:
 class ExpertsFile:
     """A complete file of experts, open for reading by any number of threads and processes.
 
+    Args:
+        key, sources: that it must have been written with; a key of None is any.
+
     Attributes:
         path, key, layers: as it was written.
+        fingerprint: tells its experts from those of other files.
 
-    Raises: ValueError for a file that is truncated or none of experts, or of another key; OSError.
+    Raises: ValueError for a file that is damaged or none of experts, or of another key or other sources;
+        OSError.
     """
 
-    def __init__(self, path: Path, key: str | None = None):
+    def __init__(self, path: Path, key: str | None = None, sources: Sequence[str] = ()):
         self.path = path
+        if path.is_dir():
+            raise ValueError(f"{path} must be a file of experts, got a folder")
         self._file = opened(path)
         weakref.finalize(self, os.close, self._file)  # once no read that is late has it, either
-        self.key, self.layers = self._read_header()
-        if key is not None and self.key != key:
-            raise ValueError(f"{path} has the experts of another checkpoint or format: remove it")
-        self._places = _Places(self.key, self.layers)
+        self.key, self.layers, count = self._read_header()
+        self._places = _Places(self.key, self.layers, count)
+        if key is not None and (self.key != key or count != len(sources)):
+            raise self._of_another()
         if (size := os.fstat(self._file).st_size) != self._places.size:
-            raise ValueError(f"{path} must have {self._places.size:,} bytes, got {size:,}")
+            raise ValueError(f"{path} must have {self._places.size:,} bytes, got {size:,}: remove it")
+        digests = self._unsealed(_DIGEST * count, self._places.digests)
+        if digests is None:
+            raise self._damaged()
+        if key is not None:
+            self._compare(sources, digests)
+        self.fingerprint = hashlib.sha256(self.key.encode() + digests).hexdigest()
         count = _ENTRY.size * self._places.first[-1]
         self._checksums = [sum for _, sum in _ENTRY.iter_unpack(self._pread(count, self._places.checksums))]
         self._unchecked = bytearray(b"\1") * len(self._checksums)
@@ -229,20 +283,53 @@ class ExpertsFile:
             raise ValueError(f"{self.path} is truncated")
         return data
 
-    def _read_header(self) -> tuple[str, list[Layer]]:
-        try:
-            start = self._pread(len(_MAGIC) + _LENGTH.size, 0)
-            (length,) = _LENGTH.unpack(start[len(_MAGIC) :])
-            if not start.startswith(_MAGIC) or length > _LARGEST_HEADER:
-                raise ValueError
-            header = json.loads(self._pread(length, len(start)))
-            layers = [
-                Layer(name, experts, {n: (d, tuple(s)) for n, (d, s) in tensors.items()}, tuple(turned))
-                for name, experts, tensors, turned in header["layers"]
-            ]
-            return header["key"], layers
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{self.path} is truncated or not a file of experts") from None
+    def _unsealed(self, size: int, offset: int) -> bytes | None:
+        """Bytes with their checksum behind them; None for another checksum."""
+        data = os.pread(self._file, size + _CRC.size, offset)
+        return data[:size] if _sealed(data[:size]) == data else None
+
+    def _damaged(self) -> ValueError:
+        return ValueError(f"{self.path} is damaged or not a file of experts: remove it")
+
+    def _of_another(self) -> ValueError:
+        return ValueError(f"{self.path} has the experts of another checkpoint or format: remove it")
+
+    def _read_header(self) -> tuple[str, list[Layer], int]:
+        start = os.pread(self._file, len(_MAGIC) + _LENGTH.size, 0)
+        if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
+            raise self._damaged()
+        (length,) = _LENGTH.unpack(start[len(_MAGIC) :])
+        text = None if length > _LARGEST_HEADER else self._unsealed(length, len(start))
+        if text is None:
+            raise self._damaged()
+        header = json.loads(text)
+        layers = [
+            Layer(name, experts, {n: (d, tuple(s)) for n, (d, s) in tensors.items()}, tuple(turned))
+            for name, experts, tensors, turned in header["layers"]
+        ]
+        return header["key"], layers, header["sources"]
+
+    def _compare(self, sources: Sequence[str], digests: bytes) -> None:
+        """Compares the sources with those that the file was written from, by content where stamps differ.
+
+        Raises: ValueError for another source.
+        """
+        stored = self._unsealed(_STAMP.size * len(sources), self._places.stamps)
+        stamps = [*map(stamp_of, sources)]
+        before = [None] * len(stamps) if stored is None else [*_parts(stored, _STAMP.size)]
+        changed = [number for number, stamp in enumerate(stamps) if stamp != before[number]]
+        if not changed:
+            return
+        print(f"torch_moe_mps: comparing files with those of {self.path}: {len(changed)}", file=sys.stderr)
+        for number in changed:
+            if _digest_of(sources[number]) != [*_parts(digests, _DIGEST)][number]:
+                raise self._of_another()
+        with contextlib.suppress(OSError):  # a disk that cannot be written: the next process compares again
+            file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                _write(file, [memoryview(_sealed(b"".join(stamps)))], self._places.stamps)
+            finally:
+                os.close(file)
 
     def read(self, layer: int, expert: int, views: Sequence[memoryview], begin: int = 0) -> None:
         """Reads a part of an expert's block, from the byte `begin` on, into views of bytes.

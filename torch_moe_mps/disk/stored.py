@@ -1,5 +1,6 @@
 """Experts where a checkpoint's own files have them: each of their tensors is rows behind each other."""
 
+import hashlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .file import Layer, dtype_of, fill, opened
+from .file import Layer, dtype_of, fill, opened, stamp_of
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ class Rows:
 class StoredExperts:
     """The experts of a checkpoint's files, for reading as those of an `ExpertsFile`.
 
+    Args:
+        key: of their formats, as an `ExpertsFile` has it.
+
     Attributes:
-        path, key, layers: as of an `ExpertsFile`; the path is the checkpoint's.
+        path, layers, fingerprint: as of an `ExpertsFile`; the path is the checkpoint's.
     """
 
     def __init__(self, path: Path, key: str, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Rows]]):
-        self.path, self.key, self.layers = path, key, list(layers)
+        self.path, self.layers = path, list(layers)
         self._tensors = [
             [own[name] for name in layer.tensors] for layer, own in zip(layers, tensors, strict=True)
         ]
@@ -56,6 +60,8 @@ class StoredExperts:
         self._files = {name: opened(name) for name in sorted(names)}
         for file in self._files.values():
             weakref.finalize(self, os.close, file)
+        stamps = b"".join(map(stamp_of, self._files))
+        self.fingerprint = hashlib.sha256(key.encode() + stamps).hexdigest()
 
     def read(self, layer: int, expert: int, views: Sequence[memoryview], begin: int = 0) -> None:
         """Reads a part of an expert as `ExpertsFile.read` does: its tensors count as one block."""

@@ -64,4 +64,11 @@ PUBLIC = {
     for name in family.CALLS
     if not name.startswith("_")
 }
+
+
+def __dir__() -> list[str]:
+    """The public operators; the families and tables are there, too."""
+    return sorted(PUBLIC)
+
+
 globals().update(PUBLIC)  # `rope`, `attention` and `hyper_connection` are functions again, not their modules

@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,9 +34,24 @@ _has_transforms = torch._C._are_functorch_transforms_active
 _has_profiler = torch._C._autograd._profiler_enabled
 MAX_SIGNATURES = 4096  # for each operator, then they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
-    "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
-    "or use the model's own code for training"
+    "moe_mps::{}: backward is not implemented: run it under torch.no_grad(), or train with the operators of "
+    "docs/operators.md, Training"
 )
+_NO_TRANSFORM = (
+    "moe_mps::{}: gradients by torch.func (grad, vjp, jacrev) are not implemented: use backward() or "
+    "torch.autograd.grad"
+)
+_NO_SECOND_BACKWARD = (
+    "moe_mps::{}: a backward of its backward is not implemented: gradients with create_graph=True have none"
+)
+# {type in a schema: how an error calls it, the types of Python}
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "Tensor": ("a tensor", (Tensor,)),
+    "int": ("an integer", (int, torch.SymInt)),
+    "float": ("a number", (int, float, torch.SymInt, torch.SymFloat)),
+    "bool": ("True or False", (bool,)),
+    "str": ("a text", (str,)),
+}
 _NO_GRADIENT_OF = "moe_mps::{}: backward is not implemented for {}, only for {}"
 
 
@@ -89,12 +104,13 @@ def operator(
     memory with another argument.
 
     `tensors` declares shapes and dtypes (`_declared.py`), `allowed` what other arguments may be: one of some
-    names, a range of integers, or the least number; `dependences` which of them are there only with others,
-    or never beside them. `meta` receives a Check, which has the sizes by name, and all arguments by name; it
-    raises the one-line error for what a declaration cannot say, and returns empty outputs unless they are
-    declared. Both run in front of the reference, and are the operator on the meta device and in
-    torch.compile. The Metal host calls them for every signature that it has not seen yet, so that bad
-    arguments read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the inputs.
+    names, a range of integers, or the least number, which is 0 where a name ends in "eps"; `dependences`
+    which of them are there only with others, or never beside them. `meta` receives a Check, which has the
+    sizes by name, and all arguments by name; it raises the one-line error for what a declaration cannot say,
+    and returns empty outputs unless they are declared. Both run in front of the reference, and are the
+    operator on the meta device and in torch.compile. The Metal host calls them for every signature that it
+    has not seen yet, so that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous,
+    whatever the strides of the inputs.
 
     `symbols`: integers that grow with the context, which a captured token has as symbols.
 
@@ -106,7 +122,8 @@ def operator(
     """
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        declared = Declared(tensors, allowed or {}, dependences)
+        least = {name: 0.0 for name in inspect.signature(reference).parameters if name.endswith("eps")}
+        declared = Declared(tensors, least | (allowed or {}), dependences)
         made = Operator(reference, meta, declared, symbols, backward).register()
         return cast(Callable[Arguments, Result], made)
 
@@ -163,13 +180,21 @@ class Operator:
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
             is_plain = not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu
-            if is_plain and nothing_between() and _signature_on_cpu(args, kwargs) in checked:
-                return _contiguous(reference(*args, **kwargs))
-            return packet(*args, **kwargs)
+            try:
+                if is_plain and nothing_between() and _signature_on_cpu(args, kwargs) in checked:
+                    return _contiguous(reference(*args, **kwargs))
+                return packet(*args, **kwargs)
+            except (TypeError, RuntimeError):  # torch's words for arguments that are not the schema's
+                self.require_types(args, kwargs)
+                raise
 
         @functools.wraps(self.reference)
         def call_and_return(*args, **kwargs):
-            packet(*args, **kwargs)
+            try:
+                packet(*args, **kwargs)
+            except (TypeError, RuntimeError):
+                self.require_types(args, kwargs)
+                raise
             passed = self.named(args, kwargs)
             results = tuple(passed[name] for name in self.returned)
             return results if len(results) > 1 else results[0]
@@ -179,6 +204,34 @@ class Operator:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
         return {**self.defaults, **dict(zip(self.types, args, strict=False)), **kwargs}
+
+    def require_types(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises: TypeError, one line, for arguments that the schema does not take."""
+
+        def fail(what: str, expected: str, got: object) -> NoReturn:
+            raise TypeError(f"moe_mps::{self.name}: {what} must be {expected}, got {got}") from None
+
+        names = ", ".join(self.types)
+        if len(args) > len(self.types):
+            fail("arguments", f"at most {len(self.types)} ({names})", len(args))
+        for name in kwargs:
+            if name not in self.types:
+                fail("arguments", f"some of {names}", repr(name))
+            if name in list(self.types)[: len(args)]:
+                fail(name, "given once", "it by its place and by its name")
+        passed = self.named(args, kwargs)
+        for name, kind in self.types.items():
+            expected, types = _TYPES[kind.removeprefix("Optional[").removesuffix("]")]
+            if name not in passed:
+                fail(name, expected, "nothing")
+            value = passed[name]
+            if value is None and (
+                kind.startswith("Optional") or kind == "Tensor"
+            ):  # the checks name the tensor
+                continue
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                is_plain = isinstance(value, (str, int, float, type(None)))
+                fail(name, expected, repr(value) if is_plain else type(value).__name__)
 
     def meta(self, *args: Any, **kwargs: Any) -> Outputs:
         """Outputs without elements. Raises the one-line errors for arguments."""
@@ -246,7 +299,8 @@ class Operator:
         if not (needs_grad and torch.is_grad_enabled()):
             return call()
         if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(_NO_BACKWARD.format(self.name))
+            error = _NO_BACKWARD if self.backward is None else _NO_TRANSFORM
+            raise NotImplementedError(error.format(self.name))
         return self._differentiable(call, needs_grad, args, kwargs)
 
     def _differentiable(
@@ -257,7 +311,8 @@ class Operator:
             asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]
             lacking = self.backward.lacks(self.name, asked, passed)
             if lacking is None:
-                return _WithBackward.apply(call, self.backward, passed, asked, *(passed[n] for n in asked))
+                tensors = [passed[name] for name in asked]
+                return _WithBackward.apply(self.name, call, self.backward, passed, asked, *tensors)
             error = lacking
         dirty = [passed[name] for name in self.written if passed[name] is not None]
         outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
@@ -360,11 +415,11 @@ class _WithBackward(torch.autograd.Function):
     """Runs an operator in the autograd graph, with the backward that it declares."""
 
     @staticmethod
-    def forward(ctx, call, backward, given, asked, *tensors):
+    def forward(ctx, name, call, backward, given, asked, *tensors):
         read = {name for argument in asked for name in backward.reads[argument]}
         ctx.saved = [name for name in read if given[name] is not None and name not in backward.frozen]
         ctx.save_for_backward(*(given[name] for name in ctx.saved))
-        ctx.asked, ctx.run = asked, backward.run
+        ctx.name, ctx.asked, ctx.run = name, asked, backward.run
         ctx.arguments = {
             name: Like(value.shape, value.dtype) if isinstance(value, Tensor) and name not in read else value
             for name, value in given.items()
@@ -373,8 +428,14 @@ class _WithBackward(torch.autograd.Function):
         return call()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        passed = ctx.arguments | dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        gradients = ctx.run(grad.contiguous(), ctx.asked, passed)
-        return (None,) * 4 + tuple(gradients[name] for name in ctx.asked)
+        saved = ctx.saved_tensors
+        passed = ctx.arguments | dict(zip(ctx.saved, saved, strict=True))
+        with torch.no_grad():
+            gradients = ctx.run(grad.contiguous(), ctx.asked, passed)
+        results = tuple(gradients[name] for name in ctx.asked)
+        if torch.is_grad_enabled():
+            results = _NoBackward.apply(
+                _NO_SECOND_BACKWARD.format(ctx.name), lambda: results, 0, grad, *saved
+            )
+        return (None,) * 5 + results

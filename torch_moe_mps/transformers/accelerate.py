@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .._faults import synchronize
 from .attention.implementations import (
@@ -18,26 +17,25 @@ from .attention.implementations import (
 )
 from .attention.latents import use_latents
 from .basics.code import unchanged
+from .basics.configs import EXPERTS, ImplementationNames, drop_views
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
 from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
-from .basics.state import kv_bits_of, state_in, state_of
+from .basics.state import kv_bits_of
 from .basics.unmodified import refusal, said_of, why_unmodified
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
-from .modules.experts import IMPLEMENTATION, NAME, described, unsupported
+from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
-# {config: the implementation that it named when a model with it was accelerated}
-_BEFORE = WeakIdKeyDictionary()
 
 
 @on_the_cpu()  # for tensors made to try and to check, whatever torch.set_default_device says
@@ -143,34 +141,37 @@ def accelerate(
 
 def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: int | None = None) -> None:
     """Replaces modules and calls, and adds a row for each module to the report, in the model's order."""
+    drop_views(model)
+    names = ImplementationNames()
     with unchanged():
-        _replace_others(model, report, _replace_experts(model, report))
+        _replace_others(model, report, _replace_experts(model, report, names), names)
     if _is_of_transformers(model):
         _replace_calls(model, report, kv_bits, capture)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
 
 
-def _replace_experts(model: nn.Module, report: Report) -> Collection[str]:
+def _replace_experts(model: nn.Module, report: Report, names: ImplementationNames) -> Collection[str]:
     """Replaces the experts, and returns their names."""
     result = experts_of(model)
     for name, experts in result.items():
         done = described(experts)
         reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
-            before = experts.config, _implementation(experts.config)
-            state_of(experts).previous.setdefault(IMPLEMENTATION, before)
-            setattr(experts.config, IMPLEMENTATION, NAME)
+            names.add(experts.config, EXPERTS, NAME)
         report.add(name, experts, "experts", () if reason else done, reason)
     return result.keys()
 
 
-def _replace_others(model: nn.Module, report: Report, experts: Collection[str]) -> None:
+def _replace_others(
+    model: nn.Module, report: Report, experts: Collection[str], names: ImplementationNames
+) -> None:
     """Replaces routers, attention and all modules that a rule knows."""
     routers = set(_routers(model, experts))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     attentions = {name: layer for name, layer in attentions.items() if why_unmodified(layer) is None}
-    choose_implementations(attentions.values())
+    choose_implementations(attentions.values(), names)
+    names.show(model)  # before forwards that ask for a name are rewritten
     # Children first; the model, whose name is empty, is the last.
     for name, module in sorted(model.named_modules(), key=lambda item: (not item[0], -item[0].count("."))):
         if name in experts or _is_left_out(name, module):
@@ -230,22 +231,10 @@ def restore(model: nn.Module) -> nn.Module:
         restore_losses(model)
         for module in model.modules():
             restore_cache(module)
+    drop_views(model)
     for module in model.modules():
-        previous = state_in(module).previous
-        for attribute, (config, implementation) in previous.items():
-            setattr(config, attribute, implementation)
-            _BEFORE.pop(config, None)
-        previous.clear()
         restore_module(module)
     return model
-
-
-def _implementation(config: object) -> str | None:
-    """The implementation of a config before the first of the models that share it was accelerated."""
-    current = getattr(config, IMPLEMENTATION, None)
-    if current != NAME or config not in _BEFORE:
-        _BEFORE[config] = current
-    return _BEFORE[config]
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

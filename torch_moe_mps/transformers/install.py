@@ -130,9 +130,7 @@ def restore_module(module: nn.Module) -> None:
     drop_forward_of_class(module)
     if _is_on_top(module):
         _set_class(module, original_class(module))
-    state = module.__dict__.pop(STATE, NOTHING)
-    if state.previous:  # for `restore`, which changes configs back
-        state_of(module).previous = state.previous
+    module.__dict__.pop(STATE, None)
 
 
 def drop_forward_of_class(module: nn.Module) -> None:

@@ -56,8 +56,8 @@ def from_pretrained(
 
     Loading needs the memory of the quantised model and one layer: the dense model never exists as a whole.
     MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised. What compressed-tensors, AutoAWQ,
-    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries (docs/others.md); FP8
-    becomes 8 bits, or is dequantised and then quantised as asked.
+    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries (docs/others.md);
+    8-bit floats stay in 8 bits, or are quantised as asked.
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. Weights packed
@@ -76,8 +76,8 @@ def from_pretrained(
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
-            packed weights, but those of GGUF and FP8, stay as they are. All others go to the from_pretrained
-            of the class.
+            packed weights, but those of GGUF and 8-bit floats, stay as they are. All others go to the
+            from_pretrained of the class.
 
     Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was

@@ -1,5 +1,5 @@
 """Servers of small models for the tests of this folder."""
 
-from support.servers import checkpoint, client, here, printable
+from support.servers import anthropic, checkpoint, client, here, of_anthropic, of_openai, printable
 
-__all__ = ["checkpoint", "client", "here", "printable"]
+__all__ = ["anthropic", "checkpoint", "client", "here", "of_anthropic", "of_openai", "printable"]

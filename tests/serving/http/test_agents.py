@@ -4,7 +4,6 @@
 and a title of each, with short texts in place of their own, and fewer tools and arguments.
 """
 
-import importlib
 import itertools
 import json
 import logging
@@ -20,35 +19,17 @@ import pytest
 from support import scripted
 from support.serving import said
 
-from torch_moe_mps.serving.http import app
+from torch_moe_mps.serving.http import app, preparing
 from torch_moe_mps.serving.http.protocols import conversation
 from torch_moe_mps.serving.http.protocols.messages import Messages
 from torch_moe_mps.serving.http.protocols.responses import Responses
-from torch_moe_mps.serving.http.template import NOT_READ, ChatTemplate
+from torch_moe_mps.serving.http.template import NOT_READ, NOT_SHOWN
 
 SKY = {"type": "object", "properties": {"of": {"type": "string"}}, "required": ["of"]}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"of": "sky"}}\n</tool_call>'
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aaaa"}}
 RESULT_WITH_PDF = {"type": "tool_result", "tool_use_id": "t", "content": [PDF]}
 THOUGHT = "<think>\nhm\n</think>\n\n"
-
-
-@pytest.fixture
-def of_openai(here):
-    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def anthropic():
-    """Imported by the process that runs tests of it alone: that takes seconds."""
-    return importlib.import_module("anthropic")
-
-
-@pytest.fixture
-def of_anthropic(here, anthropic):
-    with anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0, timeout=20) as client:
-        yield client
 
 
 def post(here, path: str, body: object) -> tuple[int, str]:
@@ -288,6 +269,44 @@ def test_a_cut_response_is_incomplete(here, of_openai):
     response = of_openai.responses.create(model="m", input="hi")
     assert response.status == "completed" and response.output_text == "hello there"
     assert here.generator.jobs[-1].config.max_new_tokens == 4096 - len(prompt_ids(here, -1))
+
+
+BROKEN = '<tool_call>{"name": "look", "arguments": {"of": sky}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("says", "cut", "arguments", "text", "reasons"),
+    [
+        (CALL, 0, '{"of": "sky"}', "", ("tool_calls", "tool_use", "completed")),
+        (f"{CALL}\nIt is", 3, '{"of": "sky"}', "It", ("length", "max_tokens", "incomplete")),
+        (f"{BROKEN}\nIt is", 0, '{"of": sky}', "It is", ("stop", "end_turn", "completed")),
+    ],
+)
+def test_a_stream_and_a_whole_answer_end_alike(here, of_openai, says, cut, arguments, text, reasons):
+    """Behind a call, at the maximum length behind one, and behind a call whose arguments are no JSON."""
+    here.says(says)
+    limit = len(here.served.template.tokenizer(says).input_ids) - cut + (not cut)
+    function = {"name": "look", "parameters": SKY}
+    asked = {"model": "m", "messages": said("a"), "tools": [{"type": "function", "function": function}]}
+    for stream in (False, True):
+        answer = of_openai.chat.completions.create(**asked, max_tokens=limit, stream=stream)
+        choices = [part.choices[0] for part in answer] if stream else answer.choices
+        parts = [choice.delta if stream else choice.message for choice in choices]
+        calls = [call.function for part in parts for call in part.tool_calls or ()]
+        assert [call.name for call in calls if call.name] == ["look"]
+        assert "".join(call.arguments for call in calls) == arguments
+        assert "".join(part.content or "" for part in parts) == text
+        assert choices[-1].finish_reason == reasons[0]
+    tools = [{"name": "look", "input_schema": SKY}]
+    _, body = post(here, "/v1/messages", {"messages": said("a"), "tools": tools, "max_tokens": limit})
+    assert json.loads(body)["stop_reason"] == reasons[1]
+    asked = {"model": "m", "input": "a", "tools": [{"type": "function", **function}]}
+    whole = of_openai.responses.create(**asked, max_output_tokens=limit)
+    last = [*of_openai.responses.create(**asked, max_output_tokens=limit, stream=True)][-1].response
+    for response in (whole, last):
+        call = response.output[0]
+        assert (call.arguments, call.status == "completed") == (arguments, says != f"{BROKEN}\nIt is")
+        assert response.status == reasons[2] and response.output_text == text
 
 
 def test_a_response_thinks_says_and_calls(here, of_openai):
@@ -545,6 +564,8 @@ def test_models_health_and_metrics(here, of_openai, of_anthropic):
     names = "sequences_active", "sequences_most", "cached_tokens_total"
     assert {f"moe_mps_{name}" for name in names} <= values.keys()
     described = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    helps = [line.split(" ", 3)[3] for line in lines if line.startswith("# HELP")]
+    assert not [text for text in helps if {"these", "them"} & {*text.split()}]  # each line stands alone
     assert described == {name.partition("{")[0] for name in values}
 
 
@@ -711,6 +732,180 @@ def test_the_memory_of_lines_is_bounded(here, caplog):
     assert len(here.served.say_once.__self__._said) <= 1000
 
 
+LOOK = {"name": "look", "parameters": SKY}
+# {protocol: (path, body, tools, choice of none, at most one call)}
+CHOICES = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": said("a")},
+        [{"type": "function", "function": LOOK}],
+        "none",
+        {"parallel_tool_calls": False},
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "a"},
+        [{"type": "function", **LOOK}],
+        "none",
+        {"parallel_tool_calls": False},
+    ),
+    "messages": (
+        "/v1/messages",
+        {"messages": said("a"), "max_tokens": 400},
+        [{"name": "look", "input_schema": SKY}],
+        {"type": "none"},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    ),
+}
+
+
+def parts_of(protocol: str, text: str) -> tuple[str, str, list[dict]]:
+    """The text, the reasoning and the arguments of calls of a whole answer."""
+    answer = json.loads(text)
+    if protocol == "chat":
+        message = answer["choices"][0]["message"]
+        calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        return message["content"] or "", message.get("reasoning_content", ""), calls
+    if protocol == "responses":
+        items = answer["output"]
+        texts = {
+            kind: "".join(item["content"][0]["text"] for item in items if item["type"] == kind)
+            for kind in ("message", "reasoning")
+        }
+        calls = [json.loads(item["arguments"]) for item in items if item["type"] == "function_call"]
+        return texts["message"], texts["reasoning"], calls
+    blocks = answer["content"]
+    text, thought = ("".join(b.get(name, "") for b in blocks) for name in ("text", "thinking"))
+    return text, thought, [block["input"] for block in blocks if block["type"] == "tool_use"]
+
+
+@pytest.mark.parametrize("protocol", CHOICES)
+def test_without_tools_no_call_is_read(here, protocol):
+    """Where there are none, or the request chooses none: the marks of calls are text, reasoning is read."""
+    path, body, tools, none, _ = CHOICES[protocol]
+    here.says(f"{THOUGHT}In Hermes: {CALL} Ho")
+    for more in ({}, {"tools": tools, "tool_choice": none}):
+        status, text = post(here, path, body | more)
+        assert status == 200 and parts_of(protocol, text) == (f"In Hermes: {CALL} Ho", "hm", []), more
+        assert '"tool_calls"' not in post(here, path, body | more | {"stream": True})[1]
+
+
+def test_without_tools_channels_are_read(here, of_openai):
+    """In Harmony's form also the text of an answer is in a channel; what would be a call is text."""
+    with scripted.templated(here, scripted.TEMPLATE + "{# <|channel|>analysis <|channel|>commentary #}"):
+        here.says(
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.look json<|message|>{"of": "sky"}<|call|><|start|>assistant'
+            "<|channel|>final<|message|>Hi<|return|>"
+        )
+        message = of_openai.chat.completions.create(model="m", messages=said("a")).choices[0].message
+        assert message.tool_calls is None and message.reasoning_content == "hm"
+        assert message.content == '{"of": "sky"}Hi'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("protocol", CHOICES)
+def test_one_call_where_a_request_says_so(here, protocol, choice):
+    """The answer ends behind it, and what the model says beside it is not generated."""
+    path, body, tools, _, one = CHOICES[protocol]
+    asked = {"tool_choice": choice} | body | {"tools": tools} | one
+    if protocol == "messages":
+        asked["tool_choice"]["type"] = "any" if choice == "required" else "auto"
+    here.says(f"{THOUGHT}{CALL}\n{CALL} Ho")
+    status, text = post(here, path, asked)
+    assert status == 200 and parts_of(protocol, text) == ("", "hm", [{"of": "sky"}])
+    usage = json.loads(text)["usage"]
+    written = THOUGHT + CALL.partition("\n</tool_call>")[0]
+    count = usage["completion_tokens"] if protocol == "chat" else usage["output_tokens"]
+    assert count == len(here.served.template.tokenizer(written).input_ids)
+    text = post(here, path, asked | {"stream": True})[1]
+    began = {"chat": '"name": "look"', "responses": "output_item.added", "messages": '"type": "tool_use"'}
+    events = [line for line in text.splitlines() if line.startswith("data: ")]
+    kinds = [line for line in events if began[protocol] in line and '"type": "reasoning"' not in line]
+    assert len(kinds) == 1 and " Ho" not in text
+    here.says(f"{THOUGHT}{CALL}\n{CALL}")
+    plain = {name: value for name, value in asked.items() if name not in one} | {"tools": tools}
+    assert len(parts_of(protocol, post(here, path, plain)[1])[2]) == 2
+
+
+class Spelled:
+    """In place of a reader: each character of an answer is one step of it."""
+
+    is_thinking = False
+
+    def __init__(self, form, sink, schemas):
+        self._sink = sink
+
+    def feed(self, text):
+        steps = {"(": lambda: self._sink.call("look", ""), ")": lambda: self._sink.end_call(True)}
+        for letter in text:
+            if letter in steps:
+                steps[letter]()
+            elif letter.isupper():
+                self._sink.text(letter)
+            elif letter.strip():
+                self._sink.arguments(letter)
+
+    def end(self, is_cut):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "output"),
+    [
+        ("A(1)", 99, [("message", "A", "completed"), ("function_call", "1", "completed")]),
+        ("(12", 99, [("function_call", "12", "incomplete")]),
+        ("(12)", 2, [("function_call", "1", "incomplete")]),
+        ("(1(2)AB", 99, [
+            ("function_call", "1", "incomplete"), ("function_call", "2", "completed"),
+            ("message", "AB", "completed"),
+        ]),
+        ("(1AB(2", 99, [
+            ("function_call", "1", "incomplete"), ("message", "AB", "completed"),
+            ("function_call", "2", "incomplete"),
+        ]),
+        ("(1)AB", 4, [("function_call", "1", "completed"), ("message", "A", "incomplete")]),
+    ],
+)  # fmt: skip
+def test_each_item_of_a_response_is_done(here, of_openai, monkeypatch, text, limit, output):
+    """At its own index, incomplete where it is cut; the last event and the whole answer have the same."""
+    monkeypatch.setattr(preparing, "Reader", Spelled)
+    here.says(text)
+    asked = {"model": "m", "input": "a", "tools": [{"type": "function", **LOOK}], "max_output_tokens": limit}
+    events = [*of_openai.responses.create(**asked, stream=True)]
+    whole = of_openai.responses.create(**asked)
+
+    def shown(item) -> tuple[str, str, str]:
+        of_call = item.type == "function_call"
+        return item.type, item.arguments if of_call else item.content[0].text, item.status
+
+    added, done = (
+        [event for event in events if event.type == f"response.output_item.{name}"]
+        for name in ("added", "done")
+    )
+    assert [shown(event.item) for event in done] == output
+    assert [event.output_index for event in added] == [*range(len(output))]
+    assert [(event.output_index, event.item.id) for event in done] == [
+        (event.output_index, event.item.id) for event in added
+    ]
+    for response in (whole, events[-1].response):
+        assert [shown(item) for item in response.output] == output
+
+
+@pytest.mark.parametrize(("arguments", "given"), [("null", {"input": "null"}), ("[1]", {"input": "[1]"})])
+def test_an_input_that_is_no_object_is_written_once(here, of_anthropic, monkeypatch, arguments, given):
+    """At the end of its call."""
+    monkeypatch.setattr(preparing, "Reader", Spelled)
+    here.says(f"({arguments})A")
+    asked = {"model": "m", "max_tokens": 99, "messages": said("a")}
+    tools = [{"name": "look", "input_schema": SKY}]
+    with of_anthropic.messages.stream(**asked, tools=tools) as stream:
+        deltas = [event.delta for event in stream if event.type == "content_block_delta"]
+        message = stream.get_final_message()
+    assert [json.loads(d.partial_json) for d in deltas if d.type == "input_json_delta"] == [given]
+    assert message.content[0].input == given and message.content[1].text == "A"
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [("/v1/chat/completions", {"messages": said("a")}), ("/v1/completions", {"prompt": "a"})],
@@ -739,27 +934,29 @@ def test_messages_check_what_they_read_of_openais_fields(here, field):
     assert status == 400 and f"'{field}' must be" in json.loads(text)["error"]["message"], text
 
 
-def test_tools_of_a_model_whose_calls_are_not_read_are_warned_of(here, capsys):
-    """At the start, and in each response to a request with tools."""
-    template, reads = here.served.template, here.served.template.form
-    processor = template.processor
-    try:
-        processor.chat_template = scripted.TEMPLATE.replace("<tool_call>", "<call>").replace(
-            "</tool_call>", "</call>"
-        )
-        assert ChatTemplate(processor, "m").form is None and NOT_READ in capsys.readouterr().err
-        template.form = None
+UNKNOWN = scripted.TEMPLATE.replace("tool_call>", "call>")
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [(UNKNOWN, NOT_READ), ("{{ messages[0].content }}", NOT_SHOWN)],
+    ids=["unknown form", "no tools"],
+)
+def test_tools_that_a_model_does_not_read_or_whose_calls_are_not_read(here, capsys, caplog, template, line):
+    """One line says so at the start, in the log at each request with tools, and in its answer."""
+    with scripted.templated(here, template):
+        assert line in capsys.readouterr().err
         here.says("Done.")
-        tool = {"type": "function", "function": {"name": "look", "parameters": SKY}}
-        flat, own = {"type": "function", **tool["function"]}, {"name": "look", "input_schema": SKY}
-        for path, body, tools in (
-            ("/v1/chat/completions", {"messages": said("a")}, [tool]),
-            ("/v1/responses", {"input": "a"}, [flat]),
-            ("/v1/messages", {"messages": said("a"), "max_tokens": 9}, [own]),
-        ):
+        for path, body, tools, none, _ in CHOICES.values():
             for stream in (False, True):
                 asked = body | {"stream": stream}
-                assert NOT_READ in post(here, path, asked | {"tools": tools})[1], path
-                assert "warning" not in post(here, path, asked)[1], path
-    finally:
-        processor.chat_template, template.form = scripted.TEMPLATE, reads
+                for more, count in (
+                    ({"tools": tools}, 1),
+                    ({"tools": tools, "tool_choice": none}, 0),
+                    ({}, 0),
+                ):
+                    caplog.clear()
+                    with caplog.at_level(logging.WARNING, "torch_moe_mps.serving.http.preparing"):
+                        text = post(here, path, asked | more)[1]
+                    assert (line in text, "warning" in text) == (count > 0, count > 0), (path, more)
+                    assert [record.getMessage() for record in caplog.records] == [line] * count

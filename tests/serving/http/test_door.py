@@ -2,6 +2,7 @@
 hostile requests change and delay no other answer.
 """
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 import weakref
@@ -213,6 +215,90 @@ def test_an_address_that_has_many_requests_in_reading_is_told_to_come_again(here
         assert read.value.code == 400
     assert [client.result()[0] for client in clients] == [200] * 3
     assert ask(here, "/v1/completions", short)[0] == 200 and not here.reading.clients
+
+
+@contextlib.contextmanager
+def half_sent(here, count: int) -> Iterator[list[http.client.HTTPConnection]]:
+    """Block beside clients whose bodies pause, the first one for the longest time."""
+    port = int(here.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for number in range(count):
+            client = stack.enter_context(
+                contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
+            )
+            client.putrequest("POST", "/v1/completions")
+            client.putheader("content-length", "100")
+            client.endheaders(b'{"prompt": "a", ')
+            until(lambda number=number: in_reading(here) == number + 1)
+            clients.append(client)
+        yield clients
+
+
+REST = b'"max_tokens": 3}'.ljust(84)
+
+
+def test_bodies_that_pause_take_no_place_from_others(here, monkeypatch):
+    """The one with the longest pause is refused where there is no other place; the next goes on."""
+    monkeypatch.setattr(reading, "MOST_OF_CLIENT", 3)
+    with half_sent(here, 3) as clients:
+        pauses = here.reading.clients["127.0.0.1"]._pauses
+        first = next(iter(pauses))
+        clients[0].send(REST[:10])
+        until(lambda: next(iter(pauses)) is not first)
+        for path, body in ASKED.items():
+            if path == "/v1/completions":
+                continue
+            assert ask(here, path, body)[0] == 200, path
+        statuses = []
+        for client in clients:
+            with contextlib.suppress(ConnectionError):  # refused before it is sent
+                client.send(REST[10:] if client is clients[0] else REST)
+            statuses.append(client.getresponse().status)
+    assert statuses == [200, 429, 200]
+    until(lambda: not here.reading.clients)
+
+
+class Leaping(asyncio.SelectorEventLoop):
+    """A loop whose clock leaps to the next timer where nothing else is to be done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, own = 0.0, self._selector.select
+
+        def select(timeout):
+            events = own(0)
+            if not events and timeout:
+                self.now += timeout
+            return events
+
+        self._selector.select = select
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("pauses", "ends"), [((29.0,) * 9, 261.0), ((29.0, 29.0, 31.0), None), ((), 0.0)])
+def test_a_body_may_not_pause_for_long(pauses, ends):
+    """However long it takes in all."""
+
+    async def stream():
+        for pause in pauses:
+            await asyncio.sleep(pause)
+            yield b"a"
+
+    async def read() -> bytes:
+        asked = types.SimpleNamespace(headers={}, stream=stream)
+        return await reading.Client({}, lambda: None).body(asked, 99)
+
+    with contextlib.closing(Leaping()) as loop:
+        if ends is None:
+            with pytest.raises(Refused, match="without a pause of 30 s, got one") as refused:
+                loop.run_until_complete(read())
+            assert refused.value.status == 408 and loop.now == pytest.approx(2 * 29.0 + 30.0)
+        else:
+            assert loop.run_until_complete(read()) == b"a" * len(pauses)
+            assert loop.now == pytest.approx(ends)
 
 
 def test_clients_of_ipv6_are_counted_by_their_network_of_64_bits(here, monkeypatch):
@@ -495,6 +581,8 @@ WIDE = {"enum": [0] * 4097}
 LONGER = {
     "'stop' must be a text of 1 to 1024 characters": {"stop": "a" * 1025},
     "at most 1024 token ids": {"logit_bias": {str(n): 1 for n in range(1025)}},
+    "'logit_bias' must be an object of at most": {"logit_bias": {"1" * 5000: 1}},
+    "'n' must be an integer from 1 to 64, got 65": {"n": 65},
     "must be of at most 262144 characters, got 8000015": {
         "response_format": form({"pattern": "(" * 8_000_000})
     },
@@ -513,6 +601,30 @@ def test_what_takes_long_is_refused_by_its_length(here, message):
     status, answer = ask(here, chat, ASKED[chat] | LONGER[message])
     assert status == 400 and message in answer["error"]["message"], answer
     assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("stops", [["a"] * 17, ["a" * 1025], "a" * 1025, [""], [5]])
+def test_a_field_has_the_same_limits_in_each_protocol(here, stops):
+    for path, field in (("/v1/completions", "stop"), ("/v1/messages", "stop_sequences")):
+        status, answer = ask(here, path, ASKED[path] | {field: stops})
+        assert status == 400, path
+        assert (
+            f"'{field}' must be a text of 1 to 1024 characters, or a list of at most 16 of these"
+            in (answer["error"]["message"])
+        )
+
+
+def test_the_answers_to_one_request_are_limited(here):
+    """Whether prompts or `n` make them many."""
+    for prompts, count, status in ((64, 1, 200), (2, 32, 200), (64, 2, 400), (3, 32, 400)):
+        body = {"prompt": ["a"] * prompts, "n": count, "max_tokens": 1}
+        got, answer = ask(here, "/v1/completions", body)
+        assert got == status, body
+        if status == 400:
+            line = f"'n' times the number of prompts must be at most 64, got {prompts * count}."
+            assert answer["error"]["message"] == line and answer["error"]["param"] == "n"
+        else:
+            assert len(answer["choices"]) == prompts * count
 
 
 # Hostile requests beside a stream

@@ -19,8 +19,7 @@ SEA = {"type": "object", "properties": {"calm": {"type": "boolean"}}, "required"
 FUNCTIONS = [{"name": "look", "parameters": SKY}, {"name": "swim", "parameters": SEA}, {"name": "rest"}]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 FITS = {"look": [{"sky": "blue"}, {"sky": "grey"}], "swim": [{"calm": False}, {"calm": True}], "rest": [{}]}
-# No answer thinks behind these.
-ASKED = {"model": "m", "messages": said("the sky</think>"), "tools": TOOLS, "max_tokens": 150}
+ASKED = {"model": "m", "messages": said("the sky"), "tools": TOOLS, "max_tokens": 150}
 
 
 def named(name: str) -> dict:
@@ -40,7 +39,9 @@ MARKS = {
 
 
 def marked(name: str) -> str:
-    return f"{serving.TEMPLATE}{{% if false %}}{{% raw %}}{MARKS[name]}{{% endraw %}}{{% endif %}}"
+    """A chat template whose generation prompt ends reasoning."""
+    marks = f"{{% if false %}}{{% raw %}}{MARKS[name]}{{% endraw %}}{{% endif %}}"
+    return f"{serving.TEMPLATE}{{% if add_generation_prompt %}}</think>{{% endif %}}{marks}"
 
 
 FORMS = ["hermes", "tags", "gpt-oss", "glm", "minimax", "llama"]
@@ -106,7 +107,7 @@ def test_a_call_that_is_cut_off_is_none(client):
 def test_a_response_calls_a_tool(client):
     flat = [{"type": "function", **function} for function in FUNCTIONS]
     answer = client.responses.create(
-        model="m", input="the sky</think>", tools=flat, tool_choice={"type": "function", "name": "swim"},
+        model="m", input="the sky", tools=flat, tool_choice={"type": "function", "name": "swim"},
         temperature=0, max_output_tokens=150,
     )  # fmt: skip
     (call,) = [item for item in answer.output if item.type == "function_call"]
@@ -121,7 +122,7 @@ def test_a_call_has_no_format_of_texts(client):
     ((name, arguments),) = calls_of(client, tool_choice=named("swim"), response_format=form, temperature=0)
     assert name == "swim" and arguments in FITS["swim"]
     answer = client.responses.create(
-        model="m", input="the sky</think>", tools=[{"type": "function", **each} for each in FUNCTIONS],
+        model="m", input="the sky", tools=[{"type": "function", **each} for each in FUNCTIONS],
         tool_choice={"type": "function", "name": "swim"}, temperature=0, max_output_tokens=150,
         text={"format": {"type": "json_schema", "name": "a", "schema": schema}},
     )  # fmt: skip
@@ -154,11 +155,11 @@ HARMONY_CALL = 'to=functions.look<|channel|>commentary json<|message|>{"sky": "b
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 
 
-def forced(parallel: bool, mark: str, name: str | None = "look", prompt: str = ""):
+def forced(parallel: bool, mark: str, name: str | None = "look", begun: str = ""):
     """The grammar of a call."""
     own = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
-    asked = Forced(own, name, parallel)
-    return grammar(asked, form_of(types.SimpleNamespace(chat_template=mark)), prompt)
+    form = form_of(types.SimpleNamespace(chat_template=mark))
+    return grammar(Forced(own, name), form, begun, parallel)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -189,7 +190,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "fits"),
+    ("begun", "text", "fits"),
     [
         ("", CALL, True),
         ("", f"<think>hm</think>\n\n{CALL}", True),
@@ -202,6 +203,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call
         ("", CALL.replace("look", "fly"), False),
     ],
 )
-def test_a_call_comes_behind_what_the_model_thinks(prompt, text, fits):
-    matcher = matcher_of(forced(True, MARKS["hermes"], prompt=prompt))
+def test_a_call_comes_behind_what_the_model_thinks(begun, text, fits):
+    matcher = matcher_of(forced(True, MARKS["hermes"], begun=begun))
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == fits

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support import mlx_models, tiny_models
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.models import output, prompt, tiny
-from support.sweep import in_sweep
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -120,6 +120,29 @@ def test_convert_is_loading_plus_a_file(write, tmp_path):
     assert list(map(has_quantized_weights, loaded.modules())) == [
         has_quantized_weights(module) for module in converted.modules()
     ]
+
+
+@pytest.mark.parametrize(("layout", "architecture"), covering(("moe_mps", "mlx"), ("qwen3_moe", "gpt_oss")))
+def test_mxfp8_becomes_fewer_bits(layout, architecture, tmp_path):
+    """Of its values; what a recipe keeps is dense, and what it wants in MXFP8 has the same codes."""
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model(architecture, torch.bfloat16).save_pretrained(tmp_path / "dense")
+    new = tmp_path / "new"
+    command = ["convert", tmp_path / "dense", new, "--mode", "mxfp8", "--to", layout, "--dtype", "bfloat16"]
+    assert main([*map(str, command)]) == 0
+    eight = torch_moe_mps.from_pretrained(new)
+    expected = type(eight).from_pretrained(tmp_path / "dense")
+    tiny_models.dense_twin(expected, eight)
+    recipe = {"keep": ["o_proj"], "overrides": {"q_proj": {"mode": "mxfp8"}}}
+    model = torch_moe_mps.from_pretrained(new, **FORMAT, **recipe)
+    report = torch_moe_mps.accelerate(expected, **FORMAT, **recipe)
+    state = expected.state_dict()
+    mine = model.state_dict()
+    assert mine.keys() == state.keys() and any(map(has_quantized_weights, model.modules()))
+    for name, tensor in state.items():
+        same = eight.state_dict()[name] if "q_proj" in name and "bias" not in name else tensor
+        assert torch.equal(mine[name], same), name
+    assert report.quantization is not None
 
 
 # Other ways to load what was converted

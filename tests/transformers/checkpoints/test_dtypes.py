@@ -28,7 +28,8 @@ def test_codes_are_no_dtype_of_a_model(architecture, mode, tmp_path):
     for each in (model, streamed, loaded):
         assert each.dtype == next(each.parameters()).dtype == torch.bfloat16
         assert {parameter.dtype for parameter in each.parameters()} == {torch.bfloat16}
-        assert {id(t) for t in each.parameters()} < {id(t) for t in each.state_dict(keep_vars=True).values()}
+        held = {id(t) for t in each.parameters() if t.numel()}  # one without elements counts packed weights
+        assert held < {id(t) for t in each.state_dict(keep_vars=True).values()}
         assert each.state_dict().keys() == model.state_dict().keys()
         each.requires_grad_(False)
         assert_close(output(each, prompt()), output(model, prompt()), 0.03)

@@ -3,10 +3,14 @@
 import copy
 import os
 import pickle
+import re
+import shutil
 from pathlib import Path
 
+import accelerate as hf_accelerate
 import peft
 import pytest
+import safetensors.torch
 import torch
 from support import gguf_files, mlx_models, processes
 from support.checkpoints import fp8_blocks, mxfp4_blocks
@@ -14,12 +18,13 @@ from support.experts_on_disk import same
 from support.models import Conversation, generate, prompt, tiny
 from support.sweep import in_sweep
 
-from torch_moe_mps import from_pretrained
+from torch_moe_mps import accelerate, collect_importance, from_pretrained
 from torch_moe_mps._limits import LARGEST_CHUNK
 from torch_moe_mps._text import bytes_in
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
 from torch_moe_mps.disk.stored import StoredExperts
+from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
 from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 from torch_moe_mps.transformers.checkpoints import on_disk
@@ -128,7 +133,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("six") / "model"
     in_safetensors("qwen3_moe", num_hidden_layers=6)(folder)
     source = Source(str(folder), {})
-    on_disk.experts_file(source, None, on_disk.layers_of(on_disk.placed(source, None)))
+    model = on_disk.placed(source, None)
+    on_disk.experts_file(source, None, model, on_disk.layers_of(model))
     return folder
 
 
@@ -197,11 +203,15 @@ def test_auto_where_experts_cannot_be_on_the_disk(folder, tmp_path, limited, cap
 
 
 def test_what_is_refused(folder, tmp_path, monkeypatch):
-    for memory in ("20 geese", "", 0, -1, True, "0GB"):
+    for memory in ("20 geese", "", 0, -1, True, "0GB", "9" * 400):
         with pytest.raises(
             ValueError, match='experts_memory must be bytes, a text such as "20GB", or "auto", got'
         ):
             load(folder, experts_memory=memory)
+    assert on_disk.planned(Source(str(folder), {}), None, 10**5000) is None
+    for place in ("meta", {"": torch.device("meta")}):
+        with pytest.raises(ValueError, match=r"device_map must be a device with memory .*, got meta$"):
+            load(folder, experts_memory=whole(folder) - 1, device_map=place)
     with pytest.raises(
         ValueError, match=r"experts_memory must be at least .* GB, for a token's 2 experts, got 1e-05 GB"
     ):
@@ -219,6 +229,131 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
         ValueError, match="experts_memory is for a model whose experts have transformers' interface"
     ):
         load(tmp_path / "llama", experts_memory="1GB")
+
+
+def test_more_memory_than_the_gpu_has(folder, memory, monkeypatch):
+    """The memory that is taken counts, beside the other weights, on the GPU alone."""
+    model = on_disk.placed(Source(str(folder), {}), None)
+    others = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
+    for asked, taken in ((memory, memory), (10**12, whole(folder))):
+        for device, limit, fits in (
+            ("mps", taken + others, True),
+            ("mps", taken + others - 1, False),
+            ("cpu", taken + others - 1, True),
+        ):
+            monkeypatch.setattr(on_disk, "memory_for_models", lambda on_gpu, limit=limit: limit)
+            source = Source(str(folder), {"device_map": device})
+            if fits:
+                assert (on_disk.planned(source, None, asked) is None) == (asked > memory)
+                continue
+            expected = (
+                rf"experts_memory must be at most {(limit - others) / 1e9:.3g} GB, as the GPU may have "
+            )
+            with pytest.raises(
+                ValueError, match=expected + rf".*, got {re.escape(f'{asked / 1e9:.3g}')} GB$"
+            ) as error:
+                on_disk.planned(source, None, asked)
+            assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow("loads a model eight times")
+def test_the_file_is_of_the_experts_formats(tmp_path, few_slots, monkeypatch):
+    """Other ways to ask for the same formats of experts, and copies of the checkpoint, have the same file."""
+    in_safetensors("qwen3_moe")(tmp_path / "model")
+    load(tmp_path / "model", experts_memory="1GB", **BITS)
+    monkeypatch.setattr(on_disk, "written", None)
+    folder = shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    same_files = (
+        {"bits": 4, "group_size": 32, "mode": "affine"},
+        {**BITS, "keep": {"lm_head", "embed_tokens"}},
+        {**BITS, "overrides": {"*.q_proj": Format(8, 32), "*.experts.*": {"bits": 4}}},
+        {"bits": 8, "group_size": 32, "linear_bits": None, "overrides": {"*experts*": Format(4, 32)}},
+    )
+    for options in same_files:
+        model = load(folder, experts_memory="1GB", **options)
+    with torch.no_grad():
+        same_answers(load(folder, **same_files[-1]), model, 1)
+    for options in ({**BITS, "overrides": {"*.experts.down_proj": Format(8, 32)}}, {"bits": 4}, {}):
+        with pytest.raises(ValueError, match="has the experts of another checkpoint or format: remove it"):
+            load(folder, experts_memory="1GB", **options)
+
+
+@pytest.mark.slow("loads three models")
+def test_an_expert_that_was_edited(tmp_path, few_slots):
+    """A weight of the checkpoint that no sample would meet: its file of experts is not taken any more."""
+    in_safetensors("qwen3_moe")(tmp_path)
+    with torch.no_grad():
+        before = load(tmp_path, experts_memory="1GB")(prompt()).logits
+        file = tmp_path / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        edited = next(t for n, t in tensors.items() if n.endswith("experts.5.up_proj.weight"))
+        edited.view(-1)[edited.numel() // 3 : edited.numel() // 3 + 40] = 9.0
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="has the experts of another checkpoint or format: remove it"):
+            load(tmp_path, experts_memory="1GB")
+        (tmp_path / on_disk.NAME).unlink()
+        model, resident = load(tmp_path, experts_memory="1GB"), load(tmp_path)
+        assert same(resident(prompt()).logits, model(prompt()).logits)
+        assert not same(before, model(prompt()).logits)
+
+
+@pytest.mark.slow("loads two models")
+def test_state_dicts_refuse_to_be_saved(folder, memory, tmp_path):
+    """By whatever function; they have the names and shapes of the resident model's."""
+    model, resident = load(folder, experts_memory=memory), load(folder)
+    state = model.state_dict()
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in resident.state_dict().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} == expected
+    experts = state["model.layers.0.mlp.experts.down_proj"]
+    assert repr(experts) == "Unreadable((8, 64, 64), torch.bfloat16, cpu)" and experts.device.type == "cpu"
+    accelerator = hf_accelerate.Accelerator(cpu=True)
+    for save in (
+        lambda: torch.save(state, tmp_path / "state"),
+        lambda: torch.save({"model": experts}, tmp_path / "state"),
+        lambda: safetensors.torch.save_file(state, tmp_path / "file"),
+        lambda: safetensors.torch.save_model(model, str(tmp_path / "model")),
+        lambda: accelerator.save_model(model, str(tmp_path / "accelerator")),
+        lambda: model.model.save_pretrained(tmp_path / "base"),
+        lambda: copy.deepcopy(state),
+        lambda: experts.clone(),
+        lambda: experts.numpy(),
+        lambda: torch.cat([experts, experts]),
+    ):
+        with pytest.raises(ValueError, match="experts is on the disk: it cannot be saved or copied"):
+            save()
+    assert not [*tmp_path.rglob("*.safetensors")] and not (tmp_path / "file").exists()
+    with torch.no_grad():
+        same_answers(resident, model, 1)
+
+
+@pytest.mark.slow("loads three models, and quantises two")
+def test_quantising_in_place_is_refused(folder, memory):
+    """Before anything is changed; weights in memory can be quantised."""
+    model = load(folder, experts_memory=memory)
+    before = dict(model.named_parameters())
+    with pytest.raises(
+        ValueError, match=r"quantize: .*\.experts must be in memory .*, got weights on the disk$"
+    ):
+        accelerate(model, **BITS)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(after[name] is tensor for name, tensor in before.items())
+    with torch.no_grad():
+        assert same(load(folder)(prompt()).logits, model(prompt()).logits)
+        accelerate(model, keep=["*experts*"], **BITS)
+        resident = load(folder)
+        accelerate(resident, keep=["*experts*"], **BITS)
+        assert same(resident(prompt()).logits, model(prompt()).logits)
+
+
+@pytest.mark.slow("loads two models")
+def test_share_memory(folder, memory):
+    """Moves no memory that is read into: other weights are shared."""
+    model, resident = load(folder, experts_memory=memory), load(folder)
+    for part in (model, model.model, model.model.layers[0].mlp.experts):
+        assert part.share_memory() is part
+    assert model.lm_head.weight.is_shared()
+    with torch.no_grad():
+        same_answers(resident, model)
 
 
 @pytest.mark.slow("loads two models")
@@ -245,12 +380,26 @@ def test_what_a_model_refuses(folder, memory):
     with torch.no_grad(), pytest.raises(ValueError, match="is on the disk: training"):
         model(prompt())
     model.eval()
+    hook = model.model.layers[1].mlp.experts.act_fn.register_forward_hook(lambda *_: None)
+    with torch.no_grad(), pytest.raises(ValueError, match="is on the disk: a hook on act_fn, or another for"):
+        model(prompt())
+    hook.remove()
+    with pytest.raises(ValueError, match="is on the disk: importance needs all experts in memory"):
+        collect_importance(model, torch.arange(1024) % 90, progress=False)
+    for asked in ("eager", {"": "eager"}):
+        with pytest.raises(
+            ValueError, match=r"the experts implementation must be .moe_mps. .*, got 'eager'$"
+        ):
+            model.set_experts_implementation(asked)
+    before = model.get_experts_implementation()
+    for asked in ("batched_mm", before, "moe_mps"):  # `generate` asks for the first two
+        model.set_experts_implementation(asked)
     with torch.no_grad():
         same_answers(load(folder), model, 1)
 
 
-def test_adapters(folder, memory):
-    """On other layers they run as ever; on experts they are refused, and nothing is changed."""
+def test_adapters(folder, memory, tmp_path):
+    """On other layers they run and are saved; on experts they are refused, and nothing is changed."""
     model = load(folder, experts_memory=memory)
     names = [name for name, _ in model.named_parameters()]
     config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
@@ -260,6 +409,15 @@ def test_adapters(folder, memory):
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with torch.no_grad():
         assert same(adapted.eval()(prompt()).logits, load(folder)(prompt()).logits)
+    adapted.save_pretrained(tmp_path)
+    saved = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+    expected = {n: p for n, p in adapted.named_parameters() if "lora_" in n}
+    assert {n.replace(".weight", ".default.weight"): t.shape for n, t in saved.items()} == {
+        n: p.shape for n, p in expected.items()
+    }
+    assert adapted.load_adapter(tmp_path, "again").unexpected_keys == []
+    again = {n.replace("default", "again"): p for n, p in expected.items()}
+    assert all(torch.equal(adapted.get_parameter(n), p) for n, p in again.items())
 
 
 def test_a_cached_prefix_is_of_the_file(folder, memory):

@@ -3,10 +3,13 @@
 import copy
 import itertools
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import tiny_models
 from support.checkpoints import changed
 from support.models import assert_close, output, prompt, stored
 from support.other_libraries import (
@@ -24,7 +27,7 @@ from support.other_libraries import (
     weights,
     write,
 )
-from support.sweep import in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
@@ -100,6 +103,107 @@ def test_values_are_those_of_the_library(name, tmp_path):
             assert torch.equal(weight, values)
         else:
             assert_close(weight, values, 0.03)
+
+
+# {what has 8-bit floats: (writer, bits)}
+FLOATS = {
+    "blocks": (Fp8("fp8", "weight_scale_inv", (128, 128), False), 4),
+    "blocks in 8 bits": (Fp8("fp8", "weight_scale_inv", (128, 128), False), 8),
+    "blocks by powers": (Fp8("fp8", "weight_scale_inv", (32, 32), True), 2),
+    "all": (Fp8("fp8", "weight_scale_inv", None, False), 3),
+    "compressed-tensors, rows": (Fp8("compressed-tensors", "weight_scale", "row", False), 8),
+    "compressed-tensors, all": (Fp8("compressed-tensors", "weight_scale", None, True), 4),
+    "compressed-tensors, blocks": (Library("FP8_BLOCK"), 4),
+    "compressed-tensors, mxfp8": (Library("MXFP8A16"), 5),
+    "modelopt, all": (Fp8("modelopt", "weight_scale", None, False), 4),
+    "modelopt, rows": (Fp8("modelopt", "weight_scale", "row", True), 6),
+    "DeepSeek-V4's names": (Fp8("fp8", "scale", (128, 128), False), 4),
+    "Mistral's names": (Fp8("fp8", "qscale_weight", None, False), 4),
+}
+# Sizes that blocks of 128 do not divide, in rows and columns: two blocks of 160 are no two halves.
+PARTIAL = {"hidden_size": 160, "moe_intermediate_size": 224, "intermediate_size": 160, "num_hidden_layers": 1}
+FEW = ("blocks", "compressed-tensors, rows", "modelopt, all")
+
+
+@pytest.mark.parametrize("name", in_sweep(FLOATS, FEW))
+def test_8_bit_floats_become_fewer_bits(name, tmp_path):
+    """Their values rounded by MLX."""
+    import mlx.core as mx
+
+    writer, bits = FLOATS[name]
+    expected = write(tmp_path, writer, **PARTIAL)
+    model = torch_moe_mps.from_pretrained(tmp_path, bits=bits, group_size=32, dtype=torch.float32)
+    assert all(formats_in(module) for module in (model.lm_head, model.model.layers[0].mlp.experts))
+    formats = [format for module in model.modules() for format in formats_in(module).values()]
+    assert bits in {format.bits for format in formats}
+    for format, (weight, values) in zip(formats, weights(model, expected), strict=True):
+        parts = mx.quantize(mx.array(values.detach().numpy()), 32, format.bits)
+        assert torch.equal(weight, torch.tensor(np.array(mx.dequantize(*parts, 32, format.bits))))
+
+
+# Keys and values have a latent of 1.25 or, in DeepSeek-V3, 4.5 blocks with the rotated part. REAL has all of
+# its sizes but the width and the numbers of layers, heads and experts.
+SMALL = {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "head_dim": 32, "hidden_size": 160}
+REAL = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+REAL |= {"q_lora_rank": 1536, "hidden_size": 896, "moe_intermediate_size": 2048, "intermediate_size": 18432}
+
+
+@pytest.mark.slow("loads a model in four ways")
+@pytest.mark.parametrize(
+    ("sizes", "bits"), rows_in_sweep([(SMALL, 4), (SMALL, 8), (REAL, 4), (REAL, 8)], [(SMALL, 4)])
+)
+def test_deepseek_of_partial_blocks_becomes_fewer_bits(sizes, bits, tmp_path):
+    """In each way as quantising the dense model of the same values."""
+    writer = Fp8("fp8", "weight_scale_inv", (128, 128), False)
+    dense = write(tmp_path / "fp8", writer, "deepseek_v3", num_hidden_layers=2, **sizes)
+    expected, how = copy.deepcopy(dense), {"bits": bits, "group_size": 32}
+    torch_moe_mps.accelerate(expected, **how)
+    convert = ["convert", tmp_path / "fp8", tmp_path / "new", "--bits", bits, "--group-size", 32]
+    assert main([*map(str, convert), "--dtype", "float32"]) == 0
+    load, config = AutoModelForCausalLM.from_pretrained, QuantizationConfig(**how)
+    for model in (
+        torch_moe_mps.from_pretrained(tmp_path / "fp8", dtype=torch.float32, **how),
+        load(tmp_path / "fp8", dtype=torch.float32, quantization_config=config),
+        load(tmp_path / "new", dtype=torch.float32),
+    ):
+        state = model.state_dict()
+        assert state.keys() == expected.state_dict().keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state_dict().items())
+    twin = tiny_models.dense_twin(dense, model)
+    assert_close(output(model, prompt()), output(twin, prompt()), 1e-5)
+
+
+def test_packed_integers_are_refused_before_anything_is_read(tmp_path, capsys):
+    """By convert before its plan is printed; and 8-bit floats that are not as the config says."""
+    write(tmp_path / "int4", CASES["int4"][0])
+    write(tmp_path / "fp8", CASES["fp8 of blocks"][0])
+    change(tmp_path / "fp8", "weight_scale_inv", lambda t: torch.cat((t, t)))
+    for name, message in (
+        ("int4", "bits must be left out, or those of the checkpoint, which has affine4_32: quantise the den"),
+        ("fp8", r"weight_scale_inv must be of shape \(\d+, \d+\), got"),
+    ):
+        capsys.readouterr()
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "new"), "--bits", "2"]) == 1
+        out, err = capsys.readouterr()
+        assert re.search(message, err) and err.count("\n") == 1 and not out
+
+
+def test_a_recipe_decides_over_8_bit_floats(tmp_path):
+    """What it keeps is dense; what has its format already keeps its bits."""
+    expected = write(tmp_path, CASES["fp8 of blocks by powers"][0])
+    recipe = {"keep": ["o_proj"], "overrides": {"experts.down_proj": 4}}
+    model = torch_moe_mps.from_pretrained(tmp_path, mode="mxfp8", dtype=torch.float32, **recipe)
+    layer, other = model.model.layers[0], expected.model.layers[0]
+    assert torch.equal(layer.self_attn.o_proj.weight, other.self_attn.o_proj.weight)
+    assert str(layer.mlp.experts.down_quantization) == "affine4_64"
+    values = {weight.shape: torch.equal(weight, values) for weight, values in weights(model, expected)}
+    assert values[expected.model.layers[0].self_attn.q_proj.weight.shape]
 
 
 @pytest.mark.parametrize("name", in_sweep(("gptq asymmetric", "fp8 of blocks"), ("gptq asymmetric",)))

@@ -82,9 +82,9 @@ def test_the_report_says_why_some_weights_have_more_bits():
     weights = weights_of(of_shape(*SMALL_MOE), requested_recipe(4))
     embeddings, linears = weights.notes
     assert embeddings.startswith("embeddings and output head in affine6_64, as they are ")
-    assert embeddings.endswith("% of the weights (embedding_bits='same': in affine4_64)")
+    assert embeddings.endswith('% of the weights ("same" as embedding bits: in affine4_64)')
     assert linears.startswith("linear layers in affine6_64, as they are ")
-    assert linears.endswith("% of the weights (linear_bits='same': in affine4_64)")
+    assert linears.endswith('% of the weights ("same" as linear bits: in affine4_64)')
     same = requested_recipe(4, embedding_bits="same", linear_bits="same")
     assert not weights_of(of_shape(*SMALL_MOE), same).notes
     assert embeddings in str(QuantizationReport(notes=weights.notes))

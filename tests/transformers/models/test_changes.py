@@ -478,18 +478,62 @@ def two_of_one_config():
     return first, second
 
 
-def test_the_last_of_them_that_is_restored_restores_the_config():
-    """With what the user chose, if that is ours."""
+# Models with experts, and with attention that transformers' "sdpa" lacks: sinks, a soft cap, an indexer
+NAMED = ("qwen3_moe", "gpt_oss", "gemma2", "minimax_m3_vl")
+
+
+def configs_of(model):
+    return {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+
+
+@pytest.mark.parametrize("architecture", NAMED)
+def test_configs_keep_their_names(architecture):
+    """While a model is accelerated, too: a model built from one is plain, and `restore` gives each back."""
+    model = tiny(architecture)
+    config, configs, state = model.config, configs_of(model), copy.deepcopy(model.config.__dict__)
+    expected = output(model, prompt())
+    torch_moe_mps.accelerate(model)
+    for called in (lambda: None, lambda: output(model, prompt())):
+        called()
+        assert model.config is config and config.__dict__ == state
+        assert copy.deepcopy(config)._attn_implementation == config._attn_implementation != "moe_mps"
+        assert all(str(each) == str(configs[name]) for name, each in configs_of(model).items())
+    assert operators_of(lambda: output(model, prompt()))
+    assert operators_of(lambda: output(type(model)(config).eval(), prompt())) == {}
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.config is not config and copied.config.__dict__.keys() == state.keys()
+        assert operators_of(lambda m=copied: output(m, prompt())) == operators_of(
+            lambda: output(model, prompt())
+        )
+        assert configs_of(torch_moe_mps.restore(copied))[""] is copied.config
+        assert_close(output(copied, prompt()), expected, 1e-5)
+    torch_moe_mps.restore(model)
+    assert all(module is configs[name] for name, module in configs_of(model).items())
+    assert config.__dict__ == state and torch.equal(output(model, prompt()), expected)
+
+
+def test_a_call_that_fails_leaves_the_config():
+    model = tiny("gpt_oss")
+    config = model.config
+    torch_moe_mps.accelerate(model)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[10**6]]))
+    assert model.config is config and model.model.config is config
+
+
+def test_one_of_two_models_with_a_config_is_accelerated():
+    """With what the user chose, if that is ours; what one chooses later holds for both."""
     models = two_of_one_config()
     for chosen in ("eager", "moe_mps"):
         models[1].set_experts_implementation(chosen)
-        for model in models:
-            torch_moe_mps.accelerate(model)
-        assert models[0].config._experts_implementation == "moe_mps"
-        for model in models:
-            torch_moe_mps.restore(model)
-        assert models[0].config._experts_implementation == chosen
-    assert torch.isfinite(output(models[1], prompt())).all()
+        torch_moe_mps.accelerate(models[0])
+        assert models[0].config is models[1].config and models[1].config._experts_implementation == chosen
+        ran = [operators_of(lambda m=model: output(m, prompt())).get("moe_experts", 0) for model in models]
+        assert ran == [2, 2 * (chosen == "moe_mps")]
+        models[1].set_experts_implementation("batched_mm")
+        assert "moe_experts" not in operators_of(lambda: output(models[0], prompt()))
+        torch_moe_mps.restore(models[0])
+        assert models[0].config._experts_implementation == "batched_mm"
 
 
 def test_a_quantised_one_has_a_config_of_its_own(tmp_path):

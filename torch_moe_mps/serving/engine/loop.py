@@ -1,5 +1,7 @@
 """The device thread and its loop. torch's MPS backend is not safe to use from two threads."""
 
+import heapq
+import itertools
 import logging
 import queue
 import sys
@@ -14,10 +16,11 @@ from ..prefix_cache.disk import Disk
 from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting
 from .engine import Engine
-from .job import Counts, Job
+from .job import Counts, Job, Reason
 from .memory import Memory, is_short, is_watched
 
 logger = logging.getLogger(__name__)
+_JOBS = 4  # submitted before a step, at most: each is checked while the sequences wait
 
 
 class DeviceThreadError(RuntimeError):
@@ -51,6 +54,7 @@ class EngineThread:
         room = None if memory is None else memory.free
         self._engine = Engine(model, prefix_cache, max_sequences, room, drafting)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queued, self._arrivals = list[tuple[int, int, Job]](), itertools.count()  # a heap
         self._lock, self._closed = threading.Lock(), False
         if not self._engine.abilities.reads_whole:  # trials that would hold the first answers up
             _ = self._engine.abilities.not_batchable
@@ -68,7 +72,7 @@ class EngineThread:
     @property
     def counts(self) -> Counts:
         engine, drafting = self._engine, self._engine.drafts.drafting
-        waiting = len(engine.waiting) + self._jobs.qsize()
+        waiting = len(engine.waiting) + len(self._queued) + self._jobs.qsize()
         counts = replace(engine.counts, active=engine.active, waiting=waiting)
         if drafting is not None:
             counts.accepted, counts.rejected = drafting.accepted, drafting.rejected
@@ -113,12 +117,9 @@ class EngineThread:
                 self.death = death = DeviceThreadError(
                     f"torch_moe_mps: the thread of the device has died: {kind}"
                 )
-            jobs = [sequence.job for sequence in self._engine.pool.sequences]
-            while not self._jobs.empty():
-                if (job := self._jobs.get()) is not None:
-                    jobs.append(job)
-            for job in jobs:
+            for job in [sequence.job for sequence in self._engine.pool.sequences]:
                 job.end(death)
+            self._end_queued(death)
 
     def _run(self) -> None:
         prefix_cache = self._prompts
@@ -128,23 +129,36 @@ class EngineThread:
             if prefix_cache is not None:
                 self._engine.run(partial(prefix_cache.store, is_short(self.memory)))
         self._engine.end_all()
+        self._end_queued("cancelled")
         if prefix_cache is not None:
             prefix_cache.close()
         if self.counts.accepted + self.counts.rejected:
             print(self._engine.drafts.drafting, file=sys.stderr)
 
     def _take_jobs(self) -> bool:
-        """Submits queued jobs to the engine, blocking while it is idle. Returns: False after `close`."""
+        """Submits a few queued jobs to the engine, blocking while it is idle. Returns: False after `close`.
+
+        First answers to requests precede later ones: a request does not wait for all answers to another.
+        """
         prefix_cache = self._prompts
         while not self._closed:
             pause = None if prefix_cache is None else prefix_cache.pause(is_watched(self.memory))
             try:
-                job = self._jobs.get(not self._engine.has_work, pause)
+                job = self._jobs.get(not (self._engine.has_work or self._queued), pause)
             except queue.Empty:
-                return True
+                break
             if job is not None:
-                self._engine.submit(job)
-        while not self._jobs.empty():  # everything that came before the end
+                heapq.heappush(self._queued, (job.place, next(self._arrivals), job))
+        for _ in range(min(_JOBS, len(self._queued))):
+            self._engine.submit(heapq.heappop(self._queued)[-1])
+        return not self._closed
+
+    def _end_queued(self, reason: Reason | Exception) -> None:
+        """Ends the jobs that were not submitted to the engine."""
+        jobs = [job for _, _, job in sorted(self._queued)]
+        while not self._jobs.empty():
             if (job := self._jobs.get()) is not None:
-                self._engine.submit(job)
-        return False
+                jobs.append(job)
+        self._queued.clear()
+        for job in jobs:
+            job.end(reason)

@@ -28,12 +28,14 @@ class Call:
 
     Args:
         id: given by the model, or a new one.
-        is_whole: True once it is complete.
+        has_ended: True once the model ended it. A call that the end of the answer cuts off never ends.
+        is_whole: True if it ended, and its arguments are JSON.
     """
 
     name: str
     id: str
     parts: list[str] = field(default_factory=list)
+    has_ended: bool = False
     is_whole: bool = False
 
     @property
@@ -167,18 +169,25 @@ class Items:
     Args:
         begin: makes the parser; None if everything is text.
         prompt: start of the answer that is part of the prompt.
-        ends_at_call: True to end the answer at text after a tool call, as for forced calls.
+        has_tools: False to show the arguments of calls as text.
+        ends_at: ends the answer behind its first tool call, or at text after tool calls; None does neither.
+        new_call_id: makes the id of a call to which the model gives none.
 
     Attributes:
         made: all text deltas and calls so far.
         entries: logprob entries of tokens whose text is held back.
-        is_complete: True once `ends_at_call` ended the answer.
+        is_complete: True once `ends_at` ended the answer.
     """
 
     def __init__(
-        self, begin: Callable[[Sink], Reader] | None = None, prompt: str = "", ends_at_call: bool = False
+        self,
+        begin: Callable[[Sink], Reader] | None = None,
+        prompt: str = "",
+        has_tools: bool = True,
+        ends_at: Literal["call", "text"] | None = None,
+        new_call_id: Callable[[], str] = lambda: new_id("call_"),
     ):
-        self._ends_at_call = ends_at_call
+        self._has_tools, self._ends_at, self._new_call_id = has_tools, ends_at, new_call_id
         self.made: list[Piece | Call] = []
         self.entries: list[Entry] = []
         self.is_complete = False
@@ -203,10 +212,14 @@ class Items:
             self._hand_out(Piece("text", text, self._taken()))
         return self._new_items()
 
-    def end(self, shows_blanks: bool) -> list[Item]:
-        """Items of the text held back at the end."""
+    def end(self, shows_blanks: bool, is_cut: bool) -> list[Item]:
+        """Items of the text held back at the end.
+
+        Args:
+            is_cut: True if the model did not end the answer itself.
+        """
         if self._reader is not None:
-            self._reader.end()
+            self._reader.end(is_cut)
         if self._blanks and shows_blanks and self._kind == "text":
             self._hand_out(Piece("text", "".join(self._blanks), self._taken()))
         if self.entries:
@@ -222,11 +235,15 @@ class Items:
         self._add("reasoning", text)
 
     def call(self, name: str, own_id: str) -> None:
+        if not self._has_tools:
+            return
         self._begin("call")
-        if not self._is_of_prompt:
-            self._hand_out(Call(name, own_id or new_id("call_")))
+        if not self._is_of_prompt and not self.is_complete:
+            self._hand_out(Call(name, own_id or self._new_call_id()))
 
     def arguments(self, text: str) -> None:
+        if not self._has_tools:
+            return self.text(text)
         call = self._call
         if text and call is not None:
             call.parts.append(text)
@@ -235,18 +252,19 @@ class Items:
             else:
                 self._new.append(Arguments(call, [text]))
 
-    def end_call(self) -> None:
+    def end_call(self, is_whole: bool) -> None:
         if (call := self._call) is not None:
             if not call.parts:
                 self.arguments("{}")
-            call.is_whole = True
+            call.has_ended, call.is_whole = True, is_whole
             self._new.append(CallEnd(call))
+            self.is_complete |= self._ends_at == "call"
 
     @property
     def _call(self) -> Call | None:
-        """Tool call that is being parsed; None if it is part of the prompt."""
+        """Tool call that is being parsed; None if it is not part of the answer."""
         last = self.made[-1] if self.made else None
-        return last if isinstance(last, Call) else None
+        return last if isinstance(last, Call) and not self.is_complete else None
 
     def _begin(self, kind: str) -> None:
         if kind != self._kind:
@@ -260,7 +278,7 @@ class Items:
         self._has_begun |= bool(shown)
         if self._is_of_prompt:
             return
-        if shown and self._ends_at_call and any(isinstance(item, Call) for item in self.made):
+        if shown and self._ends_at == "text" and any(isinstance(item, Call) for item in self.made):
             self.is_complete = True
         if shown and not self.is_complete:
             self._hand_out(Piece(kind, "".join((*self._blanks, shown)), self._taken()))
@@ -364,14 +382,20 @@ class Answer:
         if self._items.is_complete and isinstance(reason, str):
             reason = "stop"
         items = self._items.add(self._cut.rest())
-        items += self._items.end(shows_blanks=self.stop is not None or reason == "length")
+        shows_blanks = self.stop is not None or reason == "length"
+        items += self._items.end(shows_blanks, is_cut=reason != "stop")
         self.reason = reason
         return items
 
     @property
+    def made(self) -> list[Piece | Call]:
+        """Text deltas and tool calls, with those that are not whole."""
+        return self._items.made
+
+    @property
     def items(self) -> list[Piece | Call]:
         """Text deltas and tool calls, without a call truncated by the end of the answer."""
-        return [item for item in self._items.made if isinstance(item, Piece) or item.is_whole]
+        return [item for item in self.made if isinstance(item, Piece) or item.has_ended]
 
     @property
     def text(self) -> str:

@@ -34,15 +34,7 @@ from .protocols.completions import Completions
 from .protocols.messages import Messages, anthropic_error
 from .protocols.protocol import Protocol, Writer, openai_error
 from .protocols.responses import Responses
-from .reading import (
-    Client,
-    Kind,
-    Reading,
-    body_of,
-    in_json,
-    kind_of,
-    object_of,
-)
+from .reading import Client, Kind, Reading, in_json, kind_of, object_of
 from .request import Chat, Refused, Request
 from .served import Served
 
@@ -137,7 +129,7 @@ class Server:
         limit = limits.TEXT_BYTES + limits.TOKEN_BYTES * context
         if self.served.reads_media:
             limit = limits.MEDIA_BYTES
-        data = await body_of(asked, min(limit, 2 * limits.MEDIA_BYTES))
+        data = await client.body(asked, min(limit, 2 * limits.MEDIA_BYTES))
         kind = kind_of(len(data))
         request = await client.run(kind, lambda: read(object_of(data, context)))
         chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]

@@ -15,8 +15,7 @@ CONTEXT = 1 << 18  # tokens of a context that count, at most
 # Parts of a body
 CHARACTERS = 1 << 23  # in the texts of a field: more than any context has
 MESSAGES, TOOLS = 10_000, 1024  # in a chat; parts of messages count as messages
-PROMPTS = 64  # in a completion
-ANSWERS = 32  # to one request
+ANSWERS = 64  # to one request, all its prompts together: preparing them holds other requests up
 STOPS, STOP_CHARACTERS = 16, 1024
 
 # Schemas and grammars

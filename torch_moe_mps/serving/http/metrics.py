@@ -60,11 +60,13 @@ class Metrics:
             yield _counter(f"{what}_hits", f"{what} that were in memory", counted.hits)
             yield _counter(f"{what}_misses", f"{what} that were read from the disk", counted.misses)
             yield _counter(f"{what}_layers", f"layers whose {what} were streamed", counted.layers)
-            yield _counter(f"{what}_read_bytes", "bytes of these and of the misses", counted.bytes_read)
-            yield _counter(f"{what}_seconds", "time that steps waited for them", counted.seconds)
+            yield _counter(
+                f"{what}_read_bytes", f"bytes of {what} that were read from the disk", counted.bytes_read
+            )
+            yield _counter(f"{what}_seconds", f"time that steps waited for {what}", counted.seconds)
         if (disk := generator.disk) is not None:
             yield _counter("disk_hits", "prompts that were read from the disk", disk.hits)
-            yield _counter("disk_tokens", "tokens of these", disk.tokens)
+            yield _counter("disk_tokens", "tokens of prompts that were read from the disk", disk.tokens)
             yield _gauge("disk_bytes", "bytes of prompts on the disk", disk.files.nbytes)
 
 

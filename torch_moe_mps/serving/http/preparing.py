@@ -1,11 +1,12 @@
 """Preparation of a request: model inputs of its prompts, generation settings, and jobs."""
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
@@ -23,10 +24,9 @@ from . import limits
 from .answer import Answer, Event, Items, text_stream
 from .answers import Answers
 from .logprobs import Logprobs
-from .protocols.forms import begun_by
 from .protocols.reader import Reader, Sink
 from .protocols.tools import grammar
-from .request import STOPS, Chat, Refused, Request, check_count, wrong
+from .request import STOPS, Chat, Refused, Request, check_count, stops_of, wrong
 from .served import Served
 from .structured import check_size
 from .template import tensor
@@ -43,14 +43,14 @@ class Prompt:
 
     Args:
         stops: stop strings of the request and its settings.
-        text: of the prompt, which may contain the start of the answer; None if answers are plain text.
-        begin: makes the parser of reasoning and tool calls.
+        begun: start of the answer that is part of the prompt.
+        begin: makes the parser of reasoning and tool calls; None if answers are plain text.
     """
 
     inputs: dict[str, Any]
     config: Any
     stops: tuple[str, ...]
-    text: str | None
+    begun: str
     images: Images | None
     begin: Callable[[Sink], Reader] | None
 
@@ -67,6 +67,9 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
         check_size(request.form, request.form_field)
     if request.forced is not None:
         check_size([tool.schema for tool in request.forced.tools], request.form_field)
+    if (count := len(request.prompts) * request.count) > limits.ANSWERS:
+        message = f"'n' times the number of prompts must be at most {limits.ANSWERS}, got {count}."
+        raise Refused(message, "n", "invalid_value")
     answers, mark = Answers(), object()
     for prompt in [_prompt(served, prompt, request) for prompt in request.prompts]:
         for place in range(request.count):
@@ -78,30 +81,36 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
 
 def count_tokens(served: Served, request: Request) -> int:
     """Number of tokens of the first prompt. Raises: Refused."""
-    return _length(_inputs(served, request.prompts[0], request.prompt_field))
+    return _length(_inputs(served, request.prompts[0], request.prompt_field)[0])
 
 
 # Prompts
 
 
 def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) -> Prompt:
-    read = _inputs(served, prompt, request.prompt_field)
+    read, begun = _inputs(served, prompt, request.prompt_field)
     length = _length(read)
     _check_length(length, served.context, request.prompt_field)
     config = _settings(served, request, length)
     if (token := unknown_token(served.model, read["input_ids"])) is not None:
         raise wrong(request.prompt_field, f"of tokens below {vocabulary_of(served.model)}", token)
     inputs = {name: tensor(value) for name, value in read.items()}
-    form, text, begin = served.template.form, None, None
+    form, begin = served.template.form, None
     if isinstance(prompt, Chat) and form is not None:
-        text = str(served.template.tokenizer.decode(inputs["input_ids"][0]))
         schemas = {tool.name: tool.schema for tool in prompt.tools}
+        if not schemas:  # marks of calls are text
+            form = dataclasses.replace(form, begins=(), opens=(), closes=())
         begin = functools.partial(Reader, form, schemas=schemas)
-    return Prompt(inputs, config, _stops(request, config), text, images_of(served.model, inputs), begin)
+    return Prompt(inputs, config, _stops(request, config), begun, images_of(served.model, inputs), begin)
 
 
-def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
-    """Model inputs of a prompt: tensors [1, T] from a processor, otherwise lists [T]. Raises: Refused."""
+def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> tuple[dict[str, Any], str]:
+    """(model inputs of a prompt, start of the answer in it).
+
+    Model inputs are tensors [1, T] from a processor, otherwise lists [T].
+
+    Raises: Refused.
+    """
     if isinstance(prompt, Chat):
         return _templated(served, prompt, field)
     ids: Any = prompt
@@ -109,11 +118,11 @@ def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> dict[
         check_count(field, len(prompt), limits.CHARACTERS, "characters")
         with served.template.tokenizing() as tokenizer:
             ids = tokenizer(prompt)["input_ids"]
-    return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    return {"input_ids": ids, "attention_mask": [1] * len(ids)}, ""
 
 
-def _templated(served: Served, chat: Chat, field: str) -> dict[str, Any]:
-    """Model inputs of a chat. Raises: Refused."""
+def _templated(served: Served, chat: Chat, field: str) -> tuple[dict[str, Any], str]:
+    """(model inputs of a chat, start of the answer in them). Raises: Refused."""
     template, messages = served.template, chat.messages
     parts = sum(len(message["content"]) for message in messages)
     check_count(field, len(messages), limits.MESSAGES, "messages")
@@ -122,14 +131,15 @@ def _templated(served: Served, chat: Chat, field: str) -> dict[str, Any]:
     characters = sum(len(part.get("text", "")) for message in messages for part in message["content"])
     check_count(field, characters, limits.CHARACTERS, "characters")
     messages = _with_media(served, messages)
-    if chat.tools and not template.shows_tools:
-        log.warning("tools are left out, %d of them: prompts of this model show none", len(chat.tools))
+    if chat.tools and template.tools_warning is not None:
+        log.warning(template.tools_warning)
     try:
-        return template.apply(chat, messages)
+        return template.apply(chat, messages), template.begun(chat, messages)
     except (TemplateError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
     try:
-        return template.apply(chat, _plainer(messages))
+        messages = _plainer(messages)
+        return template.apply(chat, messages), template.begun(chat, messages)
     except Exception:
         line = f"The chat template refuses the messages: {reason}"
         raise Refused(line, field, "invalid_value") from None
@@ -231,7 +241,7 @@ def _stops(request: Request, config: Any) -> tuple[str, ...]:
     fits, expected = STOPS
     if not fits(own):
         raise wrong("stop_strings", expected, own)
-    return (*request.stops, *([own] if isinstance(own, str) else own))
+    return (*request.stops, *stops_of(own))
 
 
 # Answers
@@ -242,7 +252,14 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
     last = prompt.config.eos_token_id
     ends = set(last) if isinstance(last, list) else {last}
     step = text_stream(served.template.tokenizer, skips_special=prompt.begin is None)
-    items = Items(prompt.begin, begun_by(prompt.text or ""), ends_at_call=request.forced is not None)
+    ends_at: Literal["call", "text"] | None = "text" if request.forced is not None else None
+    items = Items(
+        prompt.begin,
+        prompt.begun,
+        bool(request.tools),
+        ends_at if request.is_parallel else "call",
+        served.template.call_form.new_id,
+    )
     hidden = served.template.hidden
     answer = Answer(step, prompt.stops, items, ends, hidden, logprobs, lambda event: show(number, event))
     answer.prompt_tokens = prompt_length(prompt.inputs)
@@ -281,4 +298,4 @@ def _form(served: Served, request: Request, prompt: Prompt) -> Any:
     """Schema, grammar or structural tag of structured output, or None. Raises: Refused."""
     if request.forced is None:
         return request.form
-    return grammar(request.forced, served.template.form, prompt.text or "")
+    return grammar(request.forced, served.template.form, prompt.begun, request.is_parallel)

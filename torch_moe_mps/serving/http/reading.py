@@ -1,7 +1,8 @@
 """Request bodies: limits, JSON, and the threads that parse requests.
 
 Queued requests hold no thread, so no client blocks others. Each client address has a bounded number of
-requests in parsing; more are rejected with status 429.
+requests in reading; more are rejected with status 429. A body that pauses ends at a time limit, and earlier
+where its place is needed, because all programs of a machine share its address.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ MOST_OF_CLIENT = 32  # requests of one address that are read, or wait for it
 _AT_ONCE = 2  # at a time of one client, on threads of one kind
 _RETRY_AFTER, _DRAINS = 1, 5.0  # seconds; the latter for the body of a request that is refused
 _SECONDS = 30.0  # for one request on a thread, at most
+_PAUSE = 30.0  # seconds without a byte of a body, at most
 
 
 Kind = Literal["short", "long", "grammar"]
@@ -56,11 +58,10 @@ class Reading:
         if (client := self.clients.get(address)) is None:
             forget = functools.partial(self.clients.pop, address, None)
             client = self.clients[address] = Client(self.pools, forget)
-        if client.requests >= MOST_OF_CLIENT:
+        if client.requests >= MOST_OF_CLIENT and not client.end_pause():
             with contextlib.suppress(Refused, TimeoutError):
                 await asyncio.wait_for(body_of(asked, 0), _DRAINS)
-            message = f"This address has {MOST_OF_CLIENT} requests in reading: ask again in {_RETRY_AFTER} s."
-            raise Refused(message, None, "too_many_requests", 429, _RETRY_AFTER)
+            raise _too_many()
         client.requests += 1
         try:
             yield client
@@ -73,7 +74,7 @@ class Client:
     """A client address with a bounded number of requests in parsing.
 
     Attributes:
-        requests: number of requests in parsing or queued.
+        requests: number of requests whose bodies come, or are parsed or queued.
         threads: number of threads that work for it, also for requests that have ended.
     """
 
@@ -81,11 +82,41 @@ class Client:
         self.requests = self.threads = 0
         self._pools, self._forget = pools, forget
         self._turns = {kind: asyncio.Semaphore(_AT_ONCE) for kind in pools}
+        self._pauses = dict[asyncio.Timeout, None]()  # bodies that come, the longest pause first
 
     def forget_if_idle(self) -> None:
         """Drops the address if nothing of it is parsed and no thread works for it."""
         if not (self.requests or self.threads):
             self._forget()
+
+    async def body(self, asked: Asked, limit: int) -> bytes:
+        """Body of a request, see `body_of`. Raises: Refused if it pauses too long."""
+        now = asyncio.get_running_loop().time
+
+        def go_on() -> None:
+            self._pauses.pop(pause, None)
+            self._pauses[pause] = None
+            pause.reschedule(now() + _PAUSE)
+
+        try:
+            async with asyncio.timeout(None) as pause:
+                go_on()
+                return await body_of(asked, limit, go_on)
+        except TimeoutError:
+            if pause not in self._pauses:
+                raise _too_many() from None
+            line = f"The body must come without a pause of {_PAUSE:.0f} s, got one."
+            raise Refused(line, None, "timeout", 408) from None
+        finally:
+            self._pauses.pop(pause, None)
+
+    def end_pause(self) -> bool:
+        """Refuses the request whose body pauses for the longest time. Returns: False if no body pauses."""
+        if (pause := next(iter(self._pauses), None)) is None:
+            return False
+        del self._pauses[pause]
+        pause.reschedule(0.0)
+        return True
 
     async def run(self, kind: Kind, function: Callable[..., T], *arguments: Any) -> T:
         """Result of a function run on a thread of a kind.
@@ -118,6 +149,11 @@ class Client:
             raise Refused(message, None, "invalid_value") from None
 
 
+def _too_many() -> Refused:
+    message = f"This address has {MOST_OF_CLIENT} requests in reading: ask again in {_RETRY_AFTER} s."
+    return Refused(message, None, "too_many_requests", 429, _RETRY_AFTER)
+
+
 def client_of(address: str) -> str:
     """Address that identifies a client; for IPv6 its /64 network, which belongs to one host."""
     try:
@@ -131,14 +167,18 @@ def client_of(address: str) -> str:
     return str(ipaddress.IPv6Network((int(place), 64), strict=False))
 
 
-async def body_of(asked: Asked, limit: int) -> bytes:
+async def body_of(asked: Asked, limit: int, go_on: Callable[[], object] = lambda: None) -> bytes:
     """Body of a request. Raises: Refused with status 413 for more than `limit` bytes.
 
     The rest of a larger body is read and dropped, because many clients send all before they read a response.
+
+    Args:
+        go_on: called with each part.
     """
     declared, count, parts = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
     if declared <= _DROPPED * limits.MEDIA_BYTES:
         async for part in asked.stream():
+            go_on()
             parts.append(part)
             count += len(part)
             if max(declared, count) > limit:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._text import shown
 from ..engine.defaults import choice
-from ..engine.ranges import DRAWS, SEED, SETTINGS, TOKENS, Check, integer, is_list_of, number
+from ..engine.ranges import DRAWS, MOST, SEED, SETTINGS, TOKENS, Check, integer, is_list_of, number
 from . import limits
 
 
@@ -99,15 +99,14 @@ class Chat:
 
 @dataclass(frozen=True)
 class Forced:
-    """Tools of a forced call, one or several.
+    """Tools of a forced call.
 
     Args:
-        parallel: True to allow several calls.
+        name: of the only tool that may be called; None for any of them.
     """
 
     tools: list[Tool]
     name: str | None
-    parallel: bool
 
 
 @dataclass
@@ -121,6 +120,7 @@ class Request:
         frequency, presence: penalties as defined by OpenAI.
         form: JSON schema of structured output.
         form_field: field that `form` or `forced` came from.
+        is_parallel: False to end an answer at its first tool call.
         logprobs: number of top log probabilities per token; None for no log probabilities.
         later: body fields that the response still needs; the others are freed before.
     """
@@ -136,6 +136,7 @@ class Request:
     form: dict[str, Any] | None = None
     forced: Forced | None = None
     form_field: str = ""
+    is_parallel: bool = True
     logprobs: int | None = None
     count: int = 1
     stream: bool = False
@@ -168,8 +169,13 @@ def _are_biases(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and len(value) <= TOKENS
-        and all(key.isdecimal() and fits(bias) for key, bias in value.items())
+        and all(_is_token(key) and fits(bias) for key, bias in value.items())
     )
+
+
+def _is_token(key: str) -> bool:
+    """True for the decimal digits of a token id. Python's `int` refuses a text of thousands of them."""
+    return key.isdecimal() and len(key) <= len(str(MOST))
 
 
 TEXT = instance(str, "a text")
@@ -243,6 +249,11 @@ class Fields:
             raise Refused(line, self.needed, "missing_required_parameter")
 
 
+def stops_of(value: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings of a validated field."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
 def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> dict[str, Any]:
     """Request arguments common to all protocols, from a validated body: sampling and streaming options.
 
@@ -257,10 +268,9 @@ def common(body: dict[str, Any], later: Sequence[str] = ("stream_options",)) -> 
     settings = choice(settings)
     if body.get("logit_bias"):
         settings["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-    stop = body.get("stop")
     return {
         "settings": settings,
-        "stops": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+        "stops": stops_of(body.get("stop")),
         "seed": body.get("seed"),
         "frequency": float(body.get("frequency_penalty") or 0),
         "presence": float(body.get("presence_penalty") or 0),

@@ -10,7 +10,7 @@ from ..engine.loop import EngineThread
 from ..media.decoding import Limits, limits_of
 from .request import Request
 from .structured import Grammars
-from .template import NOT_READ, READERS, ChatTemplate
+from .template import READERS, ChatTemplate
 
 log = logging.getLogger(__name__)
 _MOST_LINES, _LONGEST_LINE = 1000, 200
@@ -44,9 +44,9 @@ class Served:
         return any(map(self.template.reads, READERS))
 
     def warning(self, request: Request) -> dict[str, str]:
-        """Response field that warns that tool calls or reasoning are not parsed."""
-        is_read = self.template.form is not None or not request.tools
-        return {} if is_read else {"warning": NOT_READ}
+        """Response field that warns that tools are left out, or their calls not parsed."""
+        warning = self.template.tools_warning if request.tools else None
+        return {} if warning is None else {"warning": warning}
 
 
 class _Lines:

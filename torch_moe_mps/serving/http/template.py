@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ...transformers.upstream.models import variables_of
+from .calls import CallForm, Message, call_form
 from .protocols.forms import form_of
 from .request import Chat, Tool
 
@@ -26,6 +28,7 @@ _OF_THE_CHAT = {
 NOT_READ = (
     "Tool calls of this model come as text: the form in which its chat template writes them is not known."
 )
+NOT_SHOWN = "Tools of requests are left out: the chat template of this model shows none."
 # {type of a part: what a processor has that reads it}
 READERS = {"image": "image_processor", "audio": "feature_extractor"}
 
@@ -48,8 +51,8 @@ class ChatTemplate:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
             processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
         self.form = form_of(processor)
-        if self.form is None and self.shows_tools:
-            print(f"{name}: {NOT_READ}", file=sys.stderr)
+        if self.tools_warning is not None:
+            print(f"{name}: {self.tools_warning}", file=sys.stderr)
 
     @functools.cached_property
     def hidden(self) -> set[int]:
@@ -59,7 +62,14 @@ class ChatTemplate:
         return {number for number, token in known.items() if token.special and token.content not in marks}
 
     @functools.cached_property
-    def shows_tools(self) -> bool:
+    def tools_warning(self) -> str | None:
+        """Warning for requests with tools: the model reads no tools, or its calls are not read."""
+        if not self._shows_tools:
+            return NOT_SHOWN
+        return NOT_READ if self.form is None else None
+
+    @functools.cached_property
+    def _shows_tools(self) -> bool:
         """True if the chat template renders tools."""
         messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
         probe = Tool("probe", "", {"type": "object", "properties": {}})
@@ -70,6 +80,22 @@ class ChatTemplate:
         except Exception:  # a template that refuses so short a chat says nothing about tools
             return True
         return not torch.equal(tensor(without), tensor(with_tool))
+
+    @functools.cached_property
+    def call_form(self) -> CallForm:
+        """Form of earlier tool calls."""
+
+        def render(messages: list[Message]) -> str:
+            given, more = self._contents(messages), {"add_generation_prompt": True, "tokenize": False}
+            return str(self.processor.apply_chat_template(given, **more))
+
+        return call_form(render)
+
+    def _contents(self, messages: list[Message]) -> list[Message]:
+        """Messages whose contents are texts for a tokenizer, and lists of parts for a processor."""
+        if self.processor is not self.tokenizer:
+            return messages
+        return [message | {"content": _text_of(message)} for message in messages]
 
     def reads(self, kind: str) -> bool:
         """True if messages may have parts of this kind: image or audio."""
@@ -92,29 +118,60 @@ class ChatTemplate:
         with contextlib.nullcontext() if is_shared else self._lock:
             yield self.tokenizer
 
-    def apply(self, chat: Chat, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def apply(self, chat: Chat, messages: list[Message]) -> dict[str, Any]:
         """Model inputs of a chat: tensors [1, T] or lists [T].
 
         Args:
             messages: of the chat, with decoded images and audio in place of URLs.
         """
-        more = {name: value for name, value in chat.variables.items() if name in self.variables}
-        if is_text := self.processor is self.tokenizer:
-            messages = [message | {"content": _text_of(message)} for message in messages]
-        with self.tokenizing():
-            inputs = self.processor.apply_chat_template(
-                messages,
-                tools=[tool.function for tool in chat.tools] or None,
-                add_generation_prompt=not chat.goes_on,
-                continue_final_message=chat.goes_on,
-                tokenize=True,
-                return_dict=True,
-                return_tensors=None if is_text else "pt",
-                **more,
-            )
+        is_text = self.processor is self.tokenizer
+        shape = {"tokenize": True, "return_dict": True, "return_tensors": None if is_text else "pt"}
+        inputs = self._rendered(chat, messages, not chat.goes_on, chat.goes_on, **shape)
         if is_text:
             return {**inputs}
         return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+    def begun(self, chat: Chat, messages: list[dict[str, Any]]) -> str:
+        """Start of the answer at the end of a chat's prompt.
+
+        It is what the generation prompt, or a last message that goes on, adds to the messages before it.
+        """
+        if self.form is None:
+            return ""
+
+        def text(messages: list[dict[str, Any]], begins: bool, goes_on: bool = False) -> str:
+            return str(self._rendered(chat, messages, begins, goes_on, tokenize=False)) if messages else ""
+
+        before = messages[:-1] if chat.goes_on else messages
+        plain, header = text(before, False), text(before, True)
+        last = text(messages, False, True) if chat.goes_on else header
+        return self.form.begun(_added(plain, last), _added(plain, header))
+
+    def _rendered(
+        self, chat: Chat, messages: list[dict[str, Any]], begins: bool, goes_on: bool, **shape: Any
+    ) -> Any:
+        """Messages in the chat template: a text, or model inputs.
+
+        Args:
+            begins: True to end with the generation prompt.
+            goes_on: True to leave the last message open.
+        """
+        more = {name: value for name, value in chat.variables.items() if name in self.variables}
+        given = self._contents(self.call_form.convert(messages))
+        with self.tokenizing():
+            return self.processor.apply_chat_template(
+                given,
+                tools=[tool.function for tool in chat.tools] or None,
+                add_generation_prompt=begins,
+                continue_final_message=goes_on,
+                **shape,
+                **more,
+            )
+
+
+def _added(start: str, text: str) -> str:
+    """Text behind what it has in common with another one."""
+    return text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 (texts, no paths)
 
 
 def tensor(value: Any) -> torch.Tensor:
@@ -128,5 +185,5 @@ def _begun_by(tokenizer: Any) -> str:
     return "{{ bos_token }}" if first == [tokenizer.bos_token_id] else ""
 
 
-def _text_of(message: dict[str, Any]) -> str:
+def _text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in message["content"])

@@ -19,6 +19,7 @@ from ..._extension import host_library
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
+from ..basics.configs import ATTENTION, plain_config
 from ..basics.state import NOTHING, STATE
 from ..basics.tensors import Deferred
 from ..caches.quantized_states import QuantizedStates
@@ -27,7 +28,6 @@ from .latents import Promised
 from .visible import CHOICES, Visible, with_choice
 
 NAME = "moe_mps"  # the implementation in place of "eager"
-IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names it
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 _SPECIAL = frozenset(("cache", "softcap", "s_aux"))  # arguments of `sdpa`, beside its usual
@@ -195,8 +195,7 @@ def attention(
     Raises: RuntimeError where eager attention is needed and the model's file has none.
     """
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
-    _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
-    has_weights = before != "sdpa"
+    has_weights = getattr(plain_config(getattr(module, "config", None)), ATTENTION, None) != "sdpa"
     is_asked = has_weights and options.get("output_attentions")
     plain = not is_asked and _is_understood(module, dropout, options)
 

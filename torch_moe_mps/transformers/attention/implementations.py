@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ops.attention import CACHE_BITS
+from ..basics.configs import ATTENTION, ImplementationNames
 from ..basics.state import original_class, state_of
-from .attention import IMPLEMENTATION, NAME, wrap_sdpa
+from .attention import NAME, wrap_sdpa
 
 KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
 LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
@@ -49,16 +50,13 @@ def _has_window(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "sliding_window", None) is not None
 
 
-def choose_implementations(layers: Iterable[nn.Module]) -> None:
-    """Names the implementations of these layers, before forwards that ask for the name are rewritten."""
-    first: dict[int, str] = {}  # {id of a config: what it named before its first layer}
+def choose_implementations(layers: Iterable[nn.Module], names: ImplementationNames) -> None:
+    """Notes the layers that need another implementation than their config names."""
     for module in layers:
         config: Any = module.config
-        before, wanted = config._attn_implementation, _implementation_for(module)
-        before = first.setdefault(id(config), "eager" if before == NAME else before)
-        if wanted != before:
-            state_of(module).previous.setdefault(IMPLEMENTATION, (config, before))
-            config._attn_implementation = wanted
+        wanted = _implementation_for(module)
+        if wanted is not None and wanted != config._attn_implementation:
+            names.add(config, ATTENTION, wanted)
 
 
 def use_attention(layers: Iterable[nn.Module]) -> None:

@@ -125,7 +125,6 @@ class State:
         is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
-        previous: {attribute of a config: the config, and its value before `accelerate`}.
         joined: the matrix of several linear layers, this one the first.
         captures: of a model's decode steps, None where they are not captured.
         folder: of the revision of a model, whose config has its name on the Hub alone; None without one.
@@ -138,7 +137,6 @@ class State:
         self.is_attention = False
         self.expansion: Any = None
         self.kv_bits: int | None = None
-        self.previous: dict[str, tuple[Any, str | None]] = {}
         self.joined: Any = None
         self.captures: Any = None
         self.folder: str | None = None

@@ -85,6 +85,14 @@ def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
     return result
 
 
+# Questions about a tensor that its elements do not answer.
+ABOUT = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__, Tensor.is_mps.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.__repr__,
+}  # fmt: skip
+
+
 class Deferred(Tensor):
     """A tensor without memory of its own. Whatever does not know its class gets its elements."""
 

@@ -50,6 +50,7 @@ _UNREAD = (
 _changes = 0
 # Files whose hooks do nothing but what a recording holds.
 _KNOWN_HOOKS = (
+    "torch_moe_mps.transformers.basics.configs",
     "torch_moe_mps.transformers.caches.cache",
     "transformers.utils.output_capturing",
 )

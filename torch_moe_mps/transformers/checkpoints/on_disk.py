@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..._progress import with_progress
-from ..._text import bytes_in
+from ..._text import bytes_in, shown
 from ...disk.file import ExpertsFile, Layer, written
 from ...disk.pool import Pools, least_memory, slots_in
 from ...disk.stored import StoredExperts
 from ...macs import memory_for_models
-from ..basics.interface import Experts, experts_of, is_quantized, projections
+from ..basics.interface import Experts, experts_of, formats_of, is_quantized, projections
 from ..modules.experts import pinned_config
 from ..modules.experts_on_disk import (
     OnDisk,
@@ -31,7 +31,7 @@ from ..modules.experts_on_disk import (
     turned,
 )
 from .cutting import cutting
-from .layouts.files import checkpoint_files, sample_of
+from .layouts.files import checkpoint_files
 from .quantize.sizes import large_tables, room_for_experts, top_k, total_bytes
 from .quantizer import quantizer_for
 from .rows import rows_of
@@ -39,6 +39,7 @@ from .source import Source
 from .write.parts import Parts
 
 AUTO = "auto"
+_MOST = 1 << 60  # bytes: more than any memory
 NAME = "experts.moe_mps"  # the file beside a checkpoint's
 
 
@@ -50,7 +51,7 @@ def path_of(source: Source) -> Path:
 
 
 def experts_file(
-    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
+    source: Source, recipe: Mapping[str, Any] | None, model: nn.Module, layers: list[Layer]
 ) -> ExpertsFile | StoredExperts:
     """Experts as `from_pretrained` would load them: in the checkpoint's own files, or in a file of them.
 
@@ -58,30 +59,34 @@ def experts_file(
 
     Args:
         recipe: arguments of `accelerate`, by which weights are quantised.
-        layers: by `layers_of`.
+        model, layers: by `placed` and `layers_of`.
 
     Raises: ValueError for a file of another checkpoint or recipe, or without space on the disk; OSError.
     """
-    path, files = path_of(source), _files(source)
-    key = _key(source, files, recipe)
+    path, files, key = path_of(source), _files(source), _key(source, model)
     if not path.exists():
         if (stored := _stored(source, recipe, layers, key)) is not None:
             return stored
-        _write_file(path, key, source, recipe, layers)
-    if (file := ExpertsFile(path, key)).layers != layers:
+        _write_file(path, key, source, files, recipe, layers)
+    if (file := ExpertsFile(path, key, files)).layers != layers:
         raise ValueError(f"{path} has its experts for another device: remove it")
     return file
 
 
 def _write_file(
-    path: Path, key: str, source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer]
+    path: Path,
+    key: str,
+    source: Source,
+    files: list[str],
+    recipe: Mapping[str, Any] | None,
+    layers: list[Layer],
 ) -> None:
     own: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
     own["trust_remote_code"] = source.others.get("trust_remote_code") or False
     model_class = source.cls if isinstance(source.cls, type) else None
-    checkpoint = _files(source)[0] if source.gguf is not None else source.folder
+    checkpoint = files[0] if source.gguf is not None else source.folder
     with (
-        written(path, key, layers) as new,
+        written(path, key, layers, files) as new,
         Parts(checkpoint, model_class=model_class, recipe=recipe, **own) as parts,
     ):
         for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
@@ -155,19 +160,23 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
 
     For AUTO, a line on stderr says what was chosen. A plan that a command has made stays.
 
-    Raises: ValueError for another text, a memory that is too small, and a model without experts.
+    Raises: ValueError for another text, a memory that is too small or larger than the GPU's, a device
+        without memory, and a model without experts.
     """
     if isinstance(asked, Plan):
         return asked
-    memory, is_auto = bytes_in(str(asked)), asked == AUTO
+    is_auto = asked == AUTO
+    memory = bytes_in(str(asked)) if not isinstance(asked, int) or asked < _MOST else _MOST
     if not is_auto and (memory is None or isinstance(asked, bool)):
         expected = f'bytes, a text such as "20GB", or "{AUTO}"'
-        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {asked!r}")
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {shown(asked)}")
     model, limit = placed(source, recipe), memory_for_models(torch.backends.mps.is_available())
     experts, weights = [*experts_of(model).values()], total_bytes(model)
     if is_auto and not experts:
         return _all_in_memory(f"{type(model).__name__} has no experts")
-    layers = layers_of(model, "mps" in str(source.others.get("device_map")))
+    places = source.others.get("device_map")
+    on_mps = "mps" in str(places)
+    layers = layers_of(model, on_mps)
     tables = _tables(source, recipe, model, limit)
     rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
     sizes = f"{weights / 1e9:.2f} GB of weights, {limit / 1e9:.2f} GB of memory"
@@ -183,11 +192,23 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
             return _all_in_memory(f"all experts are in memory, {why}: {sizes}")
         got = f"{memory / 1e9:.3g} GB"
         raise ValueError(f"moe_mps::from_pretrained: experts_memory must be at least {expected}, got {got}")
+    taken, rest = least_memory(layers, slots), weights - rows - sum(map(total_bytes, experts))
+    if on_mps and not is_auto and taken + rest > limit:
+        most = f"{max(0, limit - rest) / 1e9:.3g} GB, as the GPU may have {limit / 1e9:.3g} GB"
+        expected = f"at most {most} and the other weights are {rest / 1e9:.3g} GB"
+        got = f"{memory / 1e9:.3g} GB"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
     if is_auto:
         disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
         _print_choice(f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}")
     plan = Plan(slots, layers, tables, model)
-    return plan if plan.on_disk or tables is not None else None
+    if not plan.on_disk and tables is None:
+        return None
+    for place in map(str, places.values() if isinstance(places, Mapping) else [places]):
+        if place in ("meta", "disk"):
+            expected = "a device with memory where experts are on the disk (experts_memory)"
+            raise ValueError(f"moe_mps::from_pretrained: device_map must be {expected}, got {place}")
+    return plan
 
 
 def _all_in_memory(why: str) -> Plan | None:
@@ -205,7 +226,7 @@ def _tables(
     """Embeddings that are too large for memory, where the checkpoint's files have their rows."""
     every = (_layer_of_rows(name, model.get_submodule(name)) for name in large_tables(model, limit))
     layers = [layer for layer in every if layer is not None]
-    return _stored(source, recipe, layers, _key(source, _files(source), recipe)) if layers else None
+    return _stored(source, recipe, layers, _key(source, model)) if layers else None
 
 
 def _files(source: Source) -> list[str]:
@@ -216,24 +237,15 @@ def _files(source: Source) -> list[str]:
     return [str(file) for file in checkpoint_files(source.folder)]
 
 
-def _key(source: Source, files: list[str], recipe: Mapping[str, Any] | None) -> str:
-    """Digest of what a file of experts depends on: a sample of each tensor, the recipe, and the dtype."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        digest.update(_sample_of_gguf(file) if source.gguf is not None else sample_of(file))
-    digest.update(json.dumps([recipe, str(source.skeleton().dtype)], sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _sample_of_gguf(path: str) -> bytes:
-    """Samples at even distances: its header is among the first."""
-    size = Path(path).stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        parts = [size.to_bytes(8, "little"), file.read(1 << 20)]
-        for place in range(0, size, max(1, size >> 12)):
-            file.seek(place)
-            parts.append(file.read(64))
-    return b"".join(parts)
+def _key(source: Source, model: Any) -> str:
+    """Digest of what experts depend on beside the checkpoint's files: how these and the model have them."""
+    formats = {
+        name: {projection: format.name for projection, format in formats_of(experts).items()}
+        for name, experts in experts_of(model).items()
+        if is_quantized(experts)
+    }
+    about = json.dumps([source.stored, formats, str(model.config.dtype)], sort_keys=True, default=str)
+    return hashlib.sha256(about.encode()).hexdigest()
 
 
 def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
@@ -274,7 +286,7 @@ def reading_beside_the_disk(
 
     Raises: as `experts_file`, before that.
     """
-    experts = experts_file(source, recipe, plan.layers) if plan.on_disk else None
+    experts = experts_file(source, recipe, plan.model, plan.layers) if plan.on_disk else None
     names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
 
     def cut(model: Any, device: torch.device) -> Callable[[], None]:

@@ -36,6 +36,7 @@ from .layouts.dense import DenseLayout
 from .layouts.layout import Layout, Section
 from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
+from .others.schemes import METHODS
 from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .own.reading import OwnLayout
 from .quantize.decision import drop_packed, weights_of
@@ -77,14 +78,24 @@ def get_hf_quantizer(
             asked = _for_gguf(config, asked, gguf_file)
         with _reading_gguf() if isinstance(asked, QuantizationConfig) else contextlib.nullcontext():
             return own(config, asked, *args, **kwargs)
-    if isinstance(stored, dict) and is_for_us(stored, None if is_ours(asked) else asked):
-        if (why := _WHY.get(stored.get("quant_method", ""))) is not None:
-            method = stored["quant_method"]
-            print(f"torch_moe_mps: the {method} checkpoint stays packed: {why}", file=sys.stderr)
-        read = _as_ours(stored)
+    if isinstance(stored, dict) and (read := _read_by_us(stored, asked)) is not None:
         stored.clear()  # in place: transformers keeps the dict
         stored.update(read)
+        if "wanted" in read:
+            asked = None  # transformers would refuse a second config
     return own(config, asked, *args, **kwargs)
+
+
+def _read_by_us(stored: dict[str, Any], asked: Any) -> dict[str, Any] | None:
+    """The arguments of QuantizationConfig for a quantised checkpoint; None leaves it to transformers."""
+    method = stored.get("quant_method", "")
+    if method in METHODS and isinstance(asked, QuantizationConfig):
+        return _as_ours(stored) | {"wanted": asked.arguments(), "importance": asked.importance}
+    if not is_for_us(stored, None if is_ours(asked) else asked):
+        return None
+    if (why := _WHY.get(method)) is not None:
+        print(f"torch_moe_mps: the {method} checkpoint stays packed: {why}", file=sys.stderr)
+    return _as_ours(stored)
 
 
 def _for_gguf(config: Any, asked: Any, gguf_file: str) -> Any:
@@ -150,8 +161,9 @@ class Quantizer(HfQuantizer):
 
     @property
     def streams(self) -> bool:
-        """True if the checkpoint is dense, or dequantised while it is read."""
-        return not self.pre_quantized or self.quantization_config.source is not None
+        """True if weights are quantised while the checkpoint is read."""
+        config = self.quantization_config
+        return not self.pre_quantized or config.source is not None or config.wanted is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
@@ -184,18 +196,19 @@ class Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         _keep_float32(model)
         config = self.quantization_config
-        if self.streams:
-            self.layout = DenseLayout(model, config.source)
+        if not self.pre_quantized or config.source is not None:
+            self.layout = DenseLayout(model, config.source == FROM_GGUF)
         else:
             # Its patterns ("scale") fit our names ("scales").
             vars(model)["_get_dtype_plan"] = lambda dtype: {}
             self.layout = layout_of(config, model, kwargs["checkpoint_files"], self.section)
         leave_out(model, self.layout.absent)
         report = QuantizationReport()
-        if self.streams or config.wanted is not None:  # a report of the checkpoint's weights is wanted
+        if self.streams:
             weights = weights_of(model, config.recipe())
             self.wanted, report.skipped, report.sizes, report.notes = weights
             self.report = report
+            self.layout.drop_float8(self.wanted)
             drop_packed(self.wanted, self.layout.targets, report, config.may_leave)
             if config.importance is not None:
                 report.importance = config.importance.assign(model, self.wanted)

@@ -155,8 +155,6 @@ class Source:
                 return {**self.stored, **wanted}
             case "mxfp4":
                 return {**Format(mode="mxfp4").to_dict(), **wanted}
-            case "fp8" if asked is not None:
-                return {**asked, "source": dict(self.stored), "importance": importance}
             case method if method in METHODS:
                 return {"other": dict(self.stored), **wanted}
         return None

@@ -15,6 +15,7 @@ from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops.experts import moe_experts
 from ...ops.slots import using_slots
 from ...quantization import TENSORS
+from ..basics.configs import EXPERTS, plain_config
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
 from ..basics.state import MADE, Made, depends_on, holds, kept, recording, state_in, state_of
@@ -27,7 +28,6 @@ from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-IMPLEMENTATION = "_experts_implementation"  # the attribute of a config
 # The attribute of quantised experts with the adapters of a call: {projection: [(A, B, scaling)]}, as
 # expert_lora takes them.
 ADDED = "_moe_mps_added"
@@ -265,8 +265,10 @@ def experts_forward(
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     if (on_disk := self.__dict__.get(ON_DISK)) is None:
         return _forward(self, hidden_states, top_k_index, top_k_weights)
-    if runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self):
+    if runs_eager(self, hidden_states, top_k_weights):
         on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+    if _activation_is_observed(self):
+        on_disk.refuse("a hook on act_fn, or another forward of it, needs all experts in memory")
     with using_slots:
         module, ids = on_disk.ready(self, top_k_index)
         return _forward(module, hidden_states, ids, top_k_weights)
@@ -294,8 +296,9 @@ def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
     dispatch: Any = type(experts).forward  # to implementations; it wraps the eager forward
     own: Callable[..., Tensor] = dispatch.__wrapped__
-    _, before = state_in(experts).previous.get(IMPLEMENTATION, (None, None))
-    return ALL_EXPERTS_FUNCTIONS.get(before, own) if dtype in ACTIVATION_DTYPES else own
+    name = getattr(plain_config(experts.config), EXPERTS)
+    is_chosen = name != NAME and dtype in ACTIVATION_DTYPES
+    return ALL_EXPERTS_FUNCTIONS.get(name, own) if is_chosen else own
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -3,18 +3,22 @@
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
-from ...disk.file import Layer
+from ...disk.file import Layer, dtype_of
 from ...disk.pool import Counters, Pool, Pools
 from ...ops.slots import using_slots
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
+from ..basics.tensors import ABOUT, Deferred
 from ..graphs.tracing import LeftAlone
+from .experts import NAME
 
 ops = torch.ops.moe_mps
 
@@ -28,7 +32,7 @@ class OnDisk(Beside):
     """
 
     def __init__(self, pool: Pool, pools: Pools):
-        self.pool, self.pools, self.key = pool, pools, pool.reader.file.key
+        self.pool, self.pools, self.key = pool, pools, pool.reader.file.fingerprint
 
     def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
         """The module with the weights of some experts in memory, and the rows of those for the ids.
@@ -52,7 +56,7 @@ class OnDisk(Beside):
         staging.read(number, needed)
         return _with_weights(module, turned(self.pool.about, staging.tensors[number])), ids
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> NoReturn:
         """Raises: ValueError that names the module."""
         raise ValueError(f"moe_mps::experts_memory: {self.pool.about.name} is on the disk: {why}")
 
@@ -61,6 +65,38 @@ class OnDisk(Beside):
 
     def __reduce__(self) -> Any:
         self.refuse("it cannot be saved")
+
+
+class Unreadable(Deferred):
+    """Weight in a state dict whose rows are on the disk: its shape, dtype and device; all else is refused.
+
+    Adapters are saved from state dicts with such weights, which they leave out.
+    """
+
+    on_disk: OnDisk
+
+    @staticmethod
+    def of(on_disk: OnDisk, name: str) -> Any:
+        about, device = on_disk.pool.about, on_disk.pool.tensors[name].device
+        shape = turned(about, {name: on_disk.pool.tensors[name]})[name].shape[1:]
+        own: dict[str, Any] = {"on_disk": on_disk, "_is_hf_initialized": True}
+        return Unreadable.made((about.experts, *shape), dtype_of(about.tensors[name][0]), device, **own)
+
+    def elements(self) -> NoReturn:
+        self.on_disk.refuse("it cannot be saved or copied")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in ABOUT:
+            next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).elements()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_to_save(own: OnDisk, module: nn.Module, state: dict[str, Any], prefix: str, about: Any) -> None:
+    """Hook of state dicts: the weights in it refuse to be saved."""
+    for name in own.pool.tensors:
+        state[f"{prefix}{name}"] = Unreadable.of(own, name)
 
 
 def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,12 +109,13 @@ def put_on_disk(module: nn.Module, own: OnDisk) -> None:
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for tensor in own.pool.tensors.values():
-            empty = tensor[:0]
+            empty = tensor.new_empty(0)  # no view: a function may give its memory another place
             if (made := function(empty)).device != empty.device or made.dtype != empty.dtype:
                 own.refuse("its device and dtype are those that from_pretrained was given")
         return module
 
     vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
+    module.register_state_dict_post_hook(partial(_refuse_to_save, own))  # pickle meets `own`, and is refused
 
 
 def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
@@ -120,7 +157,21 @@ def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         raise ValueError("moe_mps::experts_memory: a model whose experts are on the disk cannot be saved")
 
+    def set_experts_implementation(asked: str | dict[str, str]) -> None:
+        model: Any = own()
+        # `generate` itself asks for these on a GPU, and for what there was
+        known = {NAME, "grouped_mm", "batched_mm", *model.get_experts_implementation().values()}
+        if others := {*(asked.values() if isinstance(asked, dict) else [asked])} - known:
+            expected = f'"{NAME}" where experts are on the disk'
+            got = ", ".join(sorted(map(repr, others)))
+            raise ValueError(
+                f"moe_mps::experts_memory: the experts implementation must be {expected}, got {got}"
+            )
+        type(model).set_experts_implementation(model, asked)
+
     vars(model).update(_apply=_apply, save_pretrained=save_pretrained)
+    if expert_pools(model) is not None:
+        vars(model)["set_experts_implementation"] = set_experts_implementation
 
 
 def _with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:

@@ -17,18 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..basics.state import made_as, restore_class, subclass
-from ..basics.tensors import Deferred
+from ..basics.tensors import ABOUT, Deferred
 
 LARGEST = 1 << 24  # logits of a chunk: 64 MiB in float32
 _CHUNKING = "chunking losses"  # the kind of the classes that `_chunking_class` makes
 _LABELS = "labels"
 
-# Questions about a tensor that its elements do not answer.
-_ABOUT = {
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__, Tensor.is_mps.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.__repr__,
-}  # fmt: skip
 # Functions of each element for itself, if their other arguments are numbers or dtypes.
 _POINTWISE = {
     Tensor.float, Tensor.to, Tensor.tanh, torch.tanh, Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__,
@@ -105,7 +99,7 @@ class Logits(Deferred):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _ABOUT:
+            if func in ABOUT:
                 return func(*args, **kwargs)
             first = args[0] if args else None
             known = first._known(func, args[1:], kwargs) if isinstance(first, Logits) else NotImplemented

@@ -63,7 +63,7 @@ class ChatCompletions(Protocol):
             served.say_once("web_search_options are left out: this server searches nothing")
         messages = conversation.messages(body["messages"], "messages", served.say_once)
         own = conversation.tools(body.get("tools"), "tools", served.say_once)
-        tools, forced = conversation.chosen(body, own)
+        tools, forced = conversation.chosen(body.get("tool_choice"), own)
         schema = schema_of(body.get("response_format"), "response_format")
         variables = conversation.effort(body.get("reasoning_effort"))
         variables |= body.get("chat_template_kwargs") or {}
@@ -75,6 +75,7 @@ class ChatCompletions(Protocol):
             form=None if forced else schema,  # OpenAI's clients ask for both
             forced=forced,
             form_field="tool_choice" if forced else "response_format",
+            is_parallel=body.get("parallel_tool_calls") is not False,
             logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
             count=body.get("n") or 1,
             **common(body),
@@ -171,9 +172,9 @@ def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:
 
 
 def finish_reason(answer: Answer) -> str:
-    if answer.calls:
-        return "tool_calls"
-    return "length" if answer.reason == "length" else "stop"
+    if answer.reason == "length":
+        return "length"
+    return "tool_calls" if any(call.is_whole for call in answer.calls) else "stop"
 
 
 def usage(answers: Answers) -> dict[str, Any]:

@@ -74,9 +74,9 @@ def _prompts(value: Any) -> list[Chat | str | list[int]]:
     """Prompts of a field with one or several texts or token lists. Raises: Refused."""
     if _is_prompt(value):
         return [value]
-    if isinstance(value, list) and 0 < len(value) <= limits.PROMPTS and all(map(_is_prompt, value)):
+    if isinstance(value, list) and 0 < len(value) <= limits.ANSWERS and all(map(_is_prompt, value)):
         return [*value]
-    expected = f"a text, a list of tokens, or a list of at most {limits.PROMPTS} of these"
+    expected = f"a text, a list of tokens, or a list of at most {limits.ANSWERS} of these"
     raise wrong("prompt", expected, value)
 
 

@@ -89,18 +89,22 @@ def _calls(values: Any, where: str, say: Say) -> list[dict[str, Any]]:
         custom = value.get("custom") if isinstance(value, dict) else None
         function = (value.get("function") or value) if isinstance(value, dict) else None
         if isinstance(custom, dict) and isinstance(custom.get("name"), str):
-            made.append(call(value.get("id"), custom["name"], {"input": str(custom.get("input", ""))}))
+            made.append(call(value.get("id"), custom["name"], {"input": str(custom.get("input", ""))}, say))
         elif isinstance(function, dict) and isinstance(function.get("name"), str):
-            made.append(call(value.get("id"), function["name"], arguments(function.get("arguments"), say)))
+            made.append(call(value.get("id"), function["name"], function.get("arguments"), say))
         else:
             raise wrong(f"{where}[{number}]", "a function with a name and arguments", value)
     return made
 
 
-def call(name: Any, function: str, arguments: Any) -> dict[str, Any]:
-    """Tool call in the form of chat templates."""
-    made = {"type": "function", "function": {"name": function, "arguments": arguments}}
-    return {"id": name, **made} if isinstance(name, str) else made
+def call(name: Any, function: str, value: Any, say: Say) -> dict[str, Any]:
+    """Tool call with its arguments as an object, and as the client's `text` if there is one.
+
+    `CallForm.convert` keeps one of them. The prefix cache knows the text, as the model has written it.
+    """
+    made: dict[str, Any] = {"id": name} if isinstance(name, str) else {}
+    made |= {"type": "function", "function": {"name": function, "arguments": arguments(value, say)}}
+    return made | {"text": value} if value and isinstance(value, str) else made
 
 
 def arguments(value: Any, say: Say) -> Any:
@@ -201,12 +205,11 @@ def tools(values: Any, field: str, say: Say) -> list[Tool]:
         raise
 
 
-def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | None]:
+def chosen(choice: Any, own: list[Tool]) -> tuple[list[Tool], Forced | None]:
     """(tools that the model may call, forced tools) for a `tool_choice`.
 
     Raises: Refused for an invalid choice.
     """
-    choice, parallel = body.get("tool_choice"), body.get("parallel_tool_calls") is not False
     if choice is None or choice == "auto":
         return own, None
     if choice == "none":
@@ -214,8 +217,8 @@ def chosen(body: dict[str, Any], own: list[Tool]) -> tuple[list[Tool], Forced | 
     if choice == "required":
         if not own:
             raise wrong("tools", "a list of at least one tool with 'tool_choice' required", [])
-        return own, Forced(own, None, parallel)
-    return own, Forced(own, _named(choice, own).name, parallel)
+        return own, Forced(own, None)
+    return own, Forced(own, _named(choice, own).name)
 
 
 def _named(choice: Any, own: list[Tool]) -> Tool:

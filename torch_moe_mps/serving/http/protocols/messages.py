@@ -3,12 +3,13 @@
 import json
 from typing import Any
 
-from ...engine.ranges import DRAWS, integer
+from ...engine.ranges import integer
 from ..answer import Answer, Arguments, Call, Item, Piece, new_id
 from ..answers import Answers
 from ..request import (
     OBJECT,
     SHARED,
+    STOPS,
     Chat,
     Fields,
     Forced,
@@ -16,7 +17,7 @@ from ..request import (
     Request,
     Tool,
     common,
-    instance,
+    stops_of,
     wrong,
 )
 from ..served import Served
@@ -30,10 +31,9 @@ _FIELDS = Fields(
         "max_tokens": integer(1),
         "output_config": OBJECT,
         "output_format": OBJECT,
-        "stop_sequences": instance(list, "a list of texts"),
+        "stop_sequences": STOPS,
         "thinking": OBJECT,
         "tool_choice": OBJECT,
-        "top_k": DRAWS["top_k"],
     },
     needed="messages",
     others=frozenset({
@@ -60,10 +60,7 @@ class Messages(Protocol):
         request = self.read_prompt(body, served)
         if body.get("max_tokens") is None:
             raise Refused("'max_tokens' must be there, got none.", "max_tokens", "missing_required_parameter")
-        stops = body.get("stop_sequences") or []
-        if not all(isinstance(stop, str) and stop for stop in stops):
-            raise wrong("stop_sequences", "a list of texts, none of them empty", stops)
-        request.stops = tuple(stop for stop in stops if stop.strip())
+        request.stops = tuple(stop for stop in stops_of(body.get("stop_sequences")) if stop.strip())
         return request
 
     def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
@@ -84,11 +81,12 @@ class Messages(Protocol):
             form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else "output_config.format",
+            is_parallel=not (body.get("tool_choice") or {}).get("disable_parallel_tool_use"),
             **common(body),
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
-        content = [_block(block) for block in blocks(answers.answers[0])]
+        content = [_block(block) for block in blocks(answers.answers[0].items)]
         return _message(request, served) | {"content": content, **_ending(answers), "usage": _usage(answers)}
 
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
@@ -117,12 +115,10 @@ class _Events(Writer):
             return begun + self._delta({"type": f"{name}_delta", name: item.text})
         if isinstance(item, Call):
             return self._close() + self._start("call", _block(item) | {"input": {}})
+        is_object = item.call.parts[0].startswith("{")
         if isinstance(item, Arguments):
-            text = item.text
-            if not item.call.parts[0].startswith("{"):  # no object, which comes at once
-                text = json.dumps(_block(item.call)["input"])
-            return self._delta({"type": "input_json_delta", "partial_json": text})
-        return self._close()
+            return self._input(item.text) if is_object else ""
+        return ("" if is_object else self._input(json.dumps(_block(item.call)["input"]))) + self._close()
 
     def end(self) -> str:
         delta = {"delta": _ending(self.answers), "usage": _usage(self.answers)}
@@ -143,6 +139,9 @@ class _Events(Writer):
 
     def _delta(self, delta: dict[str, Any]) -> str:
         return self._event("content_block_delta", {"index": self._index, "delta": delta})
+
+    def _input(self, text: str) -> str:
+        return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _close(self) -> str:
         if not self._open:
@@ -234,8 +233,8 @@ def _of_assistant(reader: _Content, values: list[Any], where: str) -> list[dict[
         if kind == "tool_use":
             if not isinstance(block.get("name"), str):
                 raise wrong(f"{where}[{place}].name", "a text", block.get("name"))
-            arguments = conversation.arguments(block.get("input"), reader.served.say_once)
-            call = conversation.call(block.get("id"), block["name"], arguments)
+            say = reader.served.say_once
+            call = conversation.call(block.get("id"), block["name"], block.get("input"), say)
             message.setdefault("tool_calls", []).append(call)
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
@@ -291,11 +290,7 @@ def _chosen(body: dict[str, Any], tools: list[Tool]) -> tuple[list[Tool], Forced
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": choice}
     if not isinstance(choice.get("type"), str) or choice["type"] not in kinds:
         raise wrong("tool_choice.type", "auto, any, tool or none", choice.get("type"))
-    asked = {
-        "tool_choice": kinds[choice["type"]],
-        "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
-    }
-    return conversation.chosen(asked, tools)
+    return conversation.chosen(kinds[choice["type"]], tools)
 
 
 def _variables(body: dict[str, Any]) -> dict[str, Any]:
@@ -333,12 +328,12 @@ def _message(request: Request, served: Served) -> dict[str, Any]:
 def _ending(answers: Answers) -> dict[str, Any]:
     answer: Answer = answers.answers[0]
     reason = "end_turn"
-    if answer.calls:
+    if answer.reason == "length":
+        reason = "max_tokens"
+    elif any(call.is_whole for call in answer.calls):
         reason = "tool_use"
     elif answer.stop is not None:
         reason = "stop_sequence"
-    elif answer.reason == "length":
-        reason = "max_tokens"
     return {"stop_reason": reason, "stop_sequence": answer.stop}
 
 

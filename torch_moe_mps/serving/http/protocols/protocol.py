@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from ..answer import Answer, Call, Item, Piece
+from ..answer import Call, Item, Piece
 from ..answers import Answers
 from ..request import Refused, Request
 from ..served import Served
@@ -72,10 +72,10 @@ class Text:
         return "".join(delta.text for delta in self.deltas)
 
 
-def blocks(answer: Answer) -> list[Text | Call]:
-    """Answer as a list of texts and tool calls, in order."""
+def blocks(items: list[Piece | Call]) -> list[Text | Call]:
+    """Items of an answer as a list of texts and tool calls, in order."""
     made: list[Text | Call] = []
-    for item in answer.items:
+    for item in items:
         last = made[-1] if made else None
         if isinstance(item, Call):
             made.append(item)

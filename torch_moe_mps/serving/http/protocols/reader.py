@@ -1,26 +1,37 @@
 """Streaming parser of answers: text, reasoning and tool calls.
 
 `Reader` is one state machine for all formats. Its states are generators that yield to wait for more text.
-Each character is compared with the marks of one state, so parsing takes linear time; only a possible start of
-a mark is held back.
+Each character is compared with the marks of one state, so parsing takes linear time. Only a possible start
+of a mark or a call is held back. It is text as soon as it can be neither.
 """
 
 import functools
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import regex
 
 from .forms import Form, Tags
+from .values import OTHER, TEXT, Kind, escaped, in_json, is_json, kind_of, literal, python_literal
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 Show = Callable[[str], object]
-_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}  # a call in JSON may have these
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_ESCAPES = {"'": "'", "\n": "", "x": "\\u00"}  # Python's, by the character behind the backslash
-_HARMONY_CALL = "to=functions."  # begins an answer, too, where the prompt has the rest of the header
-_HARMONY_NAME = re.compile(r"to=functions\.([^\s<]+)")
+_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}  # a call in JSON may begin with these
+_HEX = "0123456789abcdefABCDEF"
+_ESCAPES = {"x": (2, _HEX), "u": (4, _HEX), "U": (8, _HEX)} | dict.fromkeys("01234567", (2, "01234567"))
+_QUOTES = ('"""', "'''", '"', "'")
+_CALL = regex.compile(r"(?P<name>[\w.-]{1,256})\s{0,64}\(")  # in Python
+_KEYWORD = regex.compile(r"(\w{1,256})\s{0,64}=")
+# Harmony's marks, and the header between a message's first mark and its text.
+_BEGINS, _ENDS = ("<|start|>", "<|channel|>"), ("<|end|>", "<|return|>", "<|call|>")
+_TO = r"\s{0,8}(?:to=(?:functions\.(?P<name>[^\s<]{1,256})|[^\s<]{1,256}))?"
+_HEADER = regex.compile(
+    rf"(?:<\|(?:end|return|call)\|>\s{{0,64}}(?=<))?(?:<\|start\|>\w{{1,64}})?{_TO}"
+    rf"(?:<\|channel\|>(?P<kind>\w{{1,64}}){_TO}\s{{0,8}}(?:<\|constrain\|>)?\w{{0,64}}\s{{0,8}})?<\|message\|>"
+)
 _INK = re.compile(r"\S")
 
 
@@ -35,7 +46,12 @@ class Sink(Protocol):
     def arguments(self, text: str) -> object:
         """Called with the next part of the last call's JSON arguments."""
 
-    def end_call(self) -> object: ...
+    def end_call(self, is_whole: bool) -> object:
+        """Called at the end of a call.
+
+        Args:
+            is_whole: False if its arguments are no JSON.
+        """
 
 
 class _Scanner:
@@ -44,32 +60,51 @@ class _Scanner:
     _steps: Steps[None]
 
     def __init__(self) -> None:
-        self._text, self._at, self._is_last = "", 0, False
-        self._raw: list[str] | None = None  # the text of a call that has no name yet
+        self._text, self._at, self._is_last, self._is_cut = "", 0, False, False
+        self._raw: list[str] | None = None  # text read so far that may be a call
 
     def feed(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
         next(self._steps, None)
 
-    def end(self) -> None:
-        """Flushes text held back at the end; an incomplete call stays incomplete."""
-        self._is_last = True
+    def end(self, is_cut: bool) -> None:
+        """Flushes what is held back.
+
+        Args:
+            is_cut: True if the model did not end the answer itself. The beginning of a call is no text then.
+        """
+        self._is_last, self._is_cut = True, is_cut
         self.feed("")
 
-    def _value(self, show: Show) -> Steps[bool]:
-        """Copies a JSON value, of a string its content. Returns: True if it is complete."""
+    @property
+    def _is_over(self) -> bool:
+        return self._is_last and self._at == len(self._text)
+
+    def _value(self, show: Show, ends: tuple[str, ...]) -> Steps[bool]:
+        """Copies a JSON value, of a string its content.
+
+        Args:
+            ends: marks that end a broken value. They are left unread, and have no meaning inside of strings.
+
+        Returns: True if it is complete.
+        """
         char = yield from self._ink()
         if char == '"':
             text = yield from self._string()
             show(text or "")
             return text is not None
         if char not in ("{", "["):
-            return (yield from self._until((",", "}", "]"), show, keeps=True)) is not None
-        depth = 0
-        while (mark := (yield from self._until(('"', "{", "}", "[", "]"), show))) is not None:
+            return (yield from self._until((), show, (",", "}", "]", *ends))) in (",", "}", "]")
+        return (yield from self._rest(0, show, ends))
+
+    def _rest(self, depth: int, show: Show, ends: tuple[str, ...]) -> Steps[bool]:
+        """Copies an object or a list to its end, from so many open brackets on. Returns: as `_value`."""
+        while (mark := (yield from self._until(('"', "{", "}", "[", "]"), show, ends))) is not None:
+            if mark in ends:
+                return False
             show(mark)
             if mark == '"':
-                yield from self._quoted(show)
+                yield from self._quoted(mark, show)
             else:
                 depth += 1 if mark in "{[" else -1
                 if not depth:
@@ -80,44 +115,84 @@ class _Scanner:
         """Content of a JSON string, or None if there is none."""
         parts = ['"']
         self._pass(1)
-        yield from self._quoted(parts.append)
+        yield from self._quoted('"', parts.append)
         try:
-            return str(json.loads("".join(parts), strict=False))
+            text = str(json.loads("".join(parts), strict=False))
+            text.encode()  # half of a pair has no UTF-8
         except ValueError:
             return None
+        return text
 
-    def _quoted(self, show: Show) -> Steps[None]:
-        """Copies a JSON string after its first quote."""
-        while (mark := (yield from self._until(('"', "\\"), show))) is not None:
+    def _quoted(self, quote: str, show: Show) -> Steps[None]:
+        """Copies a string after its first quote."""
+        while (mark := (yield from self._until((quote, "\\"), show))) is not None:
             show(mark)
-            if mark == '"':
+            if mark == quote:
                 return
-            show((yield from self._one()))
+            yield from self._peek()
+            show(self._pass(1))
 
-    def _until(self, marks: tuple[str, ...], show: Show, keeps: bool = False) -> Steps[str | None]:
-        """Copies text up to one of the marks. Returns: the mark, or None at the end of the answer.
+    def _until(self, marks: tuple[str, ...], show: Show, ends: tuple[str, ...] = ()) -> Steps[str | None]:
+        """Copies text up to a mark. Returns: the mark, or None at the end of the answer.
+
+        Args:
+            ends: more marks, which are left unread.
+        """
+        both = (*marks, *ends)
+        pattern, firsts, longest = _compiled(both)
+        while True:
+            text, found = self._text, pattern.search(self._text, self._at)
+            end = len(text) if found is None else found.start()
+            if not self._is_last:  # the beginning of a mark, or of a longer one than was found
+                for at in range(max(self._at, len(text) - longest + 1), min(end + 1, len(text))):
+                    if text[at] in firsts and any(
+                        mark.startswith(text[at:]) for mark in both if mark != text[at:]
+                    ):
+                        end, found = at, None
+                        break
+            if before := self._pass(end - self._at):
+                show(before)
+            if found is not None:
+                if found[0] in marks:
+                    self._pass(len(found[0]))
+                return found[0]
+            if self._is_last:
+                return None
+            yield
+
+    def _here(self, marks: tuple[str, ...], keeps: bool = False) -> Steps[str | None]:
+        """Reads blanks and the mark that stands behind them. Returns: it, or None if none does.
 
         Args:
             keeps: True to leave the mark unread.
         """
-        pattern, firsts, longest = _compiled(marks)
+        if not (yield from self._ink()) or not marks:
+            return None
+        longest = max(map(len, marks))
         while True:
-            text = self._text
-            if found := pattern.search(text, self._at):
-                if before := self._pass(found.start() - self._at):
-                    show(before)
-                if not keeps:
-                    self._pass(len(found[0]))
-                return found[0]
-            end = len(text)
-            if not self._is_last:
-                for at in range(max(self._at, end - longest + 1), end):
-                    if text[at] in firsts and any(mark.startswith(text[at:]) for mark in marks):
-                        end = at
-                        break
-            if before := self._pass(end - self._at):
-                show(before)
+            rest = self._text[self._at : self._at + longest]
+            if not any(mark.startswith(rest) and mark != rest for mark in marks):
+                break
             if self._is_last:
+                if self._is_cut:
+                    self._pass(len(rest))
+                break
+            yield
+        found = max((mark for mark in marks if rest.startswith(mark)), key=len, default=None)
+        if found and not keeps:
+            self._pass(len(found))
+        return found
+
+    def _match(self, pattern: regex.Pattern[str]) -> Steps[regex.Match[str] | None]:
+        """Reads what a pattern matches here. Returns: None as soon as it cannot match, nothing read."""
+        while True:
+            can_grow = not self._is_last or self._is_cut
+            found = pattern.match(self._text, self._at, partial=can_grow)
+            if found is None or not found.partial:
+                self._pass(0 if found is None else found.end() - self._at)
+                return found
+            if self._is_last:
+                self._pass(len(self._text) - self._at)
                 return None
             yield
 
@@ -138,17 +213,17 @@ class _Scanner:
         show(self._pass(found.start() - self._at))
         return found[0]
 
-    def _one(self) -> Steps[str]:
-        """Reads the next character."""
+    def _peek(self) -> Steps[str]:
+        """Next character, left unread; "" at the end."""
         while self._at == len(self._text) and not self._is_last:
             yield
-        return self._pass(1)
+        return self._text[self._at : self._at + 1]
 
     def _pass(self, count: int) -> str:
-        """Emits text to the current sink."""
+        """Reads characters that are there."""
         text = self._text[self._at : self._at + count]
         self._at += len(text)
-        if self._raw is not None:
+        if self._raw is not None and text:
             self._raw.append(text)
         return text
 
@@ -165,6 +240,7 @@ class Reader(_Scanner):
 
     def __init__(self, form: Form, sink: Sink, schemas: Mapping[str, Any]):
         self._form, self._sink, self._schemas = form, sink, schemas
+        self._arguments: list[str] = []  # the last call's, in parts
         super().__init__()
         self.is_thinking = False
         self._steps = self._harmony() if form.arguments == "harmony" else self._answer()
@@ -173,176 +249,221 @@ class Reader(_Scanner):
     # Answers
 
     def _answer(self) -> Steps[None]:
-        form, (begin, end) = self._form, self._form.thought
-        marks = (begin, *form.begins, *form.around)
-        while (mark := (yield from self._until(marks, self._sink.text))) is not None:
-            if mark == begin:
-                yield from self._thought((end,))
-            elif mark in form.begins:
-                self._raw = [mark]
-                yield from self._calls(mark)
-                if self._raw is None and form.needs_tool:
-                    yield from self._skip(";")
-                self._raw = None
+        form, sink = self._form, self._sink
+        marks = (form.thought[0], *form.opens, *form.begins)
+        while (mark := (yield from self._until(marks, sink.text))) is not None:
+            yield from self._thought() if mark == form.thought[0] else self._run(mark, sink.text)
 
-    def _thought(self, ends: tuple[str, ...]) -> Steps[str | None]:
+    def _thought(self) -> Steps[None]:
+        form, sink = self._form, self._sink
+        marks = (form.thought[1], *((*form.opens, *form.begins) if form.ends_thought else ()))
         self.is_thinking = True
-        mark = yield from self._until(ends, self._sink.thought)
+        while (mark := (yield from self._until(marks, sink.thought))) not in (form.thought[1], None):
+            if (yield from self._run(mark, sink.thought)):
+                break
         self.is_thinking = False
-        return mark
+
+    def _run(self, mark: str | None, show: Show) -> Steps[bool]:
+        """Reads the calls behind a mark, and the marks around them. Returns: True if there is one.
+
+        Args:
+            show: receives what is no call.
+        """
+        form, has_call = self._form, False
+        self._raw = [str(mark)]
+        while mark is not None:
+            if mark in form.begins:
+                if not (yield from self._calls(mark)):
+                    break
+                has_call, self._raw = True, []
+            elif mark in form.closes:
+                self._raw = []
+            mark = yield from self._here((*form.opens, *form.begins, *form.closes))
+        raw, self._raw = "".join(self._raw or []), None
+        if raw and (form.needs_tool or not (self._is_cut and self._is_over)):
+            (self._sink.text if has_call else show)(raw)
+        return has_call
 
     def _harmony(self) -> Steps[None]:
-        begins, ends = ("<|start|>", "<|channel|>"), ("<|end|>", "<|return|>", "<|call|>")
-        mark = yield from self._until((*begins, *ends, _HARMONY_CALL), self._sink.text)
-        while mark is not None:
-            if mark not in ends:
-                header = [mark]
-                yield from self._until(("<|message|>",), header.append)
-                head = "".join(header)
-                if name := _HARMONY_NAME.search(head):
-                    self._begin(name[1])
-                    yield from self._arguments()
-                elif "analysis" in head:
-                    mark = yield from self._thought((*begins, *ends))
-                    continue
-            mark = yield from self._until((*begins, *ends), self._sink.text)
+        sink = self._sink
+        show: Show = sink.text
+        while True:
+            found = yield from self._match(_HEADER)
+            if found is not None:
+                self.is_thinking = found["kind"] == "analysis"
+                show = sink.thought if self.is_thinking else sink.text
+                if found["name"]:
+                    self._begin(found["name"])
+                    yield from self._whole_value((*_BEGINS, *_ENDS))
+                    yield from self._here(_ENDS)
+            elif (mark := (yield from self._here((*_BEGINS, *_ENDS)))) is not None:
+                blanks = list[str]()
+                if (yield from self._ink(blanks.append)) or mark in _BEGINS:
+                    show("".join((mark, *blanks)))
+            yield from self._until((), show, (*_BEGINS, *_ENDS))
+            if self._is_over:
+                return None
 
     # Calls
 
-    def _calls(self, mark: str) -> Steps[None]:
-        """Parses the tool calls after a mark; anything else is text."""
-        arguments = self._form.arguments
-        if isinstance(arguments, Tags):
-            return (yield from self._tagged(arguments))
+    def _calls(self, mark: str) -> Steps[bool]:
+        """Reads the calls behind a mark. Returns: False if there is none."""
+        form, arguments = self._form, self._form.arguments
         if mark == "{":
             return (yield from self._object())
         char = yield from self._ink()
-        if char == "[":
+        if char == "[" and arguments in ("json", "python"):
             return (yield from self._list())
-        if (yield from self._skip("{")):
+        if char == "{" and arguments == "json":
+            self._pass(1)
             return (yield from self._object())
-        yield from self._headed()
+        found = None if form.header is None else (yield from self._match(form.header))
+        if found is None:
+            return False
+        self._begin(found["name"], found.groupdict().get("id") or "")
+        if isinstance(arguments, Tags):
+            yield from self._tagged(arguments, found["name"])
+        elif (yield from self._ink()) != "{":
+            self._end()
+        elif arguments == "gemma":
+            yield from self._gemma()
+        else:
+            yield from self._whole_value(form.ends)
+        return True
 
-    def _list(self) -> Steps[None]:
-        """Parses a bracketed list of calls: JSON objects or Python calls."""
+    def _list(self) -> Steps[bool]:
+        """Reads a bracketed list of calls: JSON objects or Python calls."""
         self._pass(1)
-        while (char := (yield from self._ink())) not in ("]", ""):
-            if self._raw is None:
-                self._raw = []
+        is_python, has_call = self._form.arguments == "python", False
+        while (char := (yield from self._ink())) != "]":
             if char == ",":
                 self._pass(1)
-            elif char == "{":
-                self._pass(1)
-                yield from self._object()
-            elif self._form.arguments != "python" or not (yield from self._python()):
-                return self._is_text()
-        self._pass(len(char))
-
-    def _object(self) -> Steps[None]:
-        """Parses a call object with name and arguments, after its first brace."""
-        name, early = "", list[str]()  # arguments may stand in front of the name
-        while (char := (yield from self._ink())) not in ("}", ""):
-            key = yield from self._key()
-            if key is None:
-                return self._is_text()
-            if key == "function" and (yield from self._skip("{")):
-                return (yield from self._object())
-            if key == "name" and not name and (yield from self._ink()) == '"':
-                name = (yield from self._string()) or ""
-                if not self._may_be(name):
-                    return self._is_text()
-                self._begin(name)
-                self._sink.arguments("".join(early))
+            elif not char or (yield from self._here(self._form.ends, keeps=True)):
+                return has_call
+            elif is_python:
+                if not (yield from self._python()):
+                    return False
+                has_call = True
+            elif not (yield from self._skip("{")) or not (yield from self._object()):
+                return False
             else:
-                show = self._sink.arguments if name else early.append
-                yield from self._value(show if key in ("arguments", "parameters") else _nobody)
-            yield from self._skip(",")
-        if not char:
-            return
-        if not name:
-            return self._is_text()
+                has_call = True
+            if char != ",":
+                self._raw = []
         self._pass(1)
-        self._sink.end_call()
+        return True
 
-    def _key(self) -> Steps[str | None]:
-        """Parses a key of a call object and the colon behind it. Returns: None for anything else."""
-        if (yield from self._ink()) != '"':
-            return None
-        key = yield from self._string()
-        return key if key in _KEYS and (yield from self._skip(":")) else None
+    def _object(self, is_function: bool = False) -> Steps[bool]:
+        """Reads a call object with name and arguments, after its first brace.
 
-    def _may_be(self, name: str) -> bool:
-        """True if a call of this name is one of a tool."""
-        return bool(name) and (not self._form.needs_tool or name in self._schemas)
+        Args:
+            is_function: True for the `function` of another object.
+        """
+        form, name, early = self._form, "", list[str]()  # arguments may stand in front of the name
+        has_arguments = is_inner = False
+        while (yield from self._ink()) == '"':
+            key = yield from self._string()
+            if key is None or not (yield from self._skip(":")):
+                break
+            if form.needs_tool and not name and key not in _KEYS:
+                return (yield from self._no_call())
+            if key == "function" and not name and not is_function and (yield from self._skip("{")):
+                if not (yield from self._object(is_function=True)):
+                    return False
+                is_inner, name = True, key
+            elif key == "name" and not name and (yield from self._ink()) == '"':
+                name = (yield from self._string()) or ""
+                if form.needs_tool and name not in self._schemas:
+                    return (yield from self._no_call())
+                if not name:
+                    return False
+                if has_arguments:
+                    self._begin(name)
+                    self._show("".join(early))
+            elif key in ("arguments", "parameters") and not has_arguments and not is_inner:
+                has_arguments = True
+                if name:
+                    self._begin(name)
+                yield from self._value(self._show if name else early.append, form.ends)
+            else:
+                yield from self._value(_nobody, form.ends)
+            if not (yield from self._skip(",")):
+                break
+        is_closed = yield from self._skip("}")
+        if is_inner:
+            return True
+        if not name or not has_arguments:
+            if not name or form.needs_tool or not is_closed:
+                return False
+            self._begin(name)
+        self._end(is_closed)
+        return True
 
-    def _headed(self) -> Steps[None]:
-        """Parses a call whose arguments follow a header."""
-        form, header = self._form, list[str]()
-        mark = yield from self._until(("{", *form.around, *form.begins), header.append, keeps=True)
-        found = form.header and form.header.fullmatch("".join(header).strip())
-        if not found or mark is None:
-            return self._is_text()
-        self._begin(found["name"], found.groupdict().get("id") or "")
-        if mark == "{":
-            yield from self._arguments()
-        else:
-            self._sink.end_call()
+    def _no_call(self) -> Steps[bool]:
+        """Shows an object that is none as text, whose inner objects are no calls. Returns: False."""
+        raw, self._raw = "".join(self._raw or []), None
+        self._sink.text(raw)
+        yield from self._rest(1, self._sink.text, self._form.ends)
+        self._raw = []
+        return False
 
-    def _arguments(self) -> Steps[None]:
-        """Parses the arguments at the end of a call."""
-        if self._form.arguments == "gemma":
-            self._pass(1)
-            self._sink.arguments("{")
-            is_whole = yield from self._loose("}", ('<|"|>',))
-        else:
-            is_whole = yield from self._value(self._sink.arguments)
-        if is_whole:
-            self._sink.end_call()
+    def _whole_value(self, ends: tuple[str, ...]) -> Steps[None]:
+        """Reads the arguments at the end of a call."""
+        self._end((yield from self._value(self._show, ends)))
 
-    def _tagged(self, tags: Tags) -> Steps[None]:
-        """Parses a call with tagged arguments."""
-        name = list[str]()
-        yield from self._ink()
-        mark = yield from self._until(tags.name_ends, name.append)
-        function = "".join(name).strip()
-        if mark is None:
-            return
-        if not re.fullmatch(r"[^\s<>{}]+", function):
-            return self._is_text()
-        self._begin(function)
-        schema = self._schemas.get(function) or {}
-        properties, count = schema.get("properties") or {}, 0
-        self._sink.arguments("{")
+    def _begin(self, name: str, own_id: str = "") -> None:
+        self._raw, self._arguments, self.is_thinking = None, [], False
+        self._sink.call(name, own_id)
+
+    def _show(self, text: str) -> None:
+        """Shows the next part of the arguments."""
+        self._arguments.append(text)
+        self._sink.arguments(text)
+
+    def _end(self, is_closed: bool = True) -> None:
+        """Ends a call, but for one that the end of the answer cuts off."""
+        if is_closed or not (self._is_cut and self._is_over):
+            self._sink.end_call(is_json("".join(self._arguments) or "{}"))
+
+    # Calls with tagged arguments
+
+    def _tagged(self, tags: Tags, name: str) -> Steps[None]:
+        schema = self._schemas.get(name) or {}
+        marks, comma = (tags.begin, tags.end), ""
+        self._show("{")
+        mark = yield from self._here(marks)
         while mark != tags.end:
             if mark != tags.begin:
-                mark = yield from self._until((tags.begin, tags.end), _nobody)
-            if mark == tags.begin:
-                key, about = list[str](), list[str]()
-                behind = (tags.value,) if tags.value else ()
-                if (yield from self._until((tags.key_end, *behind), key.append)) == tags.key_end and behind:
-                    yield from self._until((tags.value,), about.append)
-                own = "".join(key).strip()
-                comma = ", " if count else ""
-                count += 1
-                self._sink.arguments(f"{comma}{_in_json(own)}: ")
-                said = "".join(about).strip()
-                kind = _kind(properties.get(own))
-                if said:  # the tag says whether it is a text
-                    kind = "text" if "true" in said else "any"
-                mark = yield from self._tag_value(tags, kind)
+                mark = yield from self._until(marks, _nobody, self._form.ends)
+                if mark != tags.begin:
+                    break
+            key, about = list[str](), list[str]()
+            ends = (*marks, *self._form.ends)
+            found = yield from self._until((tags.key_end, *filter(None, (tags.value,))), key.append, ends)
+            if found == tags.key_end and tags.value:
+                found = yield from self._until((tags.value,), about.append, ends)
+            if found not in (tags.key_end, tags.value):
+                yield from self._until((tags.end,), _nobody, self._form.ends)
+                return self._end(False)
+            own, said = "".join(key).strip(), "".join(about).strip()
+            self._show(f"{comma}{in_json(own)}: ")
+            comma = ", "
+            # a tag may say whether it is a text
+            kind = (TEXT if "true" in said else OTHER) if said else kind_of(schema, own)
+            mark = yield from self._tag_value(tags, kind)
             if mark is None:
-                return
-        self._sink.arguments("}")
-        self._sink.end_call()
+                return self._end(False)
+        if mark is not None or not self._is_cut:
+            self._show("}")
+        self._end(mark is not None)
 
-    def _tag_value(self, tags: Tags, kind: str) -> Steps[str | None]:
+    def _tag_value(self, tags: Tags, kind: Kind) -> Steps[str | None]:
         """Parses a tagged value up to its end mark, or the next mark if that is missing. Returns: it."""
         ends = tags.value_end, tags.begin, tags.end
-        if kind != "text":
+        if not kind.is_text:
             parts = list[str]()
             mark = yield from self._until(ends, parts.append)
-            value = "".join(parts).strip()
-            self._sink.arguments(_in_json(value) if kind == "choice" else _literal(value))
+            self._show(kind.json_of("".join(parts), tags.padding))
             return mark
         padding, is_first, back = tags.padding, True, ""
 
@@ -352,101 +473,130 @@ class Reader(_Scanner):
             text, back = back + text, ""
             if padding and text.endswith(padding):
                 text, back = text.removesuffix(padding), padding
-            self._sink.arguments(_escaped(text))
+            self._show(escaped(text))
 
-        self._sink.arguments('"')
+        self._show('"')
         mark = yield from self._until(ends, show)
-        self._sink.arguments('"')
+        self._show('"')
         return mark
 
+    # Calls in Python's syntax
+
     def _python(self) -> Steps[bool]:
-        """Parses a call in Python syntax. Returns: False if it is not one."""
-        name = list[str]()
-        mark = yield from self._until(("(", "]", *self._form.around), name.append)
-        function = "".join(name).strip()
-        if mark != "(" or not re.fullmatch(r"[\w.-]+", function):
-            return mark is None
-        self._begin(function)
-        self._sink.arguments("{")
-        if (yield from self._loose(")", ('"', "'"))):
-            self._sink.end_call()
+        """Reads a call in Python syntax. Returns: False if it is none."""
+        found = yield from self._match(_CALL)
+        if found is None:
+            return False
+        self._begin(found["name"])
+        self._show("{")
+        comma = ""
+        while (char := (yield from self._ink())) != ")":
+            if char == ",":
+                self._pass(1)
+                continue
+            key = yield from self._match(_KEYWORD)
+            if key is None:  # broken, up to a mark
+                yield from self._until((), _nobody, self._form.ends)
+                self._end(False)
+                return True
+            self._show(f"{comma}{in_json(key[1])}: ")
+            comma = ", "
+            if (yield from self._ink()) in ("'", '"'):
+                yield from self._python_string()
+            else:
+                yield from self._python_value()
+        self._pass(1)
+        self._show("}")
+        self._end()
         return True
 
-    def _begin(self, name: str, own_id: str = "") -> None:
-        self._raw = None
-        self._sink.call(name, own_id)
+    def _python_value(self) -> Steps[None]:
+        """Shows a literal other than a string. Anything else is shown as it is, and no JSON."""
+        parts, depth = list[str](), 0
+        while True:
+            ends = self._form.ends if depth else (",", ")", "]", "}", *self._form.ends)
+            mark = yield from self._until(("'", '"', *"([{", *(")]}" if depth else "")), parts.append, ends)
+            if mark is None or mark in ends:
+                break
+            parts.append(mark)
+            if mark in ("'", '"'):
+                yield from self._quoted(mark, parts.append)
+            else:
+                depth += 1 if mark in "([{" else -1
+        text = "".join(parts).strip()
+        self._show(python_literal(text) or text or "?")
 
-    def _is_text(self) -> None:
-        """Emits everything since the mark as text, as it is not a call."""
-        raw, self._raw = self._raw or [], []
-        if self._form.needs_tool or not self._is_last or self._at < len(self._text):
-            self._sink.text("".join(raw))
+    def _python_string(self) -> Steps[None]:
+        """Shows a Python string in parts.
 
-    # Values
-
-    def _loose(self, end: str, quotes: tuple[str, ...]) -> Steps[bool]:
-        """Converts an object in Gemma or Python syntax to JSON, after its first bracket.
-
-        Returns: True if it is complete.
+        It ends at a quote before a valid successor, as models forget to escape inner quotes.
         """
-        ends, key, comma = [(end, "}")], list[str](), ""
-        closing, marks = {"{": "}", "[": "]", "(": ")"}, (*"{}[](),:=", *quotes)
+        quote = (yield from self._here(_QUOTES)) or ""
+
+        def show(text: str) -> None:
+            self._show(escaped(text))
+
+        self._show('"')
+        while (mark := (yield from self._until((quote, "\\"), show))) is not None:
+            if mark == "\\":
+                yield from self._python_escape()
+                continue
+            blanks = list[str]()
+            if (yield from self._ink(blanks.append)) in (",", ")", "]", ""):
+                break
+            if (yield from self._here(self._form.ends, keeps=True)):
+                break
+            show(quote + "".join(blanks))
+        if mark is not None:
+            self._show('"')
+
+    def _python_escape(self) -> Steps[None]:
+        """Shows the character of an escape, after its backslash."""
+        char = yield from self._peek()
+        self._pass(1)
+        count, digits = _ESCAPES.get(char, (0, ""))
+        text = char
+        while count and (digit := (yield from self._peek())) and digit in digits:
+            text, count = text + self._pass(1), count - 1
+        shown = python_literal(f"'\\{text}'")
+        self._show(escaped(f"\\{text}") if shown is None else shown[1:-1])
+
+    # Gemma's calls
+
+    def _gemma(self) -> Steps[None]:
+        """Reads arguments that are JSON without quotes around keys, and with a mark around strings."""
+        marks, quote = (*"{}[],:", '<|"|>'), '<|"|>'
+        word, comma, depth = list[str](), "", 0
 
         def show(text: str) -> None:
             nonlocal comma
             if text:
-                self._sink.arguments(comma + text)
+                self._show(comma + text)
                 comma = ""
 
-        def taken() -> str:
-            text = "".join(key).strip()
-            key.clear()
-            return text
-
-        while (mark := (yield from self._until(marks, key.append))) is not None:
-            text = taken()
-            if mark in quotes:
+        while (mark := (yield from self._until(marks, word.append, self._form.ends))) in marks:
+            text = "".join(word).strip()
+            word.clear()
+            if mark == quote:
                 show('"')
-                yield from self._loose_string(mark)
-                self._sink.arguments('"')
-            elif mark in (":", "="):
-                show(_in_json(text) if text else "")
-                self._sink.arguments(": ")
-            elif mark in closing:
-                ends.append((closing[mark], "}" if mark == "{" else "]"))
-                show("{" if mark == "{" else "[")
+                yield from self._until((quote,), lambda text: self._show(escaped(text)))
+                self._show('"')
+            elif mark == ":":
+                show(in_json(text))
+                self._show(": ")
+            elif mark in ("{", "["):
+                show(mark)
+                depth += 1
             else:
-                show(_literal(text) if text else "")
+                show(literal(text) if text else "")
                 if mark == ",":
                     comma = ", "
-                elif mark == ends[-1][0]:
-                    comma = ""
-                    show(ends.pop()[1])
-                    if not ends:
-                        return True
-        return False
-
-    def _loose_string(self, quote: str) -> Steps[None]:
-        """Converts a string to JSON, after its first quote.
-
-        A Python string ends at a quote before a valid successor, as models forget to escape inner quotes.
-        """
-        is_python = len(quote) == 1
-        marks = (quote, "\\") if is_python else (quote,)
-
-        def show(text: str) -> None:
-            self._sink.arguments(_escaped(text))
-
-        while (mark := (yield from self._until(marks, show))) is not None:
-            if mark == "\\":
-                char = yield from self._one()
-                escape = f"\\{char}" if char in 'bfnrtu"\\' else _ESCAPES.get(char, f"\\\\{char}")
-                self._sink.arguments(escape)
-                continue
-            blanks = list[str]()
-            if not is_python or (yield from self._ink(blanks.append)) in (",", ")", "]", "}", ":", ""):
-                return
-            show(quote + "".join(blanks))
+                    continue
+                comma, depth = "", depth - 1
+                show(str(mark))
+                if not depth:
+                    return self._end()
+        self._end(False)
 
 
 def _nobody(text: str) -> None:
@@ -458,35 +608,3 @@ def _compiled(marks: tuple[str, ...]) -> tuple[re.Pattern[str], set[str], int]:
     """(pattern of marks, their first characters, length of the longest)."""
     pattern = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
     return re.compile(pattern), {mark[0] for mark in marks}, max(map(len, marks))
-
-
-def _in_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """JSON-escaped text without quotes."""
-    return _in_json(text)[1:-1]
-
-
-def _literal(text: str) -> str:
-    """JSON of a value that is JSON, a Python constant, or text."""
-    text = text.strip()
-    try:
-        json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return _LITERALS.get(text) or _in_json(text)
-    return text
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(name)
-
-
-def _kind(schema: Any) -> Literal["text", "choice", "any"]:
-    """Kind of a schema: any string, an enumeration of strings, or anything."""
-    schema = schema if isinstance(schema, dict) else {}
-    choices = schema.get("enum")
-    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-        return "choice"
-    return "text" if schema.get("type") in ("string", ["string"]) and choices is None else "any"

@@ -64,17 +64,16 @@ class Responses(Protocol):
         _FIELDS.check(body, self.path, served.say_once)
         messages = _items(body["input"], served)
         if body.get("instructions"):
-            own = {"role": "system", "content": [conversation.text_part(body["instructions"])]}
-            messages = [own, *messages]
+            system = {"role": "system", "content": [conversation.text_part(body["instructions"])]}
+            messages = [system, *messages]
         messages = conversation.joined(messages)
         included = body.get("include") or []
         for name in included:
             if name != _INCLUDED:
                 served.say_once(f"'include' of {name} is left out: this server has none")
         schema = schema_of((body.get("text") or {}).get("format"), "text.format")
-        tools, forced = conversation.chosen(
-            body, conversation.tools(body.get("tools"), "tools", served.say_once)
-        )
+        own = conversation.tools(body.get("tools"), "tools", served.say_once)
+        tools, forced = conversation.chosen(body.get("tool_choice"), own)
         variables = conversation.effort((body.get("reasoning") or {}).get("effort"))
         variables |= body.get("chat_template_kwargs") or {}
         return Request(
@@ -84,13 +83,18 @@ class Responses(Protocol):
             form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else "text.format",
+            is_parallel=body.get("parallel_tool_calls") is not False,
             logprobs=logprobs_of(body, _INCLUDED in included, f"'include' of {_INCLUDED}"),
             **common(body, _SAID_AGAIN),
         )
 
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
         answer = answers.answers[0]
-        items = [_item(block, request.tools, answer.entries is not None) for block in blocks(answer)]
+        parts = blocks(answer.made)
+        items = [
+            _item(part, request.tools, answer.entries is not None, _is_cut(part, answer, part is parts[-1]))
+            for part in parts
+        ]
         return _response(new_id("resp_"), request, served) | _ending(answers, items)
 
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
@@ -103,7 +107,7 @@ class _Events(Writer):
         self._response = _response(new_id("resp_"), self.request, self.served)
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: Text | None = None  # a message, or reasoning
+        self._open: Text | Call | None = None
         self._id = ""
 
     def begin(self) -> str:
@@ -113,13 +117,13 @@ class _Events(Writer):
     def item(self, number: int, item: Item) -> str:
         if not isinstance(item, Piece):
             return self._called(item)
-        if self._open is not None and (self._open.kind == item.kind or not item.text):
+        if isinstance(self._open, Text) and (self._open.kind == item.kind or not item.text):
             self._open.deltas.append(item)
             return self._delta(item)
         return self._close() + self._opened(item) + self._delta(item)
 
     def end(self) -> str:
-        last = self._close()
+        last = self._close(is_last=True)
         ending = self._response | _ending(self.answers, self._items)
         return last + self._event(f"response.{ending['status']}", {"response": ending})
 
@@ -138,7 +142,7 @@ class _Events(Writer):
 
     def _opened(self, first: Piece) -> str:
         self._open = Text(first.kind, [first])
-        empty = _item(Text(first.kind, []), {}, False)
+        empty = _item(Text(first.kind, []), {}, False, False)
         self._id = empty["id"]
         begun = self._event(
             "response.output_item.added",
@@ -154,31 +158,35 @@ class _Events(Writer):
         entries = [entry.response_form() for entry in item.entries]
         return self._event("response.output_text.delta", data | {"logprobs": entries})
 
-    def _close(self) -> str:
-        if self._open is None:
+    def _close(self, is_last: bool = False) -> str:
+        """Events at the end of the open item. A call that was still open is incomplete."""
+        open_item, self._open = self._open, None
+        if open_item is None:
             return ""
-        has_logprobs = self.answers.answers[0].entries is not None
-        item = _item(self._open, {}, has_logprobs) | {"id": self._id}
+        answer = self.answers.answers[0]
+        is_cut = _is_cut(open_item, answer, is_last)
+        item = _item(open_item, self.request.tools, answer.entries is not None, is_cut) | {"id": self._id}
+        if isinstance(open_item, Call):
+            return self._ended(item)
         (part,) = item["content"]
         data = self._where | {"content_index": 0}
-        if self._open.kind == "reasoning":
+        if open_item.kind == "reasoning":
             done = self._event("response.reasoning_text.done", data | {"text": part["text"]})
         else:
             texts = {"text": part["text"], "logprobs": part["logprobs"] or []}
             done = self._event("response.output_text.done", data | texts)
         done += self._event("response.content_part.done", data | {"part": part})
-        self._open = None
         return done + self._ended(item)
 
     def _called(self, part: Call | Arguments | CallEnd) -> str:
         call = part if isinstance(part, Call) else part.call
-        item = _item(call, self.request.tools, False)
+        item = _item(call, self.request.tools, False, not call.is_whole)
         is_custom = item["type"] == "custom_tool_call"
         field, kind = (
             ("input", "custom_tool_call_input") if is_custom else ("arguments", "function_call_arguments")
         )
         if isinstance(part, Call):
-            closed, self._id = self._close(), item["id"]
+            closed, self._id, self._open = self._close(), item["id"], call
             empty = item | {field: "", "status": "in_progress"}
             added = {"output_index": len(self._items), "item": empty}
             return closed + self._event("response.output_item.added", added)
@@ -186,7 +194,7 @@ class _Events(Writer):
         if isinstance(part, Arguments):
             delta = "" if is_custom else part.text  # a custom tool has its text at the end
             return self._event(f"response.{kind}.delta", self._where | {"delta": delta}) if delta else ""
-        shown = ""
+        shown, self._open = "", None
         if is_custom:
             shown = self._event(f"response.{kind}.delta", self._where | {"delta": item[field]})
         own = {field: item[field]} if is_custom else {field: item[field], "name": item["name"]}
@@ -249,14 +257,14 @@ def _message(item: dict[str, Any], where: str, served: Served) -> dict[str, Any]
         return conversation.message(item, where, served.say_once)
     match kind:
         case "function_call":
-            arguments = conversation.arguments(item.get("arguments"), served.say_once)
-            return _calling(item, _in_namespace(item, where), arguments, where)
+            return _calling(item, _in_namespace(item, where), item.get("arguments"), where, served)
         case "custom_tool_call":
-            arguments = {"input": str(item.get("input", ""))}
-            return _calling(item, _in_namespace(item, where), arguments, where)
+            own = {"input": str(item.get("input", ""))}
+            return _calling(item, _in_namespace(item, where), own, where, served)
         case "local_shell_call":
             action = item.get("action")
-            return _calling(item, "local_shell", action if isinstance(action, dict) else {}, where)
+            own = action if isinstance(action, dict) else {}
+            return _calling(item, "local_shell", own, where, served)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             output = conversation.content(item.get("output"), f"{where}.output")
             return {"role": "tool", "tool_call_id": _call_id(item, where), "content": output}
@@ -285,13 +293,19 @@ def _call_id(item: dict[str, Any], where: str) -> str:
     return name
 
 
-def _calling(item: dict[str, Any], name: str, arguments: Any, where: str) -> dict[str, Any]:
-    call = conversation.call(_call_id(item, where), name, arguments)
+def _calling(item: dict[str, Any], name: str, arguments: Any, where: str, served: Served) -> dict[str, Any]:
+    call = conversation.call(_call_id(item, where), name, arguments, served.say_once)
     return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
-def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dict[str, Any]:
+def _is_cut(part: Text | Call, answer: Answer, is_last: bool) -> bool:
+    """True for a part of an answer that is not whole: a broken call, or the text at the maximum length."""
+    return not part.is_whole if isinstance(part, Call) else is_last and answer.reason == "length"
+
+
+def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool, is_cut: bool) -> dict[str, Any]:
     """One item of `output`."""
+    status = "incomplete" if is_cut else "completed"
     if isinstance(block, Call):
         tool = tools.get(block.name)
         named: dict[str, Any] = {"name": block.name if tool is None else tool.own_name}
@@ -301,15 +315,15 @@ def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool) -> dic
             own = {"type": "custom_tool_call", "id": new_id("ctc_"), "input": input_of(block)}
         else:
             own = {"type": "function_call", "id": new_id("fc_"), "arguments": block.arguments}
-        return {**own, "call_id": block.id, "status": "completed", **named}
+        return {**own, "call_id": block.id, "status": status, **named}
     if block.kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": block.text}
         kind = {"type": "reasoning", "id": new_id("rs_"), "summary": []}
-        return {**kind, "status": "completed", "content": [part]}
+        return {**kind, "status": status, "content": [part]}
     entries = [entry.response_form() for delta in block.deltas for entry in delta.entries]
     logprobs = entries if has_logprobs else None
     part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
-    message = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "completed"}
+    message = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": status}
     return {**message, "content": [part]}
 
 
@@ -347,8 +361,6 @@ def _ending(answers: Answers, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Fields added to a response at its end."""
     answer: Answer = answers.answers[0]
     is_cut = answer.reason == "length"
-    if is_cut and items and not answer.calls:
-        items[-1]["status"] = "incomplete"
     return {
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

@@ -6,12 +6,13 @@ from ..request import Forced, Refused
 from .forms import Form
 
 
-def grammar(forced: Forced, form: Form | None, prompt: str) -> Any:
+def grammar(forced: Forced, form: Form | None, begun: str, is_parallel: bool) -> Any:
     """xgrammar's structural tag of an answer with a forced tool call.
 
     Args:
         form: the model's answer format.
-        prompt: its end decides whether the answer starts inside of reasoning.
+        begun: start of the answer that is part of the prompt; it may end inside of reasoning.
+        is_parallel: True to allow several calls.
 
     Raises: Refused if xgrammar has no grammar for the model's calls.
     """
@@ -27,23 +28,23 @@ def grammar(forced: Forced, form: Form | None, prompt: str) -> Any:
     if forced.name is not None:
         choice = {"type": "function", "function": {"name": forced.name}}
     if form.arguments == "harmony":
-        return _harmony(tools, choice, forced.parallel)
+        return _harmony(tools, choice, is_parallel)
     return get_model_structural_tag(
         form.grammar,
         tools,
         choice,
-        reasoning=_reasoning(form.thought, prompt.rstrip()),
+        reasoning=_reasoning(form.thought, begun.rstrip()),
         max_whitespace_cnt=1,  # a model that may write any blanks may never end
-        parallel_tool_calls=forced.parallel,
+        parallel_tool_calls=is_parallel,
     )
 
 
-def _reasoning(thought: tuple[str, str], prompt: str) -> Literal["enabled", "disabled", "auto"]:
-    """Reasoning at the end of a prompt: in progress, possible, or impossible."""
+def _reasoning(thought: tuple[str, str], begun: str) -> Literal["enabled", "disabled", "auto"]:
+    """Reasoning behind the start of an answer: in progress, impossible, or possible."""
     begin, end = (mark.strip() for mark in thought)
-    if prompt.endswith(end):
+    if begun.endswith(end):
         return "disabled"
-    return "enabled" if prompt.endswith(begin) else "auto"
+    return "enabled" if begun.endswith(begin) else "auto"
 
 
 def _harmony(tools: list[Any], choice: Any, parallel: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Layout of dense checkpoints, and of checkpoints that are dequantised while loading.
+"""Layouts whose weights are quantised while they are read.
 
 transformers hands over each parameter once its tensors are read, so that one dense parameter exists at a
 time. The quantised tensors are kept here until everything is loaded. Until then a parameter on the meta
@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from ....ops._checks import Check
-from ....quantization import QuantizedWeight
+from ....quantization import Format, QuantizedWeight
 from ...basics.report import QuantizationReport
-from ...upstream.weights import AutoHfQuantizer
 from ..gguf.reading import Dense, checked_file
-from ..own.config import FROM_GGUF
 from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target
-from ..quantize.tied import tied_layers
+from ..quantize.tied import tied_layers, tied_pairs
 from ..quantize.weights import quantize_parameter, release_cache, replace
 from .layout import Layout
 
@@ -29,48 +27,55 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 _CHECK = Check("quantize")
 
 
-class DenseLayout(Layout):
-    """Layout whose loaded tensors are quantised one by one.
-
-    Args:
-        source: the quantisation that is dequantised: FP8, or FROM_GGUF; None for a dense checkpoint.
+class StreamingLayout(Layout):
+    """Layout whose dense parameters are quantised one by one, as they are read.
 
     Attributes:
         wanted: {full name of a parameter: (target, name in the target)}.
     """
 
-    def __init__(self, model: "PreTrainedModel", source: Mapping[str, Any] | None):
+    def __init__(self, model: "PreTrainedModel"):
         super().__init__()
-        self.model, self.source, self.report = model, source, QuantizationReport()
-        self.has_other_names = source is not None
+        self.model, self.report = model, QuantizationReport()
         self.wanted: dict[str, tuple[Target, str]] = {}
         self._done: dict[str, QuantizedWeight] = {}
         self._errors: list[ValueError] = []
 
-    def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
+    def start(
+        self, wanted: Mapping[str, Target], report: QuantizationReport | None
+    ) -> QuantizationReport | None:
         self.report, self.wanted = report or self.report, {}
         for target in wanted.values():
             target.check_columns(_CHECK)
             self.wanted |= {f"{target.name}.{name}": (target, name) for name in target.formats}
         return self.report
 
+    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
+        """Drops the targets of 8-bit floats: their values count as dense where a recipe is asked for.
+
+        Args:
+            wanted: weights to quantise. Targets that have the format asked for already stay.
+        """
+        dropped = {name for name, target in self.targets.items() if self.is_float8(target)}
+        dropped |= {name for name, other in tied_pairs(tied_layers(self.model)) if other in dropped}
+        for name in dropped & self.targets.keys():
+            formats = self.targets[name].formats
+            is_same = name in wanted and wanted[name].formats == formats
+            if not (is_same and all(map(is_mxfp8, formats.values()))):
+                del self.targets[name]
+
+    def is_float8(self, target: Target) -> bool:
+        """True if the checkpoint has the weights of a target in 8-bit floats."""
+        return all(map(is_mxfp8, target.formats.values()))
+
     @property
     def operation(self) -> QuantizeParameters:
         """Operation of a converter that quantises its parameter."""
         return QuantizeParameters(self.wanted, self.quantize)
 
-    def conversions(self, others: list) -> list:
-        if self.source is None:
-            return others
-        if self.source == FROM_GGUF:
-            return []
-        # transformers has a place for our operation, but only in checkpoints that are not quantised.
-        other = AutoHfQuantizer.from_config({**self.source, "dequantize": True}, pre_quantized=True)
-        return self.operation.after(other.update_weight_conversions(others, self.model))
-
-    def state(self, file: str) -> dict[str, Any]:
-        whole = checked_file(file, self.model)
-        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
+    def streamed(self, converters: list) -> list:
+        """The converters, with our operation behind them if some weight is wanted."""
+        return self.operation.after(converters) if self.wanted else converters
 
     def quantize(self, name: str, weight: Tensor) -> None:
         """Quantises a loaded parameter; `finish` raises its error, which transformers would only log."""
@@ -119,6 +124,25 @@ class DenseLayout(Layout):
                 self._done[f"{names[0]}.weight"] = second
                 self.report.modules.pop(names[0])
                 self.report.shared[names[0]] = names[1]
+
+
+class DenseLayout(StreamingLayout):
+    """Layout of a dense checkpoint, or of a GGUF file that is dequantised."""
+
+    def __init__(self, model: "PreTrainedModel", gguf: bool):
+        super().__init__(model)
+        self.has_other_names = gguf
+
+    def conversions(self, others: list) -> list:
+        return [] if self.has_other_names else others
+
+    def state(self, file: str) -> dict[str, Any]:
+        whole = checked_file(file, self.model)
+        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
+
+
+def is_mxfp8(format: Format) -> bool:
+    return format.mode == "mxfp8"
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:

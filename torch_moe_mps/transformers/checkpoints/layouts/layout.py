@@ -56,6 +56,9 @@ class Layout:
             f"{t.name}.{name}": format for t in self.targets.values() for name, format in t.formats.items()
         }
 
+    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
+        """Drops the targets whose 8-bit floats a recipe quantises."""
+
     def start(
         self, wanted: Mapping[str, Target], report: QuantizationReport | None
     ) -> QuantizationReport | None:

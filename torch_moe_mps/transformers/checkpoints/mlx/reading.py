@@ -18,8 +18,8 @@ from ....ops._checks import Check
 from ....quantization import Format
 from ..absent import beside_text
 from ..layouts.checking import DENSE, check_tensor, may_lack
+from ..layouts.dense import StreamingLayout
 from ..layouts.files import checkpoint_files, tensors_in
-from ..layouts.layout import Layout
 from ..quantize.reasons import Reasons
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
@@ -116,7 +116,7 @@ class TensorsOfFiles:
             return _CHECK.fail(f"the quantization of {module}", "a format of MLX", first_line(error))
 
 
-class MlxLayout(Layout):
+class MlxLayout(StreamingLayout):
     """Layout of a checkpoint of MLX.
 
     Args:
@@ -131,8 +131,8 @@ class MlxLayout(Layout):
     has_other_names = True
 
     def __init__(self, model: "PreTrainedModel", files: Sequence[str], quantization: Mapping[str, Any]):
-        super().__init__()
-        self.model, self.names = model, Names(model)
+        super().__init__(model)
+        self.names = Names(model)
         self.stored = TensorsOfFiles(files, quantization)
         self.every = quantizable(model)
         self._dense: dict[str, list[Format | None]] = {}  # quantised in MLX and dense here
@@ -191,6 +191,19 @@ class MlxLayout(Layout):
         else:
             self._dense[name] = formats
 
+    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
+        before = dict(self.targets)
+        super().drop_float8(wanted)
+        for name in before.keys() - self.targets.keys():
+            for parameter, format in before[name].formats.items():
+                self._dense[f"{name}.{parameter}"] = [format] * len(self._modules(before[name], parameter))
+
+    def _modules(self, target: Target, parameter: str) -> Sequence[str]:
+        """MLX's names of the modules that a parameter is made of."""
+        if target.kind == "experts":
+            return self.names.of_experts(target.name, target.experts)[parameter]
+        return self.names.of(f"{target.name}.{parameter}")
+
     def conversions(self, others: list) -> list[NamedConverter]:
         """Converters of all tensors, once targets have quantised weights.
 
@@ -206,6 +219,8 @@ class MlxLayout(Layout):
                     _CHECK.fail(name, "in the checkpoint of MLX", "no such tensor")
             result.append(NamedConverter([*filter(None, keys)], row.target_patterns, row.operations))
             self._check_shapes(result[-1])
+            if self.wanted.keys() & {*row.target_patterns}:
+                result[-1].operations.append(self.operation)
         self._check_complete(result)
         return result
 
@@ -214,7 +229,8 @@ class MlxLayout(Layout):
         self.dropped = [name for name in self.dropped if name in model.state_dict()]
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
-        """Fills the parameters that mlx-lm drops, in modules whose names are `loaded`."""
+        """Installs quantised weights, and fills the parameters that mlx-lm drops."""
+        super().finish(loaded)
         for name in self.dropped:
             owner, _, last = name.rpartition(".")
             if loaded(owner):

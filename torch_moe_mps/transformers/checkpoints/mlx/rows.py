@@ -127,8 +127,12 @@ class Rows:
                         operations = [as_stored(), *join, Cast()]
                         yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], operations)
             else:
-                turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
-                yield NamedConverter(_ends(modules, "weight"), [f"{name}.{projection}"], turned)
+                weights, first = _ends(modules, "weight"), join[:1]
+                if (formats := self.stored.get(f"{name}.{projection}")) is not None:
+                    first = [dequantized(formats, lambda matrices: torch.cat(matrices, 1))]
+                    weights = _matrices(weights, formats)
+                turned = [*first, *join[1:], *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
+                yield NamedConverter(weights, [f"{name}.{projection}"], turned)
             if getattr(module, f"{projection}_bias", None) is not None:
                 yield NamedConverter(_ends(modules, "bias"), [f"{name}.{projection}_bias"], [*join, Cast()])
 

@@ -26,7 +26,7 @@ from .schemes import Scheme
 
 _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
-UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
+UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$|\.qscale_act$"
 _GROUPS = (128, 64, 32)
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
@@ -75,6 +75,7 @@ class Matrix(NamedTuple):
         format: of the weight.
         again: where the format rests on the values of scales, the same matrix in the format for any.
         values: float32 [rows, columns], where the format holds others.
+        is_float8: whether the checkpoint has 8-bit floats.
     """
 
     names: tuple[str, ...]
@@ -82,6 +83,7 @@ class Matrix(NamedTuple):
     format: Format
     again: Callable[[], "Matrix"] | None = None
     values: Callable[[list[Tensor]], Tensor] | None = None
+    is_float8: bool = False
 
     def dense(self, tensors: list[Tensor]) -> Tensor:
         """Dequantised values of the tensors."""
@@ -114,7 +116,8 @@ class Stored:
     """
 
     def __init__(self, files: Files, module: str, shape: tuple[int, int], scheme: Scheme):
-        self.files, self.module, self.scheme = files, module, scheme
+        self.files, self.module = files, module
+        self.scheme = scheme = scheme.beside({p: files.dtypes[self.name(p)] for p in files.beside[module]})
         self.rows, self.columns = self.shape = shape
         if self.columns % 32:
             _CHECK.fail(module, "of a multiple of 32 columns", self.columns)
@@ -324,7 +327,8 @@ class Stored:
             return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
 
         made = self._made(read, format)
-        return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
+        again = functools.partial(self._fp8, may_keep=False)
+        return made._replace(again=again, values=values, is_float8=True)
 
     def _for_groups(self, scales: Tensor) -> Tensor:
         """float32 scales for each 32 columns; uint8 scales are exponents."""
@@ -380,7 +384,8 @@ class StoredExperts:
             pairs = zip(self.experts, result, strict=True)
             return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
 
-        return Matrix(names, read, result[0].format, values=values)
+        is_float8 = all(matrix.is_float8 for matrix in result)
+        return Matrix(names, read, result[0].format, values=values, is_float8=is_float8)
 
 
 class _Expert(Files):

@@ -7,7 +7,7 @@ of. They treat the rows of codes, scales and biases alike, for example to join e
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from ...._text import first_line
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ....quantization.formats import ErrorSums
-from ...basics.report import QuantizationReport
 from ...modules.experts import is_interleaved
 from ...upstream.weights import (
     Concatenate,
@@ -32,9 +31,9 @@ from ...upstream.weights import (
     rename_source_key,
 )
 from ..layouts.checking import DENSE, check_tensor
-from ..layouts.layout import Layout, Section
+from ..layouts.dense import StreamingLayout
+from ..layouts.layout import Section
 from ..layouts.operations import Operation, only
-from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..quantize.reasons import Reasons
 from ..quantize.sizes import add_stored
@@ -77,7 +76,7 @@ class _Part(NamedTuple):
 _Found = tuple[str, _Place, Stored | StoredExperts]  # for the parameter of this name
 
 
-class OthersLayout(Layout):
+class OthersLayout(StreamingLayout):
     """Layout of a checkpoint that another library quantised.
 
     Args:
@@ -99,10 +98,8 @@ class OthersLayout(Layout):
         stored: Mapping[str, Any],
         section: Section | None = None,
     ):
-        super().__init__()
-        self.model, self.files = model, Files(files, section and section.names)
-        self.report = QuantizationReport()
-        self._errors: list[ValueError] = []
+        super().__init__(model)
+        self.files = Files(files, section and section.names)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
         model._keys_to_ignore_on_load_unexpected = ignored
         mapping = section.mapping if section else get_model_conversion_mapping(model, None, None)
@@ -259,13 +256,14 @@ class OthersLayout(Layout):
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
-        self.report = report or self.report
-        return self.report
+    def is_float8(self, target: Target) -> bool:
+        matrices = [part.matrix for p in target.formats for part in self._parts[f"{target.name}.{p}"]]
+        return bool(matrices) and all(matrix.is_float8 for matrix in matrices)
 
     def conversions(self, others: list) -> list:
         """Converters of quantised weights, once targets have them, in front of the others."""
-        return [*(self._row(name, parts) for name, parts in self._parts.items()), *self._apart, *others]
+        rows = [self._row(name, parts) for name, parts in self._parts.items()]
+        return [*rows, *self.streamed([*self._apart, *others])]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
@@ -273,7 +271,7 @@ class OthersLayout(Layout):
         target = self.targets.get(owner)
         if target is None:
             dense = Operation(lambda tensors: [self._dense(name, parts, tensors)])
-            return NamedConverter(names, [name], [dense, Cast()], force_cpu=True)
+            return NamedConverter(names, [name], [dense, self.operation], force_cpu=True)
         ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
         made = [f"{owner}.{n}" for n in ours]
 
@@ -304,13 +302,19 @@ class OthersLayout(Layout):
         return weight
 
     def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
-        """Dense value of a parameter that a quantised layer cannot hold."""
-        rest, values = iter(tensors), []
-        for _, matrix in parts:
-            values.append(matrix.dense([next(rest) for _ in matrix.names]))
-        return self._joined(name, parts, values)
+        """Dense value of a parameter that a quantised layer cannot hold, or that a recipe quantises."""
+        parameter, rest = self.model.get_parameter_or_buffer(name), iter(tensors)
+        # Only the converter that joins them has them all, and frees them as it does.
+        values = (
+            part.matrix.dense([next(rest) for _ in part.matrix.names]).to(parameter.dtype) for part in parts
+        )
+        try:
+            return self._joined(name, parts, values)
+        except ValueError as error:
+            self._errors.append(error)
+            return torch.zeros_like(parameter, device="cpu")
 
-    def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
+    def _joined(self, name: str, parts: list[_Part], tensors: Iterable[Tensor]) -> Tensor:
         """Parameter that transformers makes of the matrices, or of other tensors with their rows."""
         places = [part.place for part in parts]
         made = self._made(name, places, tensors)
@@ -318,10 +322,10 @@ class OthersLayout(Layout):
             _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {places[0].key}")
         return made[name]
 
-    def _made(self, name: str, places: Sequence[_Place], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _made(self, name: str, places: Sequence[_Place], tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         if places[0].pattern is None:
-            stacked = tensors[0].dim() == 3 and self._is_turned(name)
-            return {name: tensors[0].mT if stacked else tensors[0]}
+            tensor, *_ = tensors
+            return {name: tensor.mT if tensor.dim() == 3 and self._is_turned(name) else tensor}
         converter = copy.deepcopy(self._of[places[0].pattern])
         for place, tensor in zip(places, tensors, strict=True):
             assert place.pattern is not None
@@ -336,10 +340,6 @@ class OthersLayout(Layout):
             name: parts for name, parts in self._parts.items()
             if name in present or name.rpartition(".")[0] in self.targets
         })  # fmt: skip
-
-    def finish(self, loaded: Callable[[str], bool]) -> None:
-        if self._errors:
-            raise self._errors[0]
 
 
 def _is_turned(experts: Any) -> bool:

@@ -14,6 +14,8 @@ _CHECK = Check("load")
 _BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = ("F16", "BF16", "F32")  # names that safetensors has
 _EXPONENTS = ("U8", "F8_E8M0")
+# Names of the scales beside FP8 codes: of most models, DeepSeek-V4's, and Mistral's.
+_SCALES_OF_FP8 = ("weight_scale_inv", "scale", "qscale_weight")
 
 
 class Declared(NamedTuple):
@@ -46,6 +48,18 @@ class Scheme(NamedTuple):
     scale: str = "weight_scale"
     exponents: bool | None = False
     less: int = 0
+
+    def beside(self, dtypes: Mapping[str, str]) -> "Scheme":
+        """The scheme of a matrix, by the dtypes of the tensors that it has.
+
+        FP8 checkpoints have several names for scales, and MXFP4 in int8 beside FP8 (experts of DeepSeek-V4).
+        """
+        if self.scale not in _SCALES_OF_FP8:
+            return self
+        scale = next((name for name in _SCALES_OF_FP8 if name in dtypes), self.scale)
+        if dtypes.get(self.codes) == "I8":
+            return Scheme("mxfp4", 4, (1, 32), scale=scale)
+        return self._replace(scale=scale)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Declared]:
         """{what follows the name of the module: the tensor} of a matrix."""
@@ -106,8 +120,8 @@ def _fp8(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
 
 
 def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
-    codes = Declared(["U8"], [(rows, columns // 2)])
-    return {scheme.codes: codes, "weight_scale": Declared(_EXPONENTS, [(rows, columns // 32)])}
+    codes = Declared(["I8" if scheme.scale in _SCALES_OF_FP8 else "U8"], [(rows, columns // 2)])
+    return {scheme.codes: codes, scheme.scale: Declared(_EXPONENTS, [(rows, columns // 32)])}
 
 
 def _nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:

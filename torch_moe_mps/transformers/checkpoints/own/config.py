@@ -36,8 +36,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
             group_size, mode}. None in a checkpoint: experts, in the default format. Names of a larger or a
             smaller model are understood.
-        source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or
-            FROM_GGUF.
+        source: FROM_GGUF, where a GGUF file is dequantised while we quantise.
         gguf: True reads a GGUF file whose blocks stay packed.
         wanted: arguments of a recipe for the dense weights of a quantised checkpoint.
         may_leave: True leaves packed weights for which the recipe has another format; False refuses it.
@@ -91,6 +90,10 @@ class QuantizationConfig(QuantizationConfigMixin):
         """Recipe for the weights that are dense."""
         asked = None if self.wanted is None else requested_recipe(**self.wanted)
         return asked or recipe_of(self.usual, **self.exceptions)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a recipe for the weights that are dense."""
+        return self.usual.to_dict() | self.exceptions
 
     def formats(self) -> set[Format]:
         """All formats of a quantised checkpoint."""

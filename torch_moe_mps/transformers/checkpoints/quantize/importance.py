@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...._progress import with_progress
 from ....ops._checks import Check
 from ....quantization.formats import check_importance, check_weighed
-from ...basics.interface import Experts, projections, weights_in
+from ...basics.interface import ON_DISK, Experts, projections, weights_in
 from ...modules.experts import activated_rows
 from ...modules.linears import GroupedLinear, QuantizedLinear
 from .reasons import groups_of
@@ -230,6 +230,8 @@ class _Sums:
 def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
     """Forward hook that adds the squared inputs of a layer, or of experts."""
     if target.kind == "experts":
+        if (on_disk := vars(target.module).get(ON_DISK)) is not None:
+            on_disk.refuse("importance needs all experts in memory")
         for parameter in target.parameters:
             into[target.path(parameter)] = _Sums()
         return lambda _, args, kwargs: _count_experts(target, args, kwargs, into)

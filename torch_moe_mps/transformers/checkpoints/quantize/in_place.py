@@ -11,6 +11,7 @@ from ...basics.interface import formats_of, is_quantized, weights_in
 from ...basics.report import QuantizationReport
 from ...modules.experts import unsupported
 from ...modules.linears import QuantizedLayer, has_quantized_weights
+from .counting import count_packed_weights
 from .decision import weights_of
 from .importance import Importance
 from .recipe import Recipe
@@ -77,6 +78,7 @@ def quantize_targets(
         tie_quantized(model)
         if report.modules:
             model.requires_grad_(False)  # quantised weights have no backward
+            count_packed_weights(model)
         keep_when_saving(model)
     report.bytes_after = bytes_a_token(model)
     return report
@@ -101,6 +103,7 @@ def finish_loading(model: Any) -> None:
     from ..write.saving import mark_quantized
 
     model.requires_grad_(False)
+    count_packed_weights(model)
     mark_quantized(model)
     for item in LOADED:
         item(model)

@@ -60,7 +60,7 @@ class Recipe:
             changed["linears"] = self.small_linears
         notes = (
             f"{KINDS[kind]} in {format}, as they are {sizes[kind] / total:.0%} of the weights "
-            f"({kind[:-1]}_bits='same': in {self.experts})"
+            f'("same" as {kind[:-1]} bits: in {self.experts})'
             for kind, format in changed.items()
         )
         return replace(self, **changed, notes=(*notes,))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ....ops._checks import Check
 from ....quantization import TENSORS, QuantizedWeight
 from ....quantization.formats import ErrorSums, check_finite, quantize_stack
-from ...basics.interface import projections
+from ...basics.interface import ON_DISK, projections
 from ...basics.report import QuantizedProjection
 from ...modules.experts import pinned_config
 from ...modules.linears import (
@@ -44,6 +44,9 @@ def quantized_names(parameter: str) -> list[str]:
 def check_target(target: Target) -> None:
     """Raises: ValueError for weights that cannot be quantised; changes nothing."""
     check = Check("quantize")
+    if ON_DISK in vars(target.module):
+        expected = "in memory (from_pretrained with bits quantises what it leaves on the disk)"
+        check.fail(target.name, expected, "weights on the disk")
     for parameter in target.formats:
         weight = getattr(target.module, parameter)
         argument = f"{target.name}.{parameter}"

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....quantization import Format
 from ...basics.interface import experts_of, projections
-from ...basics.state import state_in
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
 from ...upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion, seen_with
@@ -81,10 +80,6 @@ def _own_configs(model: nn.Module) -> None:
         config: Any = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
-    for module in model.modules():
-        previous = state_in(module).previous
-        for attribute, (config, implementation) in previous.items():
-            previous[attribute] = copies.get(id(config), config), implementation
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:

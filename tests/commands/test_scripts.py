@@ -1,0 +1,217 @@
+"""The scripts start from a clone, by the commands that the pages print."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import REPOSITORY
+
+SCRIPTS = REPOSITORY / "scripts"
+SHELL = sorted(path for path in SCRIPTS.rglob("*") if path.is_file() and not path.suffix)
+IN_PYTHON = sorted(path for path in SCRIPTS.rglob("*.py") if '"__main__"' in path.read_text())
+# Those that take seconds -> the page that they write a part of, and the mark in front of it.
+QUICK = {
+    "make_gguf_table": ("docs/gguf.md", "<!-- scripts/make/"),
+    "make_operators_table": ("docs/operators.md", "<!-- scripts/make/"),
+    "models_page": ("docs/models.md", "# Models"),
+}
+# Each of the commands in a fork of a process that has imported what takes seconds. Its path has nothing of
+# the tests: a script finds them itself.
+STARTS = """
+import json, os, runpy, sys
+import numpy, peft, torch, transformers, torch_moe_mps
+results = []
+for path, module, arguments in json.loads(sys.argv[1]):
+    read, write = os.pipe()
+    if (process := os.fork()) == 0:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        os.close(read)
+        code = 1
+        try:
+            sys.argv, sys.path[:1] = [module, *arguments], path.split(":")
+            if module.endswith(".py"):
+                runpy.run_path(module, run_name="__main__")
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as error:
+            code = error.code or 0
+            if isinstance(code, str):
+                print(code)
+                code = 1
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(write)
+    with open(read) as said:
+        text = said.read()
+    results.append((os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text))
+print(json.dumps(results))
+"""
+
+
+def new_clone(root: Path) -> Path:
+    """A tree with the repository's files, and no environment: its scripts and what they write are copies."""
+    for path in REPOSITORY.iterdir():
+        if path.name not in ("scripts", "docs", "tests") and not path.name.startswith("."):
+            (root / path.name).symlink_to(path)
+    shutil.copytree(SCRIPTS, root / "scripts", symlinks=True)
+    shutil.copytree(REPOSITORY / "docs", root / "docs")
+    (root / "tests").mkdir()
+    for path in (REPOSITORY / "tests").iterdir():
+        if path.name != "pinned":
+            (root / "tests" / path.name).symlink_to(path)
+    shutil.copytree(REPOSITORY / "tests" / "pinned", root / "tests" / "pinned")
+    return root
+
+
+def variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MOE_MPS_"))}
+
+
+def behind(script: Path, clone: Path) -> tuple[str, str] | None:
+    """(folders on the path, script or module) of what a shell script hands its arguments to."""
+    found = re.search(
+        r'^(?:PYTHONPATH=(\S+) )?exec \S+ (?:-m )?(\S+) "\$@"$', script.read_text(), re.MULTILINE
+    )
+    if found is None:
+        return None
+    folders, program = found.groups()
+    own = [str((clone / program).parent)] if program.endswith(".py") else []
+    own += [str(clone / folder) for folder in (folders or "").split(":") if folder]
+    return ":".join(own), str(clone / program) if program.endswith(".py") else program
+
+
+@pytest.mark.slow("imports what the scripts do, once for all")
+def test_scripts_in_python(tmp_path_factory):
+    """Each says what it does. Those that take seconds write the pages as they are; one asks for another."""
+    clone, other = (new_clone(tmp_path_factory.mktemp("clone")) for _ in range(2))
+    behind_shell = list(filter(None, (behind(path, clone) for path in SHELL)))
+    started = {program for _, program in behind_shell}
+    files = [clone / path.relative_to(REPOSITORY) for path in IN_PYTHON]
+    alone = [(str(path.parent), str(path)) for path in files if str(path) not in started]
+    helps = [(*program, ("--help",)) for program in (*alone, *behind_shell)]
+    for page, mark in QUICK.values():
+        text, mark, rest = (clone / page).read_text().partition(mark)
+        (clone / page).write_text(text + mark + rest.partition("\n")[0] + "\n")
+    runs = [(str(clone / "scripts/make"), str(clone / f"scripts/make/{name}.py"), ()) for name in QUICK]
+    used_by = other / "tests/pinned/used_by.txt"
+    used_by.write_text(re.sub(r"^rms_norm: .*\n", "", used_by.read_text(), flags=re.MULTILINE))
+    asks = (str(other / "scripts/make"), str(other / "scripts/make/make_operators_table.py"), ())
+
+    command = [sys.executable, "-c", STARTS, json.dumps([*helps, *runs, asks])]
+    result = subprocess.run(command, capture_output=True, text=True, env=variables(), cwd=clone)
+    assert result.returncode == 0, result.stderr
+    *results, last = map(tuple, json.loads(result.stdout.splitlines()[-1]))
+    for (_, program, _), (code, said) in zip(helps, results[: len(helps)], strict=True):
+        assert code == 0 and said.startswith("usage: ") and "-h, --help" in said, (program, said)
+        assert len(said.splitlines()) > 5, (program, said)
+    for (name, (page, _)), (code, said) in zip(QUICK.items(), results[len(helps) :], strict=True):
+        assert code == 0, said
+        assert (clone / page).read_text() == (REPOSITORY / page).read_text(), name
+    assert last == (
+        1,
+        "make_operators_table: tests/pinned/used_by.txt must have each operator, got no rms_norm: "
+        "run scripts/make/make_used_by.py first\n",
+    )
+
+
+# An operator in the family `combine`: what steps 1, 4 and 5 of CONTRIBUTING add to which file. The host and
+# the shader of steps 2 and 3 take minutes to build anew, so its calls run on the CPU.
+ADDED = {
+    "torch_moe_mps/ops/combine.py": (
+        """CALLS: Calls = {
+""",
+        '''
+@operator("x[..., H] -> [..., H]:x")
+def halved(x: Tensor) -> Tensor:
+    """Half of each element.
+
+    In models `weighted_sum_stacked` has factors.
+
+    Args:
+        x: [..., H].
+
+    Returns: [..., H], in the dtype of x.
+
+    Raises: ValueError for a dtype or a device that does not fit.
+
+    Example:
+        >>> ops.halved(torch.tensor([3.0, 4.0])).tolist()
+        [1.5, 2.0]
+    """
+    return (x.float() / 2).to(x.dtype)
+
+
+CALLS: Calls = {
+    "halved": lambda s: s.of("x[T, H]"),
+''',
+    ),
+    "torch_moe_mps/ops/__init__.py": (
+        "from .combine import moe_weighted_reduce as",
+        "from .combine import halved as halved\nfrom .combine import moe_weighted_reduce as",
+    ),
+    "tests/support/ops/combine.py": (
+        "def draw_silu_mul_stacked(",
+        """def draw_halved(d):
+    return {"x": d.values(*d.one((3, 64), (2, 1, 5), (0, 7)))}
+
+
+def expected_halved(a):
+    return [Expected(exact(a.x) / 2, 0 * exact(a.x))]
+
+
+def draw_silu_mul_stacked(""",
+    ),
+    "tests/pinned/used_by.txt": ("heads_mm: ", "halved: \nheads_mm: "),  # as make_used_by.py has it
+}
+
+
+@pytest.mark.slow("starts a script and the tests of an operator in new processes")
+def test_an_operator_is_added_as_the_page_says(tmp_path):
+    clone = new_clone(tmp_path)
+    for folder in ("torch_moe_mps", "torch_moe_mps/ops", "tests/support", "tests/support/ops"):
+        (clone / folder).unlink()
+        (clone / folder).mkdir()
+        for path in (REPOSITORY / folder).iterdir():
+            (clone / folder / path.name).symlink_to(path)
+    for file, (place, added) in ADDED.items():
+        text = (clone / file).read_text()
+        assert text.count(place) == 1, file
+        (clone / file).unlink()
+        (clone / file).write_text(text.replace(place, added))
+    environment = variables() | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, *words]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    run("scripts/make/make_operators_table.py")
+    row = "| [`halved`](../torch_moe_mps/ops/combine.py) | Half of each element | in models "
+    assert row in (clone / "docs/operators.md").read_text()
+    files = [f"tests/ops/test_{name}.py" for name in ("operators", "documentation", "any_arguments")]
+    said = run("-m", "pytest", "-q", "-k", "halved and not mps", *files)
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 8, said
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_help_installs_nothing(script, tmp_path):
+    """Without an environment it is the comment at the script's head; `demo` needs no package for its own."""
+    clone = new_clone(tmp_path)
+    command = [str(clone / script.relative_to(REPOSITORY)), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, env=variables(), timeout=60)
+    assert result.returncode == 0 and len(result.stdout) > 60 and not result.stderr, result
+    head = re.search(r"\A#!.*\n# (.*)", script.read_text())[1]
+    assert result.stdout.startswith((head, "usage: ")) and not (clone / ".venv").exists()

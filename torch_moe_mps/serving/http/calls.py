@@ -1,0 +1,136 @@
+"""Tool calls of earlier turns, in the form that a chat template takes.
+
+Templates differ in arguments, ids, and the number of calls in a message. For a form that they do not take,
+some raise, and some render calls without their name or in Python's syntax. A probe finds the form.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Message = dict[str, Any]
+Ids = Literal["any", "short", "named"]
+_SHORT = re.compile(r"[a-zA-Z0-9]{9}")
+# {id of a call of the probe, shorter or longer than a template's own: number in its name and arguments}
+_PROBE = {"a": 1, "call_0123456789abcdef": 2}
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """Form of tool calls.
+
+    Args:
+        arguments: an object, or its JSON as text.
+        ids: any text; "short", of 9 letters and digits; "named", the function's name with the number of the
+            call, which templates render in place of the name.
+        is_single: True for one call a message.
+    """
+
+    arguments: Literal["object", "text"] = "object"
+    ids: Ids = "any"
+    is_single: bool = False
+
+    def new_id(self) -> str:
+        """Id of a call to which the model gives none."""
+        own = uuid.uuid4().hex
+        return own[:9] if self.ids == "short" else f"call_{own}"
+
+    def convert(self, messages: list[Message]) -> list[Message]:
+        """Messages with calls and ids in this form. Ids that have it are kept."""
+        made, ids, number = list[Message](), dict[str, str](), itertools.count()
+        for message in messages:
+            if "tool_calls" in message:
+                calls = [self._call(call, ids, next(number)) for call in message["tool_calls"]]
+                message = message | {"tool_calls": calls}
+            elif "tool_call_id" in message:
+                own = message["tool_call_id"]
+                message = message | {"tool_call_id": ids.get(own, own)}
+            made.append(message)
+        return [*_one_by_one(made)] if self.is_single else made
+
+    def _call(self, call: dict[str, Any], ids: dict[str, str], number: int) -> dict[str, Any]:
+        function = call["function"]
+        made = {name: value for name, value in call.items() if name != "text"}
+        if self.arguments == "text":
+            text = call.get("text")
+            if text is None and not isinstance(text := function["arguments"], str):
+                text = json.dumps(text, ensure_ascii=False)
+            made["function"] = function | {"arguments": text}
+        if isinstance(own := call.get("id"), str):
+            made["id"] = ids[own] = self._id(own, function["name"], number)
+        return made
+
+    def _id(self, own: str, name: str, number: int) -> str:
+        if self.ids == "short" and not _SHORT.fullmatch(own):
+            return hashlib.sha256(own.encode()).hexdigest()[:9]
+        if self.ids == "named" and not re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", own):
+            return f"functions.{name}:{number}"
+        return own
+
+
+def _one_by_one(messages: list[Message]) -> Iterator[Message]:
+    """Yields messages with one call each, followed by its result."""
+    rest = [*messages]
+    while rest:
+        message, *rest = rest
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results = [*itertools.takewhile(lambda each: each["role"] == "tool", rest)]
+        rest = rest[len(results) :]
+        for call in calls:
+            yield message | {"tool_calls": [call]}
+            message = {"role": message["role"], "content": []}
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            results = [each for each in results if each not in own]
+            yield from own
+        yield from results
+
+
+def call_form(render: Callable[[list[Message]], str]) -> CallForm:
+    """First form in which a template renders calls whole; the simplest where it renders none.
+
+    Args:
+        render: text of messages.
+    """
+    ids: tuple[Ids, ...] = "any", "short", "named"
+    arguments: tuple[Literal["object", "text"], ...] = "object", "text"
+    for named, given, is_single in itertools.product(ids, arguments, (False, True)):
+        form = CallForm(given, named, is_single)
+        try:
+            text = render(form.convert(_probe()))
+        except Exception:  # a template may raise anything for a form that it does not take
+            continue
+        if all(_shows(text, number, given) for number in _PROBE.values()):
+            return form
+    return CallForm()
+
+
+def _shows(text: str, number: int, arguments: str) -> bool:
+    """True if a text has a call of the probe, with arguments in JSON or a syntax of the template's own."""
+    function = _function(number)
+    if arguments == "text":
+        return function["name"] in text and json.dumps(function["arguments"]) in text
+    words = function["name"], f"key_{number}", f"value_{number}"
+    return all(word in text for word in words) and repr(function["arguments"]) not in text
+
+
+def _function(number: int) -> dict[str, Any]:
+    return {"name": f"probe_{number}", "arguments": {f"key_{number}": [f"value_{number}"]}}
+
+
+def _probe() -> list[Message]:
+    """A conversation whose last turn has two calls and their results."""
+
+    def said(role: str, **more: Any) -> Message:
+        return {"role": role, "content": [{"type": "text", "text": "a"}]} | more
+
+    calls = [{"id": own, "type": "function", "function": _function(n)} for own, n in _PROBE.items()]
+    results = [said("tool", tool_call_id=own) for own in _PROBE]
+    return [said("user"), said("assistant", content=[], tool_calls=calls), *results]
