@@ -132,7 +132,7 @@ def _attend_with_bias(
     whose tokens are its queries.
     """
     (batch, heads, tokens, width), (_, key_heads, keys, _) = query.shape, key.shape
-    is_first = mask is None and _is_causal(module) and tokens > 1  # of a prompt
+    is_first = mask is None and _is_causal(module) and tokens > 1  # tokens of a prompt
     if is_first or not _is_few(tokens) or isinstance(key, Deferred) or bias.shape[2:] != (tokens, keys):
         return None
     if mask is not None:
