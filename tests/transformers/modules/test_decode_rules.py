@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, eager, in_parts, operators_of, output, prompt
+from support.recognition import by_operators
 from support.sweep import in_sweep, rows_in_sweep
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -238,6 +239,11 @@ def test_a_norm_without_weight():
     call = call_of(WithoutWeight())
     assert call is not None and call.weights == () and call.constants == (None, 1e-3, 0.0)
     assert call_of(Doubled()) is None
+    norm, x = WithoutWeight().eval(), torch.randn(2, 3, 32)
+    rewrite(norm)
+    wide = x.double()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    assert_close(by_operators(lambda: norm(x), "rms_norm").double(), expected, 1e-6)
 
 
 class OfEveryFourth(Qwen4ExpTextRMSNorm):
@@ -267,7 +273,10 @@ def test_norms_of_other_dtypes_run_their_own_code():
     model = quantised(dtype=torch.bfloat16)
     norm = model.model.norm
     x = torch.randn(2, 3, norm.weight.shape[0], dtype=torch.float64)
-    assert norm(x).dtype == torch_moe_mps.restore(copy.deepcopy(norm))(x).dtype
+    own = torch_moe_mps.restore(copy.deepcopy(norm))
+    assert_close(by_operators(lambda: norm(x.bfloat16()), "rms_norm"), own(x.bfloat16()), 2.0**-7)
+    assert operators_of(lambda: norm(x)) == {}
+    assert norm(x).dtype == own(x).dtype and torch.equal(norm(x), own(x))
 
 
 class BySteps(nn.Module):

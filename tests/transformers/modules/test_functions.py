@@ -107,9 +107,9 @@ def test_forwards(cls, ran):
 
 def test_other_names_are_read_when_they_are_needed(monkeypatch):
     layer = accelerated(Layer)
-    out, _ = result(layer)
+    out, _ = by_operators(lambda: result(layer), *RAN)
     monkeypatch.setitem(globals(), "scaled", lambda x: 6.0 * x)
-    torch.testing.assert_close(result(layer)[0], 3.0 * out)
+    torch.testing.assert_close(by_operators(lambda: result(layer), *RAN)[0], 3.0 * out)
 
 
 def test_a_function_that_is_patched(monkeypatch):
@@ -186,6 +186,12 @@ def test_functions_that_decide_by_a_size(name):
     assert operators_of(lambda: layer(*tables())) == {}
 
 
+def test_a_function_that_decides_by_nothing_is_recognised():
+    """So that the others above are left for what they decide by."""
+    layer = accelerated(turned_if(lambda x, cos: False))
+    assert_close(by_operators(lambda: layer(*tables()), "rope"), Turns()(*tables()), 1e-5)
+
+
 class Elsewhere(Layer):
     """Calls the function in another thread."""
 
@@ -200,6 +206,7 @@ def test_a_function_is_as_before_outside_of_accelerated_forwards():
     layer = accelerated(Layer)
     assert pickle.loads(pickle.dumps(conv_step)) is conv_step
     x, state = inputs()
+    by_operators(lambda: result(layer), *RAN)
     assert operators_of(lambda: conv_step(x, state, layer.weight)) == {}
     assert accelerated(Elsewhere)(x, state) == {}
 

@@ -103,13 +103,16 @@ def test_frequencies_that_change_are_read_again():
     module, other = rotary_of(), rotary_of("linear")
     rewrite(module)
     module.inv_freq.copy_(other.inv_freq)
+    assert_same(by_operators(lambda: tables(module), "_pointwise"), tables(other))
     module.attention_scaling = other.attention_scaling = 1.5
+    assert operators_of(lambda: tables(module)) == {}  # the trace has the factor
     assert_same(tables(module), tables(other))
 
 
 def test_a_type_that_changes():
     module = rotary_of()
     rewrite(module)
+    by_operators(lambda: tables(module), "_pointwise")
     module.rope_type = "another"
     assert operators_of(lambda: tables(module)) == {}
 
@@ -119,6 +122,7 @@ def test_positions_that_the_operator_does_not_take():
     ids = IDS.double()
     own = tables(module, ids=ids)
     rewrite(module)
+    by_operators(lambda: tables(module), "_pointwise")
     assert operators_of(lambda: tables(module, ids=ids)) == {}
     assert_same(tables(module, ids=ids), own, 0.0)
 

@@ -360,15 +360,20 @@ def test_a_width_that_no_weight_has():
     def forward(self, x):
         return doubled_if(x.shape[-1] == 40, self.rms(x))
 
-    norm = of(forward)()
-    norm.weight = None
-    assert rewrite(norm.eval())[0] == []
+    norm, plain = of(forward)().eval(), of(lambda self, x: self.rms(x))().eval()
+    norm.weight = plain.weight = None
+    assert rewrite(norm)[0] == []
+    rewrite(plain)
+    with torch.no_grad():
+        by_operators(lambda: plain(torch.randn(2, WIDTH)), "rms_norm")
 
 
 def test_a_weight_of_another_shape():
     """Eager code broadcasts it."""
     norm, own, x = Norm().eval(), Norm().eval(), torch.randn(2, 3, WIDTH)
     rewrite(norm)
+    with torch.no_grad():
+        by_operators(lambda: norm(x), "rms_norm")
     for each in (norm, own):
         each.weight = nn.Parameter(each.weight[None])
     with torch.no_grad():
@@ -590,5 +595,7 @@ def test_what_an_mlp_rests_on_changes():
 def test_restored_norms_are_as_before():
     norm = Decorated().eval()
     rewrite(norm)
+    with torch.no_grad():
+        by_operators(lambda: norm(torch.randn(2, WIDTH)), "rms_norm")
     restore_module(norm)
     assert type(norm) is Decorated and not is_rewritten(norm)
