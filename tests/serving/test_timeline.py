@@ -79,7 +79,8 @@ class Costs:
 @functools.cache
 def costs_on(simulated) -> Costs:
     """A token of the small model takes as long as one of the large model behind few keys."""
-    counted, numbers = Costs(1.0, 0.0), []
+    unit = 1e-6  # a whole second a launch would let the watchdog end the command buffers
+    counted, numbers = Costs(unit, 0.0), []
 
     class Counting(Answer):
         def note(self, token: int) -> bool:
@@ -92,7 +93,7 @@ def costs_on(simulated) -> Costs:
     with counted.timeline(simulated) as times:
         generate(Counting(0))
     (launches, moved), tokens = map(operator.sub, *reversed(numbers)), _STEADY.stop - _STEADY.start
-    a_launch = _TOKEN.launches * START_US[0] * 1e-6 * tokens / launches
+    a_launch = _TOKEN.launches * START_US[0] * 1e-6 * tokens * unit / launches
     return Costs(a_launch, _TOKEN.bytes_ms(_GPU) * 1e-3 * tokens / moved)
 
 
