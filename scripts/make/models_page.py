@@ -24,7 +24,8 @@ them with `tests/pinned/models.txt`. Nothing here was measured on a Mac.
 
 {right}
 From the third token with the same call signature on, a decode step is one call
-([speed.md](speed.md#counts)). {captured}
+([speed.md](speed.md#counts)): behind a prompt of 29 tokens, each of the last eight of 16 tokens was.
+{captured}
 
 - **Experts**: the activation of `moe_experts`. "own": `expert_mm`, the model's activation and norm,
   `expert_mm`, `moe_weighted_reduce`.

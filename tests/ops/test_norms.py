@@ -24,7 +24,7 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     """The operators on these tensors."""
     options = {"eps": eps, "weight_offset": weight_offset}
     checked("rms_norm", input, weight, **options)
-    checked("rms_norm", input, None, eps)
+    checked("rms_norm", input, None, eps, factor=0.22)
     checked("layer_norm", input, weight, weight.flip(0), **options)
     checked("layer_norm", input, None, None, eps)
     checked("fused_residual_layer_norm", residual, input, weight, weight.flip(0), **options)

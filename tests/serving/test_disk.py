@@ -68,6 +68,7 @@ def turn(asked: Asked, *more: int) -> torch.Tensor:
         pytest.param("glm5_next", {}, marks=pytest.mark.sweep),
         pytest.param("qwen4_exp", {}, marks=pytest.mark.sweep),
         pytest.param("minimax_m3_vl", {}, marks=pytest.mark.sweep),
+        pytest.param("minimax", {}, marks=pytest.mark.sweep),
     ],
 )
 def test_a_turn_behind_a_restart(architecture, how, tmp_path):

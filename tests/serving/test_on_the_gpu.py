@@ -23,9 +23,9 @@ from torch_moe_mps.transformers.capture.classes import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
 PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
-# States that take tokens in otherwise: with a decay for each channel, Mamba-2, a convolution alone,
-# and Mamba-1, without keys.
-OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "mamba")
+# States that take tokens in otherwise: with a decay for each channel, Mamba-2, a convolution alone, a
+# constant decay, and Mamba-1, without keys.
+OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "mamba")
 
 
 pytestmark = pytest.mark.usefixtures("captured")

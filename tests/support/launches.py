@@ -127,7 +127,7 @@ def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
     """The cache after a prompt, made before it, as generate() does; of equal rows."""
     ids = torch.tensor([tokens] * rows, device="mps")
     with torch.no_grad():
-        if model.can_generate() and not takes_layers(model):  # its code insists on a cache of its own
+        if model.can_generate() and not takes_layers(model):  # its code takes no other cache
             return cache_among(model(ids, use_cache=True))
         cache = new_cache(model)
         model(ids, **{name_of_cache(model): cache}, use_cache=True)
@@ -229,13 +229,26 @@ def captured_token(simulated, model: nn.Module, *given: Any, **options: object) 
     return of_aten(model) + kernels_of(commands)
 
 
+PROMPT, TOKENS = 29, 16  # lengths at which `reason_against_capture` looks
+
+
 def reason_against_capture(model: nn.Module) -> str | None:
-    """Why no token of an accelerated model is captured; None if one is."""
-    try:
-        captured_call(model)()
-    except NotCaptured as reason:
-        return str(reason)
-    return None
+    """Why a token in the second half of TOKENS behind a prompt of an accelerated model is not captured.
+
+    Those in the first half may be of several kinds, each of which is captured at its third call. None if all
+    are. A program that holds for one length of the context does not count.
+    """
+    captures = captures_of(model)
+    if captures is None:
+        return "its forward has no argument for a cache"
+    captures.clear()
+    cache, token = prompted(model, [*range(1, PROMPT + 1)]), torch.tensor([[5]], device=model.device)
+    reasons = []
+    for _ in range(TOKENS):
+        with torch.no_grad():
+            model(token, **{name_of_cache(model): cache}, use_cache=True)
+        reasons.append(captures.reason)
+    return next(filter(None, reasons[TOKENS // 2 :]), None)
 
 
 # What the configs of models say of each layer.

@@ -71,12 +71,13 @@ void encode_norm(const Arguments&... arguments) {
   commands.encode();
 }
 
-Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, double weight_offset) {
+Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, double weight_offset,
+                double factor) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
   encode_norm(kRms, std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
               std::nullopt, eps, weight_offset, output, std::nullopt,
-              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1});
+              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, factor);
   return output;
 }
 

@@ -87,8 +87,10 @@ def _check_rows(check, x, weight, **others):
 
 
 @operator("x[..., H] weight[H]|[_, H] -> x", _check_rows)
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """RMSNorm: rms(x) * (weight + weight_offset), without a weight rms(x).
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
+) -> Tensor:
+    """RMSNorm: rms(x) * (weight + weight_offset) * factor, without a weight rms(x) * factor.
 
     aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset and requires a weight of the
     input's dtype; in all other cases `torch.nn.functional.rms_norm` runs one operation after the other.
@@ -100,6 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float 
             for each of N rows: groups of columns that are normed apart.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights; 0.0 without a weight.
+        factor: of the result, before it is rounded (latents of Dots3).
 
     Returns: [..., H] in the dtype of `x`.
 
@@ -109,7 +112,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float 
         >>> ops.rms_norm(torch.tensor([[2.0, -2.0]]), torch.tensor([1.0, 3.0]), eps=0.0).tolist()
         [[1.0, -3.0]]
     """
-    return normed(x, weight, eps, weight_offset).to(x.dtype)
+    out = normed(x, weight, eps, weight_offset)
+    return (out if factor == 1.0 else out.mul_(factor)).to(x.dtype)
 
 
 def _check_group(check, x, group_size, **_):

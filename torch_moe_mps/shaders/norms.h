@@ -152,7 +152,8 @@ inline void norm_row(NormRow<T, N, kJoin, kCentred> row, constant NormParams& pa
   }
 
   const float total = row_sum(squares, threads, partials);
-  const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
+  float inverse = precise::rsqrt(total / float(params.width) + params.eps);
+  if constexpr (kJoin == JOIN_NONE) inverse *= params.factor;
 
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;

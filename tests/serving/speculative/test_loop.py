@@ -29,7 +29,7 @@ from torch_moe_mps.transformers.deferred_states import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # No logits of text, and a cache of its own.
-OTHERS = {"diffusion_gemma", "minimax", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
+OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
 ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS)
 # Mamba-2 beside attention, and recurrent states alone.
 ARCHITECTURES += ["zamba2", "mamba", "falcon_mamba", "mamba2"]

@@ -7,13 +7,14 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_attention_math_for_mps.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -189,21 +190,29 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return at::_local_scalar_dense(on_host(self));
 }
 
-// libtorch's own choice of an attention kernel asserts on a device type that its build does not have.
+// torch's one command of attention without gradients. The math version adds the mask.
+std::tuple<Tensor, Tensor> attention_in_one(const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const optional<Tensor>& mask, double dropout, bool is_causal,
+                                            const optional<Tensor>& dropout_mask, optional<double> scale,
+                                            bool enable_gqa) {
+  if (!dropping())
+    return at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, is_causal, dropout_mask,
+                                                  scale, enable_gqa);
+  std::vector<int64_t> sizes = query.sizes().vec();
+  sizes.back() = value.size(-1);
+  return {at::empty(sizes, query.options()), Tensor()};
+}
+
+// libtorch's own choice of an attention kernel asserts on a device type that its build does not have. Tensors
+// may be fake ones whose sizes are symbols.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool is_causal, optional<double> scale, bool enable_gqa) {
-  if (dropping() && !at::GradMode::is_enabled()) {  // one command there, not the ten of the math version
-    std::vector<int64_t> sizes = query.sizes().vec();
-    sizes.back() = value.size(-1);
-    return at::empty(sizes, query.options());
-  }
-  // The math version adds the mask: where a boolean one allows attention it adds 0.
   optional<Tensor> added = mask;
-  if (mask && mask->dtype() == at::kBool) {
-    added = at::zeros(mask->sizes(), query.options()).masked_fill(mask->logical_not(), -INFINITY);
-  }
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, added, dropout, is_causal,
-                                                            std::nullopt, scale, enable_gqa));
+  if (mask && mask->dtype() == at::kBool)  // where it allows attention it adds 0
+    added = at::zeros_like(*mask, query.options()).masked_fill(mask->logical_not(), -INFINITY);
+  const auto run = at::GradMode::is_enabled() ? at::_scaled_dot_product_attention_math
+                                              : at::_scaled_dot_product_attention_math_for_mps;
+  return std::get<0>(run(query, key, value, added, dropout, is_causal, std::nullopt, scale, enable_gqa));
 }
 
 TORCH_LIBRARY_IMPL(aten, MPS, m) {
@@ -228,6 +237,7 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("scaled_dot_product_attention", attention);
+  m.impl("_scaled_dot_product_attention_math_for_mps", attention_in_one);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) {
   m.impl("scaled_dot_product_attention", attention);

@@ -92,7 +92,7 @@ def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
 
 
 def expected_rms_norm(a):
-    return [normed(exact(a.x), given(a.weight), a.eps, a.weight_offset)]
+    return [normed(exact(a.x), given(a.weight), a.eps, a.weight_offset, a.factor)]
 
 
 def expected_layer_norm(a):

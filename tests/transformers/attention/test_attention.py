@@ -5,7 +5,7 @@ import torch
 from support import tiny_models
 from support.launches import launches, prompted
 from support.memory import Memory
-from support.models import assert_close, in_parts, operators_of, output, prompt
+from support.models import assert_close, eager, in_parts, operators_of, output, prompt
 from support.recognition import by_operators
 from support.sweep import covering, in_sweep
 from support.values import EACH_DTYPE
@@ -20,14 +20,16 @@ from transformers import (
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
 )
+from transformers.integrations import sdpa_attention
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
 from torch_moe_mps.selfcheck import units
 from torch_moe_mps.selfcheck.units import chunks_run_sdpa
-from torch_moe_mps.transformers.attention.attention import attention, attention_mask
+from torch_moe_mps.transformers.attention.attention import attention, attention_mask, wrap_sdpa
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
+from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
@@ -547,8 +549,8 @@ def test_memory_of_a_prompt(simulated, name, monkeypatch):
     assert peak_of_a_prompt(model, 32768, padded=True) < 1.01 * long
 
 
-# Inkling's own code makes the distances of all tokens from all keys; MiniMax-01's takes no other cache.
-_NOT_TRIED = {"inkling", "inkling2", "inkling2_loop", "minimax"}
+# Inkling's own code makes the distances of all tokens from all keys.
+_NOT_TRIED = {"inkling", "inkling2", "inkling2_loop"}
 
 
 @pytest.mark.sweep
@@ -578,3 +580,66 @@ def test_chosen_keys_that_a_mask_hides(window):
     q, k, v = q.double(), k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
     right = torch.softmax(q @ k.mT * 0.25 + shown, -1) @ v
     torch.testing.assert_close(out.double(), right.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+class Biased(torch.nn.Module):
+    """A layer of three queries a key head that an operator may run."""
+
+    is_causal, num_key_value_groups = True, 3
+
+
+@pytest.mark.parametrize("device", ["mps"], indirect=True)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "mask", "is_ours"),
+    [
+        (1, 6, None, True), (1, 1, "bool", True), (3, 6, "bool", True), (3, 6, "added", True),
+        (3, 6, None, False), (12, 6, "bool", False),
+    ],
+)  # fmt: skip
+def test_summands_of_each_head(tokens, heads, mask, is_ours, device, monkeypatch):
+    """Of scores, as models with relative positions hand them to torch's attention: of few tokens in order."""
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = (2, 6, tokens, 8), (2, 2, 16, 8), (2, 2, 16, 8), (2, heads, tokens, 16)
+    q, k, v, bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    keys = 16 if mask is not None or tokens == 1 else tokens
+    shown = additive(tokens, 16, 9, torch.float32)
+    given = {None: None, "bool": shown == 0, "added": shown}[mask]
+    layer = Biased()
+    state_of(layer).is_attention = True
+    calls = []
+    own = sdpa_attention.torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or own(*a, **o)
+    )
+    wrap_sdpa()
+    tensors = [q, k[:, :, :keys], v[:, :, :keys], given, bias[..., :keys]]
+    *arguments, summands = (x if x is None else x.to(device) for x in tensors)
+    sdpa = AttentionInterface._global_mapping["sdpa"]
+    out, _ = sdpa(layer, *arguments, scaling=0.3, position_bias=summands)
+    assert (not calls) == is_ours
+    order = additive(tokens, keys, keys if mask is None else 9, torch.float64)
+    k, v = (x[:, :, :keys].double().repeat_interleave(3, 1) for x in (k, v))
+    scores = q.double() @ k.mT * 0.3 + bias[..., :keys].double() + order
+    torch.testing.assert_close(
+        out.cpu().double(), (scores.softmax(-1) @ v).transpose(1, 2), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], ("deepseek_v4",)))
+@torch.no_grad()
+def test_weights_that_a_call_asks_for(name):
+    """Of a prompt and of tokens behind it: those of the eager code, in the same layers."""
+    model = tiny_models.tiny_model(name)
+    model.set_attn_implementation("eager")
+    model = eager(model)
+    found, ids = [], prompt(1, 18)
+    for accelerates in (False, True):
+        if accelerates:
+            torch_moe_mps.accelerate(model, capture=True)
+        cache = None
+        for piece in ids.split([11, 1, 1, 1, 1, 3], 1):
+            out = model(piece, **cache_argument(model, cache), use_cache=True, output_attentions=True)
+            cache = cache_among(out)
+            found += out.get("attentions") or out.get("decoder_attentions") or ()
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half], rtol=1e-4, atol=1e-5)

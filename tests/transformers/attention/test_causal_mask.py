@@ -20,13 +20,15 @@ from transformers.masking_utils import (
     or_masks,
     padding_mask_function,
     sliding_window_bidirectional_overlay,
+    sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
-from torch_moe_mps.transformers.attention.mask_functions import order_of
+from torch_moe_mps.transformers.attention.mask_functions import order_of, window_of_last
+from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 CONFIG = GptOssConfig(
@@ -291,3 +293,29 @@ def test_a_model_on_meta_takes_a_mask():
             5,
             model.config.vocab_size,
         )
+
+
+def test_blocks_that_are_none():
+    """As Gemma 4 Unified asks for each token, beside a window: what a recorded call fills is known."""
+
+    def ids(first, behind, *changes):
+        made = torch.nn.functional.pad(torch.full((1, 1), first), (0, 3), value=behind)
+        for change in changes:
+            made[:, 1:2].copy_(change) if isinstance(change, torch.Tensor) else made.add_(change)
+        made[:, :1].copy_(made[:, 3:])
+        return made
+
+    window = sliding_window_causal_mask_function(4)
+    for make, expected in (
+        (lambda: ids(-1, -1), (4,)),
+        (lambda: ids(-1, -2, torch.full((1, 1), -3)), (4,)),
+        (lambda: ids(-1, 0), None),
+        (lambda: ids(0, -1), None),
+        (lambda: ids(-1, -1, torch.full((1, 1), 2)), None),
+        (lambda: ids(-1, -1, torch.arange(1)), None),
+        (lambda: ids(-1, -1, 2), None),
+        (lambda: torch.zeros(1, 4, dtype=torch.long), None),
+    ):
+        known = Recorder().run(lambda: window_of_last(or_masks(window, blockwise_overlay(make()))))  # noqa: B023
+        assert known == expected
+        assert window_of_last(or_masks(window, blockwise_overlay(make()))) is None  # it may be anything

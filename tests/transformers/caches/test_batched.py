@@ -22,8 +22,8 @@ from torch_moe_mps.transformers.deferred_states import deferrable_layers, forget
 from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
-# They give no logits of text, or insist on a cache of their own.
-OTHERS = {"diffusion_gemma", "minimax", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
+# They give no logits of text.
+OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
 # Caches without rows that could come and go.
 REFUSED = {"unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer cannot be batched"}
 ARCHITECTURES = sorted(

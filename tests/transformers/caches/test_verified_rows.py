@@ -22,7 +22,7 @@ CAUSAL = {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, *tiny_
 # They give no logits of text, or their own code runs no conversation at these sizes, or in no plain cache.
 OTHERS = {
     "blt", "dbrx", "diffusion_gemma", "dory", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant",
-    "minimax", "muse_spark", "musicgen", "musicgen_melody",
+    "muse_spark", "musicgen", "musicgen_melody",
     "openai_privacy_filter", "qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text", "xlm", "xlstm",
 }  # fmt: skip
 # Models whose conversations are no rows, or that read several tokens behind a cache wrongly: none is drafted.

@@ -33,6 +33,7 @@ from torch_moe_mps.ops.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics import tensors
 from torch_moe_mps.transformers.basics.state import state_in
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls, surroundings
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
@@ -86,7 +87,7 @@ ARCHITECTURES = sorted(
 QUANTISED_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
 # Their indexers make masks for torch's attention; a batch with padding runs module by module.
 OWN_MASKS = {"glm5_next", "minimax_m3_vl", "qwen4_exp"}
-ONE_BY_ONE = {0: {"minimax"}, 4: {"deepseek_v4", "minimax", "unlimited_ocr", *OWN_MASKS}}  # by padding
+ONE_BY_ONE = {0: set(), 4: {"deepseek_v4", "unlimited_ocr", *OWN_MASKS}}  # by padding
 
 
 def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor]:
@@ -100,10 +101,7 @@ def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor
         return model(ids, **mask, **cache_argument(model, cache))
 
     ids = prompt(batch, PROMPT).to(device)
-    try:
-        cache = cache_among(call(ids, PROMPT, DynamicCache(config=model.config)))
-    except ValueError:  # from a model with a cache of its own
-        cache = cache_among(call(ids, PROMPT))
+    cache = cache_among(call(ids, PROMPT, new_cache(model)))
     tokens = torch.arange(3, 3 + 6 * batch, device=device).view(6, batch, 1)
     return [call(each, PROMPT + n, cache)[0].cpu() for n, each in enumerate(tokens, 1)]
 

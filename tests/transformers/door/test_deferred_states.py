@@ -32,6 +32,7 @@ LAGGING = {
     "lfm3": {0: None},
     "mamba": {0: SELECTIVE, 1: SELECTIVE},
     "mamba2": {0: MAMBA, 1: MAMBA},
+    "minimax": {1: Kind(delta=False)},
     "nemotron_h": {0: MAMBA},
     "olmo_hybrid": {0: RULE},
     "qwen3_5_moe": {0: RULE},

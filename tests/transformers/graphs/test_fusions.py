@@ -44,6 +44,7 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "add_in_operators": lambda f: {"R": (3, 32 if "linear" in f else 64), "LOGIT": (3, 1), "OUT": (3, 64)},
     "add_norms": NORM | {"R": (1, 1, 64), "X": (1, 64)},
     "scale_norm_sums": NORM | {"R": (3, 64), "X": (3, 64), "SCALAR": (1,)},
+    "factor_in_norm": {"FACTOR": 0.5},
     "norm_sums": NORM | {"R": (3, 64), "Y": (3, 64), "FACTOR": 0.22, "B": (64,)},
     "streams_in_update": STREAMS | {"C": {"block_out": None, "post": None, "comb": None}},
     "mean_in_elements": {},
@@ -323,4 +324,4 @@ def test_other_dtypes_and_shapes(name, number):
                 continue
             row.check(FUSIONS[name], row.function(), 0.05)
             tried += 1
-    assert tried or name in ("mean_in_elements", "input_in_convolution")
+    assert tried or name in ("factor_in_norm", "mean_in_elements", "input_in_convolution")

@@ -25,10 +25,12 @@ FORMS = {
     "glm5_next": ({}, (CONV, SCAN)),
     "granitemoehybrid": ({}, (CONV, SCAN, NORM)),
     "nemotron_h": ({"layers_block_type": ["mamba", "attention"]}, (CONV, SCAN, NORM)),
+    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, (SCAN, NORM)),
     "jamba": ({}, (CONV, "selective_scan_")),
     "mamba": ({}, (CONV, "selective_scan_")),
     "falcon_mamba": ({}, (CONV, "selective_scan_")),
 }
+BESIDE = {"minimax": {"position_embeddings": None, "attention_mask": None}}  # required arguments of a layer
 
 
 def model_of(architecture: str, dtype: torch.dtype = torch.float32):
@@ -42,7 +44,11 @@ def model_of(architecture: str, dtype: torch.dtype = torch.float32):
 
 
 def layer_of(model) -> torch.nn.Module:
-    rules = [rule for rule in MODULE_RULES if getattr(rule, "trial", None) is recurrent_layers.matches_module]
+    rules = [
+        rule
+        for rule in MODULE_RULES
+        if getattr(getattr(rule, "trial", None), "func", None) is recurrent_layers.matches_module
+    ]
     return next(m for m in model.modules() if any(rule.may_be(m) for rule in rules))
 
 
@@ -59,7 +65,7 @@ def logits_of(model, mask: bool = False, pieces=(9, 1, 1, 3, 1)):
     return torch.cat(found, 1)
 
 
-OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "jamba"]
+OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "minimax", "jamba"]
 
 
 @pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
@@ -82,16 +88,18 @@ def test_prompts_and_steps(architecture):
     assert not {*SCANS} & operators_of(lambda: logits_of(model)).keys()
 
 
-@pytest.mark.parametrize("architecture", in_sweep(FORMS, ("kimi_linear",)))
+@pytest.mark.parametrize("architecture", in_sweep(FORMS, ("kimi_linear", "minimax")))
 def test_no_further_from_the_exact_result_than_the_own_code(architecture):
     """Layers in bfloat16: the median distance from a wide result, of the operators and of the own code."""
     model = model_of(architecture, torch.bfloat16)
     layer = layer_of(model)
     x = torch.randn(4, 40, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
 
+    given = BESIDE.get(architecture, {})
+
     def run(module, x):
         with torch.no_grad():
-            out = module(hidden_states=x)
+            out = module(hidden_states=x, **given)
         return (out[0] if isinstance(out, tuple) else out).double()
 
     exact, own = run(copy.deepcopy(layer).double(), x.double()), run(layer, x)
@@ -159,9 +167,9 @@ def test_launches_and_memory_of_prompts(simulated, architecture):
     for tokens in (20, 140):
         x = torch.ones(1, tokens, 32, dtype=torch.bfloat16, device="mps")
         with torch.no_grad(), LargestTensor() as mode:
-            layer(hidden_states=x)
+            layer(hidden_states=x, **BESIDE.get(architecture, {}))
         largest.append(mode.elements)
-        counts.append(launches(simulated, lambda: layer(hidden_states=x)))  # noqa: B023
+        counts.append(launches(simulated, lambda: layer(hidden_states=x, **BESIDE.get(architecture, {}))))  # noqa: B023
     assert counts[0] == counts[1] and sum(counts[0].values()) <= 30, dict(counts[0])
     assert largest[1] <= 7 * largest[0]
 

@@ -21,5 +21,5 @@ struct NormParams {
   uint32_t gate_first;
   float eps;
   float weight_offset;
-  float factor;  // of the input that is added to a residual
+  float factor;  // of the norm alone, or of the input that is added to a residual
 };

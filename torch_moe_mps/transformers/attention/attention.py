@@ -30,7 +30,7 @@ from .visible import CHOICES, Visible, with_choice
 NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
-_SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # arguments of `sdpa`, beside its usual
+_SPECIAL = frozenset(("cache", "softcap", "s_aux"))  # arguments of `sdpa`, beside its usual
 _ADDED = frozenset(("position_bias", "sinks"))  # arguments of `attention` that the operator lacks
 # Arguments of an attention function behind module, query, key, value and mask that are understood here.
 _UNDERSTOOD = _SPECIAL | _ADDED | {"scaling", "dropout", "is_causal", "sliding_window"}
@@ -96,6 +96,12 @@ def _sdpa(
         return attention(module, query, key, value, attention_mask, scaling, **options)
     plain = options.get("is_causal") is not False and options.get("dropout", 0.0) == 0.0
     plain = plain and _are_none(_not_taken(sdpa, _SPECIAL), options)
+    bias = options.get("position_bias")
+    if bias is not None and plain and query.is_mps and getattr(module, STATE, NOTHING).is_attention:
+        out = _attend_with_bias(module, query, key, value, attention_mask, bias, scaling)
+        if out is not None:
+            return out, None
+    plain = plain and bias is None
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain:
             call = functools.partial(_sdpa, sdpa, module, scaling=scaling, **options)
@@ -109,6 +115,37 @@ def _sdpa(
         return attend(query, key, value, Visible.by(attention_mask, query.shape[2]), Scores(scaling)), None
     mask = _elements(attention_mask)
     return sdpa(module, query, _elements(key), _elements(value), mask, scaling=scaling, **options)
+
+
+def _attend_with_bias(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor,
+    scaling: float | None,
+) -> Tensor | None:
+    """Attention of few tokens with summands [B or 1, Hq or 1, T, S] of the scores; None where sdpa runs.
+
+    The operator's masks are the same for all queries of a key head, so each key head becomes a batch entry
+    whose tokens are its queries.
+    """
+    (batch, heads, tokens, width), (_, key_heads, keys, _) = query.shape, key.shape
+    is_first = mask is None and _is_causal(module) and tokens > 1  # tokens of a prompt
+    if is_first or not _is_few(tokens) or isinstance(key, Deferred) or bias.shape[2:] != (tokens, keys):
+        return None
+    if mask is not None:
+        mask = _elements(mask)
+        hidden = torch.finfo(query.dtype).min
+        bias = torch.where(mask, bias, hidden) if mask.dtype == torch.bool else bias + mask
+    rows = query.reshape(batch * key_heads, 1, -1, width)
+    keys_, values = (states.flatten(0, 1).unsqueeze(1) for states in (key, value))
+    summands = bias.expand(batch, heads, -1, -1).reshape(batch * key_heads, 1, -1, keys)
+    if not takes(rows, keys_, values, summands, None):
+        return None
+    out = attend(rows, keys_, values, Visible(mask=summands), Scores(scaling))
+    return out.view(batch, heads, tokens, -1).transpose(1, 2)
 
 
 def _is_operators(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:

@@ -5,8 +5,17 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ..graphs.nodes import arguments, aten, is_call, memory_of, written
+from ..graphs.tracing import Recorder
+
+# {what fills a new tensor: the argument that is its number}
+_FILLED: dict[Any, str] = {aten.full: "fill_value", aten.fill: "value", aten.constant_pad_nd: "value"}
+_COPIES = (aten.copy_, torch.ops.prims.copy_to)
 
 
 class Box(NamedTuple):
@@ -73,12 +82,33 @@ def _seen_by(function: Callable, tokens: tuple[float, float]) -> "_Seen | None":
 
 
 class _ElementsByPosition(TorchFunctionMode):
-    """Gives an element of a tensor at a position, which may be any number."""
+    """Gives for an element of a tensor at a position the numbers that the tensor may hold."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][0], _Unreadable):
-            return _Element()
+            return _Element(_numbers_of(args[0]))
         return func(*args, **(kwargs or {}))
+
+
+def _numbers_of(tensor: Tensor) -> set[float] | None:
+    """The numbers that a tensor may hold which constants fill while a call is recorded; None for others."""
+    modes = _get_current_dispatch_mode_stack()
+    recorder = next((mode for mode in modes if isinstance(mode, Recorder)), None)
+    return None if recorder is None else _numbers(recorder.node_of(tensor))
+
+
+def _numbers(value: fx.Node) -> set[float] | None:
+    """Numbers of all copies into a value count, wherever they go and whenever that is."""
+    memory = memory_of(value)
+    name = _FILLED.get(getattr(memory.target, "overloadpacket", None))
+    filled = None if name is None else arguments(memory)[name]
+    writes = [call for call in memory.graph.nodes if any(memory_of(it) is memory for it in written(call))]
+    if not isinstance(filled, (int, float)) or not all(is_call(call, *_COPIES) for call in writes):
+        return None
+    sources: list[Any] = [call.args[1] for call in writes]
+    sources += [memory.args[0]] if is_call(memory, aten.constant_pad_nd) else []
+    found = [_numbers(source) for source in sources if memory_of(source) is not memory]
+    return None if None in found else {filled}.union(*found)  # type: ignore[arg-type]  # none is None
 
 
 class _Unreadable:
@@ -132,12 +162,17 @@ _BOUNDS = {(1, -1): ("highest", -1), (-1, 1): ("lowest", 1), (0, 1): ("last", -1
 
 
 class _Element(_Unreadable):
-    """An element of a tensor: what a comparison with it shows is not known."""
+    """An element of a tensor, one of these numbers; None where they are not known."""
+
+    def __init__(self, numbers: set[float] | None) -> None:
+        self.numbers = numbers
 
     def __eq__(self, other: object) -> _Seen:  # type: ignore[override]  # tensors compare so
         return _Seen(maybe=[Box()])
 
-    __ge__ = __eq__
+    def __ge__(self, other: float) -> _Seen:
+        is_below = self.numbers is not None and max(self.numbers) < other
+        return _Seen(maybe=() if is_below else [Box()])
 
 
 class _Position(_Unreadable):

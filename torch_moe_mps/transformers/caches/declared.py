@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from transformers import DynamicCache
 
+from .in_layers import InLayers
+
 
 class Axes(NamedTuple):
     """Batch and time dimension of a tensor; None for a dimension that it lacks."""
@@ -160,6 +162,5 @@ def declared(layer: Any) -> Declared:
 
 def is_in_layers(cache: Any) -> bool:
     """True if all states of a cache lie in layers whose classes are declared."""
-    return type(cache) is DynamicCache and all(
-        declaration_of(type(layer)) is not None for layer in cache.layers
-    )
+    is_known = type(cache) is DynamicCache or isinstance(cache, InLayers)
+    return is_known and all(declaration_of(type(layer)) is not None for layer in cache.layers)

@@ -116,6 +116,7 @@ KINDS: tuple[AnyKind, ...] = (
     Kind(),
     Kind(is_wide=True),
     Kind(delta=False, is_transposed=True),
+    Kind(delta=False),
     Selective(),
 )
 

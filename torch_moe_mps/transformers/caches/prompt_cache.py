@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..basics.interface import experts_on_disk
 from ..basics.state import kv_bits_of
 from .declared import Trim, declared
+from .in_layers import cache_class
 from .state import LayerState, copy_of_cache, copy_of_layer
 
 _PACKAGE = __package__.partition(".")[0]
@@ -33,12 +34,13 @@ States = Mapping[int, dict[int, dict[str, Any]]]
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """The cache that `generate` would make, with all states in its layers."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    made: DynamicCache = cache_class(model)(config=model.config.get_text_config(decoder=True))
+    return made
 
 
 def takes_layers(model: PreTrainedModel) -> bool:
     """True if a model takes a cache whose states all lie in its layers."""
-    return bool(model._supports_default_dynamic_cache())
+    return bool(model._supports_default_dynamic_cache()) or cache_class(model) is not DynamicCache
 
 
 def can_be_cut(layer: Any) -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from ..basics.state import STATE, original_class
 from ..caches.held import HeldPools
+from ..caches.in_layers import InLayers
 from ..upstream.models import LinearAttentionLayer
 from .comparing import tried
 from .draws import current, is_first_kind, magnitude, normal
@@ -18,7 +18,7 @@ LEAST_HEADS = 2  # enough to tell an indexer's relu from nothing: one head's key
 ATTRIBUTES_OF_MODULES = {*vars(nn.Module()), STATE}
 
 
-class LinearCache(DynamicCache):
+class LinearCache(InLayers):
     """A cache of linear attention of any model, of whose layers a trial uses one.
 
     Args:
@@ -103,8 +103,9 @@ def replica_of(module: Any, **attributes: Any) -> Any:
     for name, buffer in module._buffers.items():
         value = None if buffer is None else buffer.detach().cpu()
         if value is not None and value.is_floating_point():
-            is_first = draw is None or draw.number == 0
-            value = value.float() if is_first else _random(value.shape).detach()
+            is_first, is_positive = draw is None or draw.number == 0, bool((value > 0).all())
+            made = value.float() if is_first else _random(value.shape).detach()
+            value = made.abs() if is_positive else made  # rates, of which a logarithm may be taken
         replica.register_buffer(name, value)
     for name, child in module._modules.items():
         replica._modules[name] = None if child is None else replica_of(child)

@@ -123,8 +123,8 @@ def _forms(own: Callable, ours: Callable) -> _Forms:
 def _named_in_ours(
     names: list[str], wanted: list[str], order: tuple[str, ...], of_cache: str | None
 ) -> dict[str, str]:
-    """{name of an argument of the code: its name in ours}: equal but for the cache's and the input's."""
-    known = {name: name for name in names if name in wanted}
+    """{name of an argument or an option of the code: its name in ours}, which differs for cache and input."""
+    known = {name: name for name in (*names, *NEUTRAL) if name in wanted}
     if of_cache is not None:
         known[of_cache] = CACHE
     if wanted and order and wanted[0] not in known.values():

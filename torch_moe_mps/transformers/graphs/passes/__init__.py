@@ -15,6 +15,7 @@ from .attention import turn_in_attention
 from .fused import (
     add_in_operators,
     add_norms,
+    factor_in_norm,
     gate_in_attention,
     gates_in_linear_attention,
     input_in_convolution,
@@ -24,7 +25,7 @@ from .fused import (
 )
 from .linear_attention import keep_state
 from .linears import activate_in_linears, join_linears, order_outputs
-from .norms import norm_in_operators
+from .norms import logits_in_float32, norm_in_operators
 from .pointwise import join_elements, split_dimensions
 from .rotation import (
     heads_that_do_not_turn,
@@ -79,6 +80,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     write_into_cache,
     gate_in_attention,
     turn_in_attention,
+    logits_in_float32,
     hand_routing_over,  # also gates that the pass before has made
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
@@ -87,6 +89,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     update_in_connections,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
+    factor_in_norm,
     choose_in_experts,  # from logits that have their norm
     shared_expert_in_experts,
     split_dimensions,
@@ -97,6 +100,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
+    logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",

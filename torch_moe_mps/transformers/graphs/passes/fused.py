@@ -27,6 +27,7 @@ add_in_operators = Fusion(
 add_norms = Fusion(
     "add_norms", ("R[S] + rms_norm(X, W, EPS, OFFSET)", "fused_norm_add(R, X[S], W, EPS, OFFSET)")
 )
+factor_in_norm = Fusion("factor_in_norm", ("rms_norm(*A) * FACTOR", "rms_norm(*A, factor=FACTOR)"))
 
 norm_sums = Fusion(
     "norm_sums",

@@ -69,13 +69,14 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
             continue
         (write,) = both[0]
         k: Any = write.args[1]
+        q, reader = _heads_of(q, call, k)
         if write < q or not is_unchanged(q, write, call) or not _are_heads(q, k):
             continue
         results = [tensor_of(item).contiguous() for item in (q, k)]
         rows = (_swapped(item, write) for item in (q, k))
         made = put(write, ours.rope.default, results, *rows, None, None)
-        for number, (reader, old) in enumerate(((call, q), (write, k))):
-            reader.replace_input_with(old, put(write, ITEM, results[number], made, number))
+        for number, (one, old) in enumerate(((reader, q), (write, k))):
+            one.replace_input_with(old, put(write, ITEM, results[number], made, number))
 
 
 def norms_in_rotation(graph: fx.Graph) -> None:
@@ -171,6 +172,13 @@ def _are_heads(q: fx.Node, k: fx.Node) -> bool:
     )
 
 
+def _heads_of(q: fx.Node, reader: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Queries before the views that attention with summands for each head reads, and what reads them."""
+    while not _are_heads(q, k) and is_reshaped(q) and len(q.users) == 1:
+        q, reader = q.all_input_nodes[0], q
+    return q, reader
+
+
 def _results(call: fx.Node) -> dict[str, fx.Node]:
     """{q, k: what a call of `rope` makes of it}, if it is read."""
     items: list[Any] = [user for user in call.users if user.users]
@@ -226,9 +234,9 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
     call, *views = _views_of_one_reader(value, reader)
     if not is_call(call, ours.rms_norm):
         return None
-    x, weight, eps, offset = arguments(call).values()
+    x, weight, eps, offset, factor = arguments(call).values()
     width = tensor_of(x).shape[-1:]
-    if any(tensor_of(view).shape[-1:] != width for view in views):
+    if factor != 1.0 or any(tensor_of(view).shape[-1:] != width for view in views):
         return None
     if weight is not None and (weight.op != "get_attr" or tensor_of(weight).shape != width):
         return None

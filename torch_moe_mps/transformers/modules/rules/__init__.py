@@ -9,7 +9,7 @@ from .hyper_connection import rewrite_hyper_connection
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .norms import rewrite_norm
-from .recurrent_layers import mamba, selective, with_channels
+from .recurrent_layers import lightning, mamba, selective, with_channels
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
 from .router import rewrite_router
@@ -24,6 +24,7 @@ MODULE_RULES: list[ModuleRule] = [
     with_channels,
     mamba,
     selective,
+    lightning,
     rewrite_hyper_connection,
     rewrite_router,
 ]

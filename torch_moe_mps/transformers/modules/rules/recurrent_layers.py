@@ -5,6 +5,7 @@ a token behind it and a few more, and have to give the same results and states o
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,22 +218,73 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
     return layer.out_proj(out)
 
 
+def lightning_layer(
+    layer: Any, x: Tensor, position_embeddings: Any = None, attention_mask: Any = None, cache: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Lightning attention: a constant decay a head."""
+    heads, width = layer.num_attention_heads, layer.head_dim
+    if is_seen(layer):
+        return NotImplemented
+    mixed, gate = layer.qkv_proj(x), layer.output_gate(x)
+    mixed = masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
+    held = None if cache is None else cache.get_linear_cache(layer.layer_idx)
+    shape = x.shape[0], heads, width, width
+    state = torch.zeros(shape, device=x.device) if held is None else held.float()
+    q, k, v = mixed.split_with_sizes([width] * 3, -1)
+    form: Any = {"decay_form": "times_beta", "A_log": layer.slope_rate.view(-1).log()}  # steps of 1
+    form |= {"beta": x.new_ones(*x.shape[:2], heads), **uncommitted_of(state, x.shape[1])}
+    out, norm = ops.linear_attention_(q, k, v, None, state, 1.0, **form).flatten(2), layer.norm
+    out = ops.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
+    if cache is not None and held is not state:
+        cache.set_linear_cache(layer.layer_idx, state)
+    return layer.out_proj(out), state
+
+
+_DECAYS = "query_decay", "key_decay", "diagonal_decay"  # buffers of lightning attention
+
+
+def _has_decays_of_rates(layer: Any) -> bool:
+    """True if the decays of blocks are what eager code makes of the rates, which alone are read here."""
+    made, found = layer.decay_factors(layer.slope_rate), (getattr(layer, name) for name in _DECAYS)
+    atol = 1e-5 if layer.slope_rate.dtype == torch.float32 else 1e-2
+    return all(torch.allclose(a, b, 0.0, atol) for a, b in zip(found, made, strict=True))
+
+
+def _with_decays_of_rates(layer: Any) -> Any:
+    """A replica with decays of its own rates."""
+    replica = replica_of(layer)
+    for name, decay in zip(_DECAYS, replica.decay_factors(replica.slope_rate), strict=True):
+        setattr(replica, name, decay)
+    return replica
+
+
 # Recognising them
 
 
-def recurrent_layer(children: Sequence[str], forward: Callable, *operators: str) -> Tried:
-    """A rule for whole layers of linear attention, which all have children of these names."""
+def recurrent_layer(
+    children: Sequence[str],
+    forward: Callable,
+    *operators: str,
+    fits: Callable[[Any], bool] = lambda layer: True,
+    make_replica: Callable[[Any], Any] = replica_of,
+) -> Tried:
+    """A rule for whole layers of linear attention, which all have children of these names.
+
+    Args:
+        fits: layer -> False if what `make_replica` derives does not hold for it.
+    """
 
     def may_be(module: nn.Module) -> bool:
         has_children = all(name in module._modules for name in children)
-        return has_children and not any(buffer.is_meta for buffer in module.buffers())
+        return has_children and not any(buffer.is_meta for buffer in module.buffers()) and fits(module)
 
-    return Tried(may_be, forward, matches_module, tuple(map(Done, operators)))
+    trial = functools.partial(matches_module, make_replica)
+    return Tried(may_be, forward, trial, tuple(map(Done, operators)))
 
 
-def matches_module(module: nn.Module, forward: Callable) -> bool:
+def matches_module(make_replica: Callable[[Any], Any], module: nn.Module, forward: Callable) -> bool:
     """True if a forward gives the results and the states of the module's eager code."""
-    replica = replica_of(module)
+    replica = make_replica(module)
     own = original_class(module).forward
     x = normal(1, 9, width_of(replica, lambda x: own(replica, x, **needed_arguments(own, None))))
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
@@ -263,3 +315,7 @@ mamba = recurrent_layer(
 selective = recurrent_layer(
     ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"), selective_layer, CONVOLUTION, "selective_scan_"
 )
+lightning = recurrent_layer(
+    ("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, SCAN, "rms_norm_gated",
+    fits=_has_decays_of_rates, make_replica=_with_decays_of_rates,
+)  # fmt: skip
