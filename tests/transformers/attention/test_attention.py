@@ -6,6 +6,7 @@ from support import tiny_models
 from support.launches import launches, prompted
 from support.memory import Memory
 from support.models import assert_close, eager, in_parts, operators_of, output, prompt
+from support.recognition import by_operators
 from support.sweep import covering, in_sweep
 from support.values import EACH_DTYPE
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,9 +121,9 @@ def test_soft_caps(device, window):
         )
         described = CausalMask((2, 1, tokens, keys), keys, window, torch.float32, device)
         for mask in (described, own.float().to(device)):
-            out, weights = attention(
-                module, *(t.to(device) for t in (q, k, v)), mask, scaling=0.9, softcap=2.0
-            )
+            given = [module, *(t.to(device) for t in (q, k, v)), mask]
+            run = lambda given=given: attention(*given, scaling=0.9, softcap=2.0)  # noqa: E731
+            out, weights = by_operators(run, "attention")
             assert weights is None
             torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-6, atol=1e-6)
     without, _ = gemma2.eager_attention_forward(module, q, k, v, own.float(), scaling=0.9)
@@ -189,14 +190,16 @@ def test_masks_of_key_heads():
     def call(query):
         return attention(module, query, k, v, mask, scaling=0.3, s_aux=module.sinks)[0].detach()
 
-    torch.testing.assert_close(call(q.clone().requires_grad_()), call(q), rtol=1e-5, atol=1e-5)
+    ours = by_operators(lambda: call(q), "attention")
+    torch.testing.assert_close(call(q.clone().requires_grad_()), ours, rtol=1e-5, atol=1e-5)
 
 
 def test_several_tokens_without_a_mask_are_the_first(device):
     """Of a static cache that is empty but for them."""
     module = layer().to(device)
     q, k, v = inputs(device, torch.float32, 5, 12)
-    out, _ = attention(module, q, k, v, None, scaling=0.3, sliding_window=3, s_aux=module.sinks)
+    options = {"scaling": 0.3, "sliding_window": 3, "s_aux": module.sinks}
+    out, _ = by_operators(lambda: attention(module, q, k, v, None, **options), "attention")
     shown = [t[:, :, :5].cpu() for t in (q, k, v)]
     expected, _ = gpt_oss.eager_attention_forward(
         module.cpu(), *shown, additive(5, 5, 3, torch.float32), scaling=0.3
@@ -235,7 +238,8 @@ def test_generate(device, registered, cache, padded):
     expected = model.generate(ids, attention_mask=mask, **options)
     model.set_attn_implementation(NAME)
     model.to(device)
-    actual = model.generate(ids.to(device), attention_mask=mask.to(device), **options)
+    options |= {"attention_mask": mask.to(device)}
+    actual = by_operators(lambda: model.generate(ids.to(device), **options), "attention")
     assert torch.equal(actual.sequences.cpu(), expected.sequences)
     for ours, own in zip(actual.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours.cpu(), own, rtol=1e-4, atol=1e-4)
@@ -384,7 +388,7 @@ def test_cross_attention_beside_soft_caps(device):
 
     expected = run()
     torch_moe_mps.accelerate(model)
-    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_operators(run, "attention"), expected, rtol=1e-4, atol=1e-4)
 
 
 def in_windows(model, ids) -> list[torch.Tensor]:

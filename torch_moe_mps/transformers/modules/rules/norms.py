@@ -172,7 +172,7 @@ def forward_of(name: str) -> Callable:
         call: Call = module.__dict__[STATE].formula
         inputs = call.by_place(args, named) if named else args
         weights = weights_of(module, call, inputs)
-        if weights is None:
+        if weights is None or inputs[0].dim() not in RANKS:
             return NotImplemented
         if call.groups == 1:
             return operator(*inputs, *weights, *call.constants)
@@ -200,7 +200,7 @@ def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[
     for other in inputs[1:]:
         if not isinstance(other, Tensor) or other.dtype is not dtype or other.shape != x.shape:
             return None
-    if not dtype.is_floating_point or width not in (None, columns) or x.dim() not in RANKS:
+    if not dtype.is_floating_point or width not in (None, columns):
         return None
     for name in wanted:
         weight = own["_parameters"].get(name)
@@ -247,7 +247,11 @@ def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
 
 
 def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
-    """The weight, None without one, eps and weight_offset; None where only the eager forward norms x."""
+    """The weight, None without one, eps and weight_offset; None where only the eager forward norms it.
+
+    Args:
+        x: as wide as what is normed, and of its dtype.
+    """
     call: Call | None = norm.__dict__.get(STATE, NOTHING).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))
     return None if call is None or weights is None else (*weights, *call.constants)
