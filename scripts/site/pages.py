@@ -2,7 +2,7 @@
 
 import inspect
 import re
-import runpy
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,10 @@ def write_functions() -> None:
 
 def write_module() -> None:
     """The signatures of the operators, with their docstrings as Markdown."""
-    table = runpy.run_path(str(ROOT / "scripts" / "make" / "make_operators_table.py"))["used_by"]()
+    sys.path.insert(0, str(ROOT / "scripts" / "make"))
+    from make_operators_table import used_by
+
+    table = used_by()
     parts = ["from torch import Tensor\n\n"]
     for name, function in ops.PUBLIC.items():
         document = as_markdown(inspect.getdoc(function) or "")
