@@ -33,12 +33,12 @@ WRONG = {
     "missing": ("rms_norm", (X, W), {}, "eps must be a number, got nothing"),
     "missing tensor": ("rms_norm", (), {"eps": 1e-6}, "x must be a tensor, got nothing"),
     "too many": (
-        "rms_norm", (X, W, 1e-6, 0.0, 1), {},
-        "arguments must be at most 4 (x, weight, eps, weight_offset), got 5",
+        "rms_norm", (X, W, 1e-6, 0.0, 1.0, 1), {},
+        "arguments must be at most 5 (x, weight, eps, weight_offset, factor), got 6",
     ),
     "unknown": (
         "rms_norm", (X, W), {"epsilon": 1e-6},
-        "arguments must be some of x, weight, eps, weight_offset, got 'epsilon'",
+        "arguments must be some of x, weight, eps, weight_offset, factor, got 'epsilon'",
     ),
     "twice": (
         "rms_norm", (X, W, 1e-6), {"x": X}, "x must be given once, got it by its place and by its name"
