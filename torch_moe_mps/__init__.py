@@ -1,8 +1,9 @@
 """Mixture-of-Experts operators for PyTorch on Apple GPUs: `torch.ops.moe_mps.*`."""
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
+
+from torch_moe_mps_autoload import extend_when_imported, register_names
 
 __version__ = "0.2.0"
 __all__ = [
@@ -50,14 +51,12 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def register_operators() -> None:
-    """Defines `torch.ops.moe_mps.*`, with the Metal kernels if the extension was built for this torch."""
+def _register_operators() -> None:
     from . import ops  # noqa: F401
     from ._extension import load_extension
 
     load_extension()
 
 
-# The script `torch-moe-mps` checks its options before torch is imported, and registers operators afterwards.
-if "torch_moe_mps_command" not in sys.modules:
-    register_operators()
+register_names()
+extend_when_imported({"torch": _register_operators})  # at the end: it imports this package

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from .._environment import prepare_libraries
@@ -97,12 +97,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _imported(command: str) -> Any:
     """The module of a command; stderr says that torch is imported, if it is."""
-    if command in WITHOUT_TORCH:
-        return importlib.import_module(f".{command}", __package__)
-    with importing_torch(command):
-        from .. import register_operators
-
-        register_operators()
+    with nullcontext() if command in WITHOUT_TORCH else importing_torch(command):
         return importlib.import_module(f".{command}", __package__)
 
 

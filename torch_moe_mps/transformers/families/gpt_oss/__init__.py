@@ -1,6 +1,5 @@
 """gpt-oss: its GGUF files."""
 
-from .. import Family, GgufArchitecture
-from .gguf import NAME, config, conversions
+from .. import Family
 
-FAMILY = Family(gguf={NAME: GgufArchitecture(config, conversions)})
+FAMILY = Family()
