@@ -45,7 +45,7 @@ _KERNEL = re.compile(
 )
 WAITS = re.compile(r"_objc_msgSend\$waitUntilCompleted|MPSStream::commitAndWait|MPSHooks::deviceSynchronize")
 _HOST = re.compile(r"allocScalarBufferWithValue|newBufferWithBytes|getMPSGraphTensorFromScalar")
-_OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
+OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
 # The end of what is read: containers, errors, other devices, and what each operator does.
 _ENDS = re.compile(
     r"^(std::|c10::|void std::|at::_ops::|torch::|fmt::|operator |at::mps::MPSStream::|"
@@ -248,7 +248,7 @@ def row(library: Library, wrapper: str, memory: dict[str, int]) -> dict[str, Any
             found["commits"] |= numbers.get(1) in (_COMMIT, _COMMIT_AND_CONTINUE)
         if name.startswith("at::mps::MPSStream::copy_and_sync("):
             found["commits"] = True
-        if match := _OPERATOR.match(name):
+        if match := OPERATOR.match(name):
             found["reads"] |= match[1].removesuffix("_out") in READS
     made: dict[str, Any] = {key: True for key, value in found.items() if value}
     if bytes_:

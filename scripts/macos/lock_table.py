@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import macos
-from aten_table import COMMIT_AND_WAIT, READS, VERSIONS, WAITS, Library, demangled, torch_cpu
+from aten_table import COMMIT_AND_WAIT, OPERATOR, READS, VERSIONS, WAITS, Library, demangled, torch_cpu
 from simulator import aten
 from simulator.build import run, tool
 from support.pinned import pinned
@@ -29,7 +29,6 @@ _ENTRY = re.compile(
     r"^(?:torch::\w+::)?((?:THP|MPSModule_)\w+)\((?:_object|_typeobject|THPVariable)\*"
     r"|^torch::(PythonArgs::\w+)\("
 )
-_OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\(")
 _COPIES = re.compile(r"^(copy_|_to_copy|to_(dtype|device|other|dtype_layout))$")
 _COPY = re.compile(r"^at::(storage_copy|Tensor::(to|toType|item))\b")
 # What a hook reaches is read up to containers, errors, operators, and what is made once.
@@ -113,7 +112,7 @@ class Waits:
 
     def of(self, called: str) -> str | None:
         """Name of a function that waits; None for any other."""
-        if match := _OPERATOR.match(called):
+        if match := OPERATOR.match(called):
             return match[1] if match[1] in self._operators or _COPIES.match(match[1]) else None
         return match[1] if (match := _COPY.match(called)) else None
 

@@ -620,8 +620,7 @@ def test_a_buffer_that_takes_over_5_s_fails(calls, simulated, x, schedule, waits
             torch.mps.synchronize()
             assert answered.result()
         assert torch.equal(z.cpu(), 4 * x.cpu())
-        statuses = [status.partition(" in ")[0] for status in told(calls, 2)]
-        return statuses
+        return [status.partition(" in ")[0] for status in told(calls, 2)]
 
     assert buffers(1, 2.5) == ["a: 4", "b: 4"]
     says, rest = buffers(1, 5.5) if waits else buffers(4, 0.5)
