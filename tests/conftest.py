@@ -151,6 +151,8 @@ def simulated(request):
         torch.mps.synchronize()
     finally:
         simulator.reset()
+        with simulator.stream(1), contextlib.suppress(torch.AcceleratorError):
+            torch.ops.moe_mps._raise_fault()  # each stream is told of a fault, also of another stream's
 
 
 @pytest.fixture
