@@ -400,8 +400,7 @@ def test_whole_model(folder, architecture):
     """Logits and tokens are those of transformers' own layers on the CPU; no stack is copied in a call."""
     layers, operators = OF_MODELS[architecture]
     command = [sys.executable, "-c", textwrap.dedent(WHOLE), folder, UNIQUE, architecture, *layers]
-    own = environment() | {"MOE_MPS_AUTOLOAD": "0"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=own)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert result.returncode == 0 and "copied in every call" not in result.stderr, result.stderr
     difference, same, called = json.loads(result.stdout.splitlines()[-1])
     assert difference < 1e-5 and same and {*called} == operators

@@ -13,9 +13,6 @@ from torch_moe_mps.transformers import wiring
 PROGRAM = """
     import importlib, json, pkgutil, sys, types
     from importlib.machinery import SourceFileLoader
-    import torch_moe_mps_autoload
-    torch_moe_mps_autoload.register_names = lambda: None
-    torch_moe_mps_autoload.extend_when_imported = lambda functions: None
     WIRING, seen = "torch_moe_mps.transformers.wiring", {}
 
     def items(value):
@@ -73,7 +70,7 @@ def test_an_import_changes_nothing_else():
     public = {name: value for name, value in vars(wiring).items() if name.isupper()}
     tables = [name for name, value in public.items() if isinstance(value, list | dict)]
     assert len(tables) == 11, tables
-    modules, changed, filled = json.loads(python(PROGRAM, *tables, MOE_MPS_AUTOLOAD="0"))
+    modules, changed, filled = json.loads(python(PROGRAM, *tables))
     assert modules > 200 and sorted(changed) == OWN, changed
     for name in tables:
         ours = [str(each).partition(" at 0x")[0] for each in getattr(wiring, name)]

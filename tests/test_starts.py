@@ -188,6 +188,7 @@ class Finder:
             raise ImportError("torch is imported now")
 
 sys.meta_path.insert(0, Finder())
+import torch_moe_mps_command
 from torch_moe_mps.commands import main
 for arguments in json.loads(sys.argv[1]):
     if os.fork() == 0:
@@ -229,7 +230,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder())
-from torch_moe_mps.__main__ import run
+from torch_moe_mps_command import run
 run()
 """
 
@@ -286,21 +287,20 @@ def test_commands_say_that_they_import_torch(checkpoint, tmp_path):
     ]
 
 
+def test_a_wrong_option_is_refused_before_torch(tmp_path):
+    words = [sys.executable, "-c", UP_TO_TORCH, json.dumps([["generate", "nowhere", "--bits", "9"]])]
+    _, output, errors = ended(words, tmp_path)
+    expected = "argument --bits: must be 1, 2, 3, 4, 5, 6 or 8, got 9"
+    assert output == "" and errors == f"torch-moe-mps generate: error: {expected}\n"
+
+
 # Imports each module as a fresh interpreter does: those of a package in forks of what has imported that.
-# Each starts the import of torch, or it follows: operators are registered behind it.
 ALL_ALONE = """
 import importlib, os, pkgutil, sys, traceback
 
 def alone(name):
     importlib.import_module(name)
-    if "torch" in sys.modules or os.fork() == 0:
-        starts = "torch" not in sys.modules
-        import torch
-        print(name, torch.ops.moe_mps.rms_norm.default, flush=True)
-        if starts:
-            os._exit(0)
-    else:
-        os.wait()
+    print(name, sys.modules["torch"].ops.moe_mps.rms_norm.default, flush=True)
     for child in pkgutil.iter_modules(getattr(sys.modules[name], "__path__", ())):
         if child.name != "__main__" and os.fork() == 0:
             try:
@@ -331,7 +331,6 @@ def printed(home: Path, source: str, *arguments: str, **own: str) -> list[str]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("own", [{}, {"MOE_MPS_AUTOLOAD": "0"}], ids=["autoload", "no-autoload"])
-def test_each_module_alone(home, own):
+def test_each_module_alone(home):
     lines = [f"{name} moe_mps.rms_norm.default" for name in modules()]
-    assert sorted(printed(home, ALL_ALONE, **own)) == sorted(lines)
+    assert sorted(printed(home, ALL_ALONE)) == sorted(lines)

@@ -1,9 +1,8 @@
 """Mixture-of-Experts operators for PyTorch on Apple GPUs: `torch.ops.moe_mps.*`."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
-
-from torch_moe_mps_autoload import extend_when_imported, register_names
 
 __version__ = "0.2.0"
 __all__ = [
@@ -51,12 +50,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register_operators() -> None:
+def register_operators() -> None:
+    """Defines `torch.ops.moe_mps.*`, with the Metal kernels if the extension was built for this torch."""
     from . import ops  # noqa: F401
     from ._extension import load_extension
 
     load_extension()
 
 
-register_names()
-extend_when_imported({"torch": _register_operators})  # at the end: it imports this package
+# The script `torch-moe-mps` checks its options before torch is imported, and registers operators afterwards.
+if "torch_moe_mps_command" not in sys.modules:
+    register_operators()

@@ -226,7 +226,6 @@ def _quantise_with_mlx_lm(work: Path, texts: Texts, method: str) -> None:
     run(
         *(sys.executable, "-c", RUN_MLX_LM, f"mlx_lm.quant.{method}", *folders, *options),
         HOME=str(home),
-        MOE_MPS_AUTOLOAD="0",
         LD_PRELOAD=str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"),
     )
 

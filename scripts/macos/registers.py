@@ -7,6 +7,7 @@ neither: both were read off such files by independent studies. A file without th
 """
 
 import json
+import runpy
 import struct
 import subprocess
 import tempfile
@@ -14,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import paths  # noqa: F401  (makes the package importable, without torch)
+from paths import REPOSITORY
 
-from torch_moe_mps._versions import MACOS
+# The package itself imports torch.
+MACOS = runpy.run_path(str(REPOSITORY / "torch_moe_mps" / "_versions.py"))["MACOS"]
 
 # The options of compile_options() in csrc/metal/library.mm: safe math, and the languages.
 COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")

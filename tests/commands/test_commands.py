@@ -73,7 +73,7 @@ def test_convert(checkpoint, tmp_path, capsys):
     assert (
         "weights read for a token" in output and f"wrote {tmp_path / 'new'}, {size:.1f} MB of files" in output
     )
-    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    converted = torch_moe_mps.from_pretrained(tmp_path / "new")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     torch_moe_mps.accelerate(model, 4, 32, keep=["*.k_proj"])
     state, expected = converted.state_dict(), model.state_dict()
@@ -89,7 +89,7 @@ def test_mixed_recipe(tmp_path):
     with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
         tiny_models.tiny_model("qwen3_moe").save_pretrained(checkpoint)
     assert run("convert", checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--group-size", 32) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    model = torch_moe_mps.from_pretrained(tmp_path / "new")
     more = [0, 3, 6, 7]
     for index, layer in enumerate(model.model.layers):
         bits = [f.bits for f in formats_of(layer.mlp.experts).values()]

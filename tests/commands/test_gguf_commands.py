@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import gguf_files
 from support.gguf_files import write_file
 from support.models import stored as tensors_of
 from support.serving import client_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoTokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands import main, sources
@@ -39,9 +40,7 @@ def test_convert_and_fit(file, tmp_path, capsys):
     new = tmp_path / "new"
     assert run("convert", file, new, "--dtype", "float32") == 0
     ids = torch.arange(5)[None]
-    dense = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True)
-    )
+    dense = gguf_files.dense(file)
     model, expected = torch_moe_mps.from_pretrained(str(new)), logits(dense, ids)
     assert (logits(model, ids) - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert str(file.parent) not in (new / "README.md").read_text()  # a path of the user's
@@ -63,9 +62,7 @@ def test_convert_and_fit(file, tmp_path, capsys):
 @pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
 def test_convert_in_other_bits(file, layout, tmp_path):
     """As of what transformers makes of the file: its values are quantised again."""
-    dense = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True)
-    )
+    dense = gguf_files.dense(file)
     recipe = ("--bits", 4, "--group-size", 32, "--to", layout)
     assert run("convert", file, tmp_path / "new", *recipe, "--dtype", "float32") == 0
     model = torch_moe_mps.from_pretrained(str(tmp_path / "new"))

@@ -69,7 +69,7 @@ def test_the_wheel(whole, tmp_path_factory):
     assert {
         "torch_moe_mps/_C_torch2_13.so",
         "torch_moe_mps/_C_torch2_14.so",
-        "torch_moe_mps_autoload.py",
+        "torch_moe_mps_command.py",
     } < names
     shaders = (REPOSITORY / "torch_moe_mps" / "shaders").rglob("*.*")
     assert {str(path.relative_to(REPOSITORY)) for path in shaders} < names
@@ -173,7 +173,7 @@ def test_the_source_distribution(tmp_path):
     ]
     assert len(wanted) > 100
     assert not [
-        name for name in [*wanted, "torch_moe_mps_autoload.py", "setup.py"] if not (root / name).exists()
+        name for name in [*wanted, "torch_moe_mps_command.py", "setup.py"] if not (root / name).exists()
     ]
 
 

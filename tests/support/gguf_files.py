@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GgufConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as first
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
 from support.gguf_blocks import random_blocks, type_of, values_of
+from torch_moe_mps.transformers.checkpoints.source import Source
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, EXPERTS = 2, 256, 4, 2, 96, 4
 WIDTH = HIDDEN // HEADS
@@ -310,3 +311,12 @@ def of_architecture(architecture: str, kind: str) -> tuple[str, dict[str, object
         is_matrix = len(shape) > 1 and shape[-1] % 32 == 0 and "norm" not in name
         matrices[name] = shape, kind if is_matrix else "f32"
     return stored, keys, matrices, model
+
+
+def dense(path: Path, cls=AutoModelForCausalLM) -> PreTrainedModel:
+    """The model with a file's values in float32: of the right config by transformers' own loader."""
+    options = {
+        "config": Source(str(path), {}, cls).config,
+        "quantization_config": GgufConfig(dequantize=True),
+    }
+    return cls.from_pretrained(path.parent, gguf_file=path.name, device_map="cpu", **options)

@@ -29,6 +29,7 @@ PRIVATE = {
     "transformers:GenerationMixin.prepare_inputs_for_generation": ("input_ids", "attention_mask"),
     "transformers:PreTrainedModel._from_config": ("config",),
     "transformers:PreTrainedModel._get_dtype_plan": ("dtype",),
+    "transformers:PreTrainedModel._load_pretrained_model": ("model", "state_dict", "checkpoint_files"),
     "transformers:PreTrainedModel.save_pretrained": ("save_directory",),
     "transformers:PreTrainedModel.set_experts_implementation": (),
     "transformers:PreTrainedConfig.get_text_config": ("decoder",),

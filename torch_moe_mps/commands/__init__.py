@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from .._environment import prepare_libraries
@@ -97,7 +97,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def _imported(command: str) -> Any:
     """The module of a command; stderr says that torch is imported, if it is."""
-    with nullcontext() if command in WITHOUT_TORCH else importing_torch(command):
+    if command in WITHOUT_TORCH:
+        return importlib.import_module(f".{command}", __package__)
+    with importing_torch(command):
+        from .. import register_operators
+
+        register_operators()
         return importlib.import_module(f".{command}", __package__)
 
 

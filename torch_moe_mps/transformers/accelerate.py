@@ -215,11 +215,9 @@ def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, captur
 def restore(model: nn.Module) -> nn.Module:
     """Undo `accelerate`: the model runs unmodified again. Quantised experts stay quantised.
 
-    State of the process stays until it ends, and changes nothing for models that are not accelerated:
-    registrations with transformers (implementations, readers of our checkpoints and of GGUF files); functions
-    around its attention `sdpa`, around the mask of that, and around methods of attention classes that expand
-    latents or mask chosen keys; names that begin with _moe_mps_ in the files of models whose functions were
-    replaced.
+    Registrations with transformers by names of ours (implementations, the quantizer) stay until the process
+    ends. What stands in the place of functions of other libraries, the rows of `upstream/reach.py`, goes with
+    the last model that needs it.
 
     Returns: the model.
 
@@ -230,10 +228,12 @@ def restore(model: nn.Module) -> nn.Module:
     if _is_of_transformers(model):
         from .caches.cache import restore_cache
         from .capture.classes import restore_calls
+        from .checkpoints.write.saving import restore_saving
         from .modules.loss import restore_losses
 
         restore_calls(model)
         restore_losses(model)
+        restore_saving(model)
         for module in model.modules():
             restore_cache(module)
     drop_views(model)

@@ -39,6 +39,9 @@ from .trials.comparing import on_the_cpu
 from .trials.memory import recall
 from .upstream.calls import Binder, as_given, cache_name, in_place
 
+# {name of a method: its class's own -> the one that rewritten modules have}
+METHODS: dict[str, Callable[[Callable], Callable]] = {}
+
 
 def is_rewritten(module: nn.Module) -> bool:
     return made_as(type(module), REWRITTEN) is not None
@@ -48,7 +51,10 @@ def is_rewritten(module: nn.Module) -> bool:
 def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     """Rewrites a module's forward. Returns: what was replaced in it, and why nothing or no more was."""
     done, reason = _rewrite(module)
-    if not is_rewritten(module) and reads_a_layer(module):  # for batches that it reads sequence by sequence
+    # For batches that it reads sequence by sequence, and for methods of a rewritten class.
+    if not is_rewritten(module) and (
+        reads_a_layer(module) or any(hasattr(type(module), name) for name in METHODS)
+    ):
         _run(module, type(module).forward, {}, is_own=True)
     return done, reason
 
@@ -208,8 +214,24 @@ def _rewritten_class(
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
     batched = forward if cache_name(own) is None else by_sequence(forward)
-    cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched)
+    cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched, **_methods(original))
     return cls
+
+
+def _methods(original: type[nn.Module]) -> dict[str, Callable]:
+    """Methods of rewritten modules of a class. If somebody patches the class, they call what it has then."""
+
+    def method(name: str, own: Callable) -> Callable:
+        ours = METHODS[name](own)
+
+        @functools.wraps(own)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            now = getattr(original, name)
+            return (ours if now is own else now)(self, *args, **kwargs)
+
+        return call
+
+    return {name: method(name, getattr(original, name)) for name in METHODS if hasattr(original, name)}
 
 
 @functools.cache

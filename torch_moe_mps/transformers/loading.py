@@ -4,7 +4,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from .attention.implementations import require_kv_bits
 from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
-from .checkpoints.gguf.file import checked_headers
+from .checkpoints.cutting import is_cutting, loading_class
 from .checkpoints.on_disk import planned, reading_beside_the_disk
 from .checkpoints.own.config import QuantizationConfig
 from .checkpoints.quantize.importance import Importance, is_file_of_importance
@@ -62,7 +62,7 @@ def from_pretrained(
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. Weights packed
             in such a file stay so, unless bits are given: then each matrix is dequantised and quantised
-            while it is read. dtype="auto" is bfloat16.
+            while it is read. dtype="auto" is bfloat16. `gguf_file` names the file, too, as in transformers.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
         importance: with bits, an importance matrix that weighs quantisation errors: an Importance, a file of
@@ -76,8 +76,8 @@ def from_pretrained(
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
-            packed weights, but those of GGUF and 8-bit floats, stay as they are. All others go to the
-            from_pretrained of the class.
+            packed weights, but those of GGUF and 8-bit floats, stay as they are. A QuantizationConfig of this
+            package stands for them. All others go to the from_pretrained of the class.
 
     Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
@@ -85,18 +85,25 @@ def from_pretrained(
 
     Raises: ValueError for importance of another model, without bits, or of too little text, for a format that
         does not exist, does not fit the weights, or would change packed ones, for parameters that the file
-        lacks, for a file that is truncated, for a checkpoint of MLX of a type of model that transformers does
-        not know, and for a `distributed_config` that spreads layers over processes.
+        lacks (but for a head that `model_class` adds to the saved class, which transformers initialises), for
+        a file that is truncated, for a checkpoint of MLX of a type of model that transformers does not know,
+        and for a `distributed_config` that spreads layers over processes.
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
+    if isinstance(given := kwargs.get("quantization_config"), QuantizationConfig) and not asked:
+        asked, importance = given.arguments(), importance or given.importance
+        del kwargs["quantization_config"]
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
     wanted = None if recipe is None else asked
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     if experts_memory is not None:
         _refuse_beside_experts_memory(importance=importance, distributed_config=part)
+    if (file := kwargs.pop("gguf_file", None)) is not None:
+        name = str(Path(name, file)) if Path(name).is_dir() else f"{name}:{file}"
     source = Source(name, kwargs, model_class)
-    kwargs |= _of_gguf(source, kwargs.get("dtype"))
+    if source.gguf is not None:
+        kwargs = _of_gguf(source, kwargs)
     if part is not None:
         _require_no_text(importance)
     if importance is not None:
@@ -114,9 +121,9 @@ def from_pretrained(
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()
-        with one_by_one(alone), checked_headers(), reading:
+        with one_by_one(alone), reading:
             model, info = _read(source, kwargs)
-        _check_complete(sorted(info["missing_keys"]))
+        _check_complete(model, source, info["missing_keys"])
         note_folder(model, source.folder)
         _accelerate(model, importance, wanted, kv_bits)
     if loading is not None:
@@ -124,11 +131,14 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _of_gguf(source: Source, dtype: Any) -> dict[str, Any]:
-    """Arguments of the class's from_pretrained for a GGUF file; none for another checkpoint."""
-    if source.gguf is None:
-        return {}
-    return {"gguf_file": source.gguf, **({"dtype": torch.bfloat16} if dtype == "auto" else {})}
+def _of_gguf(source: Source, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the class's from_pretrained for a GGUF file."""
+    dtype = kwargs.get("dtype")
+    usual = torch.bfloat16 if dtype == "auto" else torch.get_default_dtype()
+    own = {"dtype": usual if dtype in (None, "auto") else dtype}
+    if getattr(kwargs.get("quantization_config"), "dequantize", False):  # transformers reads it
+        return {**kwargs, **own, "config": source.config, "gguf_file": source.gguf}
+    return {**source.others, **own, "config": source.config}
 
 
 def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: int | None) -> None:
@@ -165,7 +175,7 @@ def _require_one_process(kwargs: dict[str, Any]) -> None:
 
 def _read(source: Source, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     try:
-        return source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+        return _load(source, kwargs)
     except NO_MODEL:
         source.skeleton()  # says so, if the config is the reason
         raise
@@ -176,6 +186,19 @@ def _read(source: Source, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     except SafetensorError:  # does not name its file
         source.check_files()
         raise
+
+
+def _load(source: Source, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Model and loading information of the class's `from_pretrained`."""
+    cls, reads_gguf = source.cls, source.gguf is not None and "gguf_file" not in kwargs
+    if reads_gguf or is_cutting():
+        cls = loading_class(source.model_class())
+    if not reads_gguf:
+        return cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+    # The quantizer reads the file: transformers looks for none, and asks for no generation config.
+    model, info = cls.from_pretrained(None, state_dict={}, output_loading_info=True, **kwargs)
+    model.config.name_or_path = model.name_or_path = source.path
+    return model, info
 
 
 def _too_large(source: Source, size: int) -> str:
@@ -198,7 +221,7 @@ def _importance(
 ) -> Importance:
     if not quantises:
         raise ValueError("moe_mps::from_pretrained: importance needs bits or a mode, got neither")
-    own = {"gguf_file", "quantization_config", "output_loading_info", "distributed_config"}
+    own = {"config", "gguf_file", "quantization_config", "output_loading_info", "distributed_config"}
     others = {key: value for key, value in kwargs.items() if key not in own}
 
     def load(dense: bool) -> Any:
@@ -213,8 +236,7 @@ def _with_quantization(
     """Arguments of from_pretrained, with a quantization config if Quantizer reads the checkpoint."""
     quantization = source.quantization(asked, importance=importance)
     given = kwargs.get("quantization_config")
-    leaves = source.gguf is None or getattr(given, "dequantize", True)
-    if quantization is None or (given is not None and leaves):
+    if quantization is None or (given is not None and (source.gguf is None or "gguf_file" in kwargs)):
         return kwargs
     if not source.stored:
         return kwargs | {"quantization_config": QuantizationConfig(**quantization)}
@@ -224,7 +246,12 @@ def _with_quantization(
     return {**source.others, "config": config}
 
 
-def _check_complete(missing: list[str]) -> None:
+def _check_complete(model: Any, source: Source, names: Collection[str]) -> None:
+    """Raises: ValueError for missing weights, but of a head that the class has and the saved one had not."""
+    is_other = type(model).__name__ not in (source.config.architectures or (type(model).__name__,))
+    base = model.base_model_prefix
+    prefix = f"{base}." if is_other and base and hasattr(model, base) else ""
+    missing = sorted(name for name in names if name.startswith(prefix))
     if missing:
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")

@@ -10,21 +10,22 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from torch_moe_mps_autoload import NAME, extend_when_imported
-
 from . import families
 from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
-from .attention.implementations import LAYER_HOOKS, MASKS_CHOICES
+from .attention.implementations import MASKS_CHOICES
 from .attention.indexer import rewrite_indexer
+from .attention.latents import METHOD, promising
 from .caches.declared import GROWING_CLASSES
 from .capture.candidates import CANDIDATES
+from .checkpoints.gguf.file import GGUF_ARCHITECTURES
 from .checkpoints.quantize.in_place import LOADED
 from .checkpoints.quantizer import register as register_quantizer
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
-from .modules.experts import experts_forward
+from .install import METHODS
+from .modules.experts import NAME, experts_forward
 from .modules.rules import MODULE_RULES
 from .upstream.models import ALL_EXPERTS_FUNCTIONS
 
@@ -38,18 +39,6 @@ FAMILIES = (
 )
 
 
-def _register_adapters() -> None:
-    from .adapters.peft import register
-
-    register()
-
-
-def _register_trl() -> None:
-    from .adapters.trl import register
-
-    register()
-
-
 def _candidates(*given: Any) -> Any:
     from .mtp.candidates import Candidates  # subclasses code of transformers, which is not complete yet
 
@@ -60,7 +49,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, attention_mask)
 register_quantizer()
-extend_when_imported({"peft": _register_adapters, "trl.trainer.utils": _register_trl})
+METHODS[METHOD] = promising
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)
@@ -68,9 +57,10 @@ for name in FAMILIES:
     family: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY
     MODULE_RULES.extend(family.rules)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
-    LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
+    METHODS.update(family.methods)
     MASKS_CHOICES.extend(filter(None, [family.masks_choices]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)
+    GGUF_ARCHITECTURES.update(family.gguf)
     for place in family.passes:
         place.put_into(PASSES)

@@ -54,6 +54,41 @@ def trained(method: str, model, output) -> tuple[list[dict], object]:
     return [row for row in trainer.state.log_history if "loss" in row], trainer
 
 
+class OfRows(torch.autograd.Function):
+    """Logits by slices of a weight that it saves, as losses in chunks of other libraries compute them."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return torch.cat([x @ weight[at : at + 8].to(x.dtype).t() for at in range(0, weight.shape[0], 8)], 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        assert ctx.needs_input_grad == (True, False)
+        parts = [grad[:, at : at + 8] @ weight[at : at + 8] for at in range(0, weight.shape[0], 8)]
+        return sum(parts), None
+
+
+def test_autograd_functions_save_the_weight_of_a_head():
+    """Its rows are decoded where they are read; it is no weight to compute with as a whole."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe", head_dim=32)
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=4)
+    head = model.lm_head
+    right = head.dequantized(slice(None))
+    x = torch.randn(3, right.shape[1], requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    out, expected = OfRows.apply(x, head.weight), own @ right.t()
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward(), expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, own.grad)
+    assert torch.equal(head.weight[5], right[5]) and head.weight.device == right.device
+    for use in (lambda weight: weight + 1, lambda weight: x @ weight.t(), lambda weight: weight.data):
+        with pytest.raises(AttributeError, match=r"^moe_mps: a weight must be dense for "):
+            use(head.weight)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_preferences_and_rewards(method, tmp_path):

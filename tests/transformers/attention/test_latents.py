@@ -258,3 +258,18 @@ def test_promises_are_kept(model):
         assert isinstance(promised, Promised) and "Promised" in repr(promised)
         assert promised.shape == right.shape and promised.dtype == right.dtype
         assert torch.equal(promised + 0, right + 0) and torch.equal(torch.cat([promised])[0], right[0])
+
+
+@torch.no_grad()
+def test_the_class_keeps_its_method(model, monkeypatch):
+    """The promising method is of the layer's own class; one that is put into the model's class runs."""
+    ours = accelerated(model)
+    layer, cls = layers_of(ours)[0], type(layers_of(model)[0])
+    assert type(layer) is not cls and issubclass(type(layer), cls)
+    parts = [torch.randn(2, 1, 5, width, device="mps") for width in (16, 8)]
+    assert not any(isinstance(part, Promised) for part in cls.expand_kv(layer, *parts))
+    monkeypatch.setattr(cls, "expand_kv", lambda self, *parts: parts)
+    assert all(part is given for part, given in zip(layer.expand_kv(*parts), parts, strict=True))
+    monkeypatch.undo()
+    torch_moe_mps.restore(ours)
+    assert type(layer) is cls

@@ -23,7 +23,7 @@ def test_codes_are_no_dtype_of_a_model(architecture, mode, tmp_path):
     report = torch_moe_mps.accelerate(model, **FORMATS[mode]).quantization
     model.save_pretrained(tmp_path / "saved")
     streamed = torch_moe_mps.from_pretrained(str(tmp_path / "dense"), **FORMATS[mode])
-    loaded = type(model).from_pretrained(tmp_path / "saved")
+    loaded = torch_moe_mps.from_pretrained(tmp_path / "saved", type(model))
     assert len(report.modules) > 5
     for each in (model, streamed, loaded):
         assert each.dtype == next(each.parameters()).dtype == torch.bfloat16

@@ -1,8 +1,6 @@
-"""GGUF files, loaded by transformers' own from_pretrained: packed, with the file's values."""
+"""GGUF files: packed, with the file's values."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,22 +8,19 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from support.gguf_blocks import type_of
-from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
+from support.gguf_files import FIRST_LOADER, class_of, dense, of_architecture, write, write_file
 from support.launches import operators_of_token
 from support.memory import Memory
 from support.models import stored
 from support.sweep import rows_in_sweep
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
-from transformers.integrations.gguf import kernels
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps import quantization
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.report import any_layer
 from torch_moe_mps.transformers.checkpoints.gguf import file as gguf_file
-from torch_moe_mps.transformers.checkpoints.gguf.file import checked_headers
-from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.quantize.target import quantizable
 from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
@@ -49,10 +44,7 @@ CASES = [
 
 
 def load(path, device_map="cpu", cls=AutoModelForCausalLM, **options):
-    """As our own from_pretrained loads."""
-    options = {"quantization_config": QuantizationConfig(gguf=True)} | options
-    with checked_headers():
-        return cls.from_pretrained(path.parent, gguf_file=path.name, device_map=device_map, **options)
+    return torch_moe_mps.from_pretrained(path, cls, device_map=device_map, check=False, **options)
 
 
 def logits(model):
@@ -60,11 +52,6 @@ def logits(model):
     of_decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model(ids, **of_decoder).logits.cpu()
-
-
-def dense(path, **options):
-    """The model with the file's values in float32, as transformers' own loader makes it."""
-    return load(path, quantization_config=GgufConfig(dequantize=True), **options)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +71,7 @@ def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert sum(tensor.nbytes for tensor in stored(model)) <= 1.05 * os.path.getsize(path)
     model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    again = torch_moe_mps.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again), found) and again.dtype == model.dtype == torch.float32
 
 
@@ -100,7 +87,7 @@ def test_types_without_values_in_the_package(tmp_path):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert sum(tensor.nbytes for tensor in stored(model)) <= 1.05 * os.path.getsize(path)
     model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), found)
+    assert torch.equal(logits(torch_moe_mps.from_pretrained(tmp_path / "saved")), found)
 
 
 @pytest.mark.parametrize("kind", ["q6_k", "mxfp4"])
@@ -335,21 +322,7 @@ def test_rejects_an_order_that_is_no_permutation(tmp_path):
     tensors[name][0] = 512
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"out_proj\.order must be the numbers from 0 to 511, got others$"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.sweep
-def test_without_the_entry_point_transformers_loads_it(tmp_path):
-    path = write_file(tmp_path / "model.gguf")
-    code = f"""
-import sys
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}, device_map="cpu")
-print(type(model.hf_quantizer).__name__, "torch_moe_mps" in sys.modules)
-"""
-    environment = {**os.environ, "MOE_MPS_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=300)
-    assert done.stdout.split() == [b"GgufHfQuantizer", b"False"], done.stderr
+        torch_moe_mps.from_pretrained(tmp_path)
 
 
 def test_rejects_a_factor_of_a_whole_tensor(tmp_path):
@@ -403,46 +376,10 @@ def test_rejects_a_type_that_is_not_read_by_its_name(tmp_path, number, kind):
         torch_moe_mps.from_pretrained(path, check=False)
 
 
-class KernelOfTheHub:
-    """What transformers gets from the Hub for GGUF on a Mac, by its names."""
-
-    gemv_types = (12, 13, 14)
-
-    def supports(self, kind):
-        return kind in self.gemv_types
-
-
-@pytest.mark.parametrize(
-    ("architecture", "is_mac", "has_kernels", "is_ours"),
-    [
-        ("qwen35", False, False, False),
-        ("qwen3moe", True, True, True),
-        ("qwen35", True, False, True),
-        ("qwen35", True, True, False),
-        ("gpt-oss", True, True, True),
-    ],
-)
-def test_programs_that_do_not_ask(tmp_path, monkeypatch, architecture, is_mac, has_kernels, is_ours):
-    """Ours is what transformers does not keep packed on a Mac; all else has its own classes and values."""
-    path = write_file(tmp_path / "model.gguf", architecture)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_mac)
-    monkeypatch.setattr(kernels, "_gguf_kernel", has_kernels and KernelOfTheHub())
-    monkeypatch.setattr(kernels, "kernelize_ggml_layers", lambda model: None)
-    how = {"device_map": "cpu", "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, **how)
-    assert any(formats_in(module) for module in model.modules()) == is_ours
-    assert (getattr(getattr(model, "hf_quantizer", None), "report", None) is not None) == is_ours
-    packed = [module for module in model.modules() if type(module).__name__ == "GgufLinear"]
-    assert bool(packed) == (has_kernels and not is_ours)
-    if not packed:
-        assert (logits(model) - logits(dense(path))).abs().max() <= 1e-4
-
-
 @pytest.mark.sweep
 def test_on_mps(simulated, tmp_path):
-    """In a program that asks for nothing."""
     path = write_file(tmp_path / "model.gguf", "qwen3moe")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, device_map="mps")
+    model = torch_moe_mps.from_pretrained(path, device_map="mps")
     assert model.hf_quantizer.report is not None
     expected = logits(dense(path).to("cpu"))
     assert (logits(model) - expected).abs().max() <= 2e-4 * expected.abs().max()

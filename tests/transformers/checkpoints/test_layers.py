@@ -146,7 +146,7 @@ def test_tied_layers_share_one_weight(tmp_path):
     tiny_models.dense_twin(dense, model)
     assert torch.equal(generate(model, prompt()), generate(dense, prompt()))
     model.save_pretrained(tmp_path)
-    loaded = eager(type(model).from_pretrained(tmp_path).eval())
+    loaded = eager(torch_moe_mps.from_pretrained(tmp_path, type(model)).eval())
     assert loaded.lm_head.packed is loaded.model.embed_tokens.packed
     model.tie_weights()
     copied = copy.deepcopy(model)
@@ -194,7 +194,7 @@ def test_recipes(linear, embedding, tmp_path):
     dense = tiny_models.dense_twin(tiny("qwen3_moe"), model)
     assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
     model.save_pretrained(tmp_path)
-    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    loaded, info = torch_moe_mps.from_pretrained(tmp_path, type(model), output_loading_info=True)
     assert not any(info.values()) and torch.equal(
         output(eager(loaded.eval()), prompt()), output(model, prompt())
     )
@@ -322,7 +322,7 @@ def test_a_matrix_for_each_group_of_inputs(device, tmp_path):
     dense = tiny_models.dense_twin(dense, model)
     assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
+    loaded = torch_moe_mps.from_pretrained(tmp_path, type(model)).eval()
     assert type(loaded.get_submodule(name)) is GroupedLinear
     assert_close(output(eager(loaded), prompt()), output(model, prompt()), 1e-5)
 

@@ -50,8 +50,8 @@ def test_every_module_has_its_own_format(tmp_path):
     assert loaded.lm_head.format.bits == 6
     assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
     loaded.save_pretrained(tmp_path / "ours")
-    again, info = type(model).from_pretrained(
-        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    again, info = torch_moe_mps.from_pretrained(
+        tmp_path / "ours", type(model), output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info.values())
     assert torch.equal(output(again.eval(), prompt()), output(torch_moe_mps.restore(loaded), prompt()))
@@ -96,7 +96,7 @@ def test_global_scales_of_nvfp4_are_refused(tmp_path):
 def test_the_auto_classes_read_them(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
     oracle = mlx_models.write(model, tmp_path, 4)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mlx", dtype=torch.float32).eval()
+    loaded = torch_moe_mps.from_pretrained(tmp_path / "mlx", dtype=torch.float32).eval()
     assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
 
 
@@ -107,7 +107,7 @@ def test_only_the_language_model_is_in_a_checkpoint(tmp_path):
     loaded = mlx_models.load(tmp_path, type(model))
     assert not [name for name, _ in loaded.named_parameters() if "visual" in name]
     loaded.save_pretrained(tmp_path / "ours")
-    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    again = torch_moe_mps.from_pretrained(tmp_path / "ours", type(model), attn_implementation="eager").eval()
     for each in (loaded, again):
         assert_same_tokens(output(each, prompt()), mlx_models.logits(oracle))
         with pytest.raises((AttributeError, RuntimeError), match=r"must have model\.visual for this, got"):

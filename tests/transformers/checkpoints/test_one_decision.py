@@ -87,7 +87,7 @@ def test_whole_runs(name, tmp_path):
         new = tmp_path / f"new{options[-1]}"
         assert main([*map(str, ["convert", tmp_path / "dense", new, "--group-size", 32, *options])]) == 0
         streamed = torch_moe_mps.from_pretrained(str(tmp_path / "dense"), cls, **asked)
-        converted = cls.from_pretrained(new)
+        converted = torch_moe_mps.from_pretrained(new, cls)
         in_place = copy.deepcopy(model)
         torch_moe_mps.accelerate(in_place, **asked)
         for each in (in_place, streamed, converted):
@@ -115,5 +115,5 @@ def test_weights_that_code_writes_to_stay_dense(tmp_path):
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = tiny_models.dense_twin(dense, model)(ids).logits
-        for each in (model, transformers.RwkvForCausalLM.from_pretrained(tmp_path).eval()):
+        for each in (model, torch_moe_mps.from_pretrained(tmp_path).eval()):
             torch.testing.assert_close(each(ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -28,14 +28,12 @@ from support.other_libraries import (
     write,
 )
 from support.sweep import in_sweep, rows_in_sweep
-from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
-import torch_moe_mps_autoload
 from torch_moe_mps.commands import main
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints.others.layouts import Matrix, alike
-from torch_moe_mps.transformers.checkpoints.others.schemes import METHODS, Scheme, Schemes
+from torch_moe_mps.transformers.checkpoints.others.schemes import Scheme, Schemes
 from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.modules.linears import formats_in
@@ -166,7 +164,7 @@ def test_deepseek_of_partial_blocks_becomes_fewer_bits(sizes, bits, tmp_path):
     torch_moe_mps.accelerate(expected, **how)
     convert = ["convert", tmp_path / "fp8", tmp_path / "new", "--bits", bits, "--group-size", 32]
     assert main([*map(str, convert), "--dtype", "float32"]) == 0
-    load, config = AutoModelForCausalLM.from_pretrained, QuantizationConfig(**how)
+    load, config = torch_moe_mps.from_pretrained, QuantizationConfig(**how)
     for model in (
         torch_moe_mps.from_pretrained(tmp_path / "fp8", dtype=torch.float32, **how),
         load(tmp_path / "fp8", dtype=torch.float32, quantization_config=config),
@@ -442,20 +440,13 @@ OF_A_MISSING_PACKAGE = ("int4 asymmetric", "awq", "gptq", "fp8 of modelopt", "au
 
 
 @pytest.mark.parametrize("name", in_sweep(OF_A_MISSING_PACKAGE, ("awq",)))
-def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch):
-    """With no other package, by its own from_pretrained; what is saved is in our layout."""
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(torch_moe_mps_autoload, "find_spec", lambda package: None)
+def test_what_is_saved_is_in_our_layout(name, tmp_path):
     expected = write(tmp_path / "theirs", CASES[name][0])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    model = torch_moe_mps.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
     assert_close(output(model, prompt()), output(expected, prompt()), 0.02)
     model.save_pretrained(tmp_path / "ours")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    again = torch_moe_mps.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     assert_close(output(again, prompt()), output(model, prompt()), 0.0)
-
-
-def test_each_method_of_a_missing_package_is_read():
-    assert {*torch_moe_mps_autoload.PACKAGES} <= {*METHODS}
 
 
 def test_layers_of_auto_round_have_their_own_bits(tmp_path):

@@ -16,7 +16,6 @@ from support.processes import forked
 from support.sweep import in_sweep
 
 import torch_moe_mps
-import torch_moe_mps_autoload
 from torch_moe_mps._environment import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
@@ -65,7 +64,7 @@ def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
             assert entry._replace(error=0) == other._replace(error=0)
             assert math.isclose(entry.error, other.error, rel_tol=1e-6)
     streamed.save_pretrained(tmp_path / "saved")
-    again, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    again, info = torch_moe_mps.from_pretrained(tmp_path / "saved", type(model), output_loading_info=True)
     assert not any(info.values())
     assert_same_state(again, model)
     new = tmp_path / "converted"  # part by part
@@ -77,9 +76,8 @@ def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", in_sweep(("qwen3_moe", "deepseek_v3"), ("deepseek_v3",)))
-def test_fp8_blocks(architecture, tmp_path, monkeypatch):
+def test_fp8_blocks(architecture, tmp_path):
     """As transformers dequantises them without an Apple GPU: the scales are not rounded on the way."""
-    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 32} if architecture == "deepseek_v3" else {}
     fp8_blocks(tiny(architecture, dtype=torch.bfloat16, **sizes), tmp_path)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -88,25 +86,20 @@ def test_fp8_blocks(architecture, tmp_path, monkeypatch):
     assert_same_state(streamed, dense)
     assert streamed.hf_quantizer.report.modules
     streamed.save_pretrained(tmp_path / "saved")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    loaded = torch_moe_mps.from_pretrained(tmp_path / "saved")
     assert_same_state(loaded, dense)
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
 @pytest.mark.parametrize(("blocks", "architecture"), [(mxfp4_blocks, "gpt_oss"), (fp8_blocks, "qwen3_moe")])
-def test_plain_transformers_keeps_them_packed_on_a_mac(
-    blocks, architecture, has_gpu, tmp_path, monkeypatch, capsys
-):
-    """Its own from_pretrained would turn them into 16 bits there, which is what it does elsewhere."""
+def test_blocks_stay_packed(blocks, architecture, tmp_path):
+    """transformers' own from_pretrained makes 16 bits of them."""
     blocks(tiny(architecture), tmp_path)
-    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: False)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    monkeypatch.setattr(torch_moe_mps_autoload, "_has_apple_gpu", lambda: has_gpu)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert any(map(has_quantized_weights, model.modules())) == has_gpu
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    assert any(map(has_quantized_weights, model.modules()))
+    assert not any(map(has_quantized_weights, dense.modules()))
     # MXFP4 is exact; FP8 whose scales are no powers of two is quantised again, in 8 bits.
     assert_close(output(model, prompt()), output(dense, prompt()), 1e-5 if blocks is mxfp4_blocks else 0.05)
-    assert capsys.readouterr().err.count("stays packed") == has_gpu
 
 
 def test_a_file_that_the_machine_cannot_map_is_one_line(tmp_path, monkeypatch):

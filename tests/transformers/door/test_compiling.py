@@ -186,7 +186,7 @@ def test_loading_takes_one_thread_where_torch_needs_it(monkeypatch, tmp_path, pl
     monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", noted)
     monkeypatch.setattr(streaming, "sys", SimpleNamespace(platform=platform))
     monkeypatch.setattr(torch, "__version__", version)
-    AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch_moe_mps.from_pretrained(tmp_path)
     assert seen == [expected] and ONE_THREAD not in os.environ
 
 

@@ -36,28 +36,16 @@ def folder(quantised, tmp_path_factory):
 
 
 @pytest.mark.sweep
-def test_without_the_package(folder, quantised, tmp_path):
-    """transformers refuses the checkpoint; reading the pickle of a layer imports the package, and then the
-    checkpoint is read."""
+def test_a_pickle_of_a_layer_imports_the_package(quantised, tmp_path):
     (tmp_path / "layer.pickle").write_bytes(pickle.dumps(quantised.model.layers[0]))
-    said, layer, method = python(
+    layer = python(
         """
         import pickle, sys
-        from transformers import AutoModelForCausalLM
-        try:
-            AutoModelForCausalLM.from_pretrained(sys.argv[1])
-        except ValueError as error:
-            print("torch_moe_mps" in sys.modules, str(error).splitlines()[0])
-        layer = pickle.load(open(sys.argv[2], "rb"))
+        layer = pickle.load(open(sys.argv[1], "rb"))
         print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_made"))
-        print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config.quantization_config.quant_method)
         """,
-        str(folder),
         str(tmp_path / "layer.pickle"),
-        MOE_MPS_AUTOLOAD="0",
-    ).splitlines()
-    assert said.startswith("False The model's quantization config from the arguments has no `quant_method`")
-    assert method == "moe_mps"
+    )
     assert layer == "Qwen3MoeDecoderLayer True"
 
 
@@ -103,14 +91,29 @@ def test_a_name_that_is_nowhere_is_asked_for_once(tmp_path):
     )
 
 
-def test_the_classes_of_transformers_load_accelerated(folder, quantised):
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ours = torch_moe_mps.from_pretrained(folder)
-    counts = operators_of(lambda: output(loaded, prompt()))
-    assert counts == operators_of(lambda: output(ours, prompt())) and counts["rms_norm"]
+def test_it_loads_accelerated(folder, quantised):
+    loaded = torch_moe_mps.from_pretrained(folder)
+    assert operators_of(lambda: output(loaded, prompt()))["rms_norm"]
     assert_close(output(loaded, prompt()), output(quantised, prompt()), 1e-5)
     torch_moe_mps.restore(loaded)
     assert "rms_norm" not in operators_of(lambda: output(loaded, prompt()))
+
+
+@pytest.mark.parametrize("order", ["quantised first", "accelerated first"])
+def test_the_class_of_a_model_comes_back(order, tmp_path):
+    """Its save_pretrained is of a subclass, and transformers' own class is left as it was."""
+    model, save = tiny("qwen3_moe"), transformers.PreTrainedModel.save_pretrained
+    cls, base = type(model), type(model.model)
+    if order == "accelerated first":
+        torch_moe_mps.accelerate(model)
+    torch_moe_mps.accelerate(model, 4, 32)
+    expected = output(model, prompt())
+    assert type(model) is not cls and type(model).__name__ == cls.__name__
+    torch_moe_mps.restore(model)
+    assert type(model) is cls and type(model.model) is base
+    assert transformers.PreTrainedModel.save_pretrained is save is cls.save_pretrained
+    model.save_pretrained(tmp_path)
+    assert_close(output(torch_moe_mps.from_pretrained(tmp_path), prompt()), expected, 1e-5)
 
 
 def test_a_line_for_all_layers(folder):
@@ -128,7 +131,7 @@ def test_a_line_for_all_layers(folder):
 @pytest.mark.parametrize("loaded", [False, True])
 def test_no_gradients_are_asked_for(quantised, folder, loaded):
     """So that a call outside of no_grad runs, and runs on the operators."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder) if loaded else quantised
+    model = torch_moe_mps.from_pretrained(folder) if loaded else quantised
     assert not any(parameter.requires_grad for parameter in model.parameters())
     with torch.enable_grad():
         counts = operators_of(lambda: model(input_ids=prompt()))
@@ -142,7 +145,7 @@ def test_the_config_of_a_base_model_lists_what_is_saved(quantised, tmp_path):
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert "lm_head" not in stored["modules"] and "embed_tokens" in stored["modules"]
     assert not any("lm_head" in name for name in load_file(tmp_path / "model.safetensors"))
-    base = transformers.AutoModel.from_pretrained(tmp_path)
+    base = torch_moe_mps.from_pretrained(tmp_path, transformers.AutoModel)
     assert_close(output(base, prompt()), output(quantised.model, prompt()), 1e-5)
     assert "lm_head" in quantised.config.quantization_config.modules
 
@@ -178,7 +181,7 @@ def test_offloading_while_loading_is_one_line(options, folder, tmp_path):
     with pytest.raises(
         ValueError, match="device_map must be one that offloads no quantised weights, got cpu a"
     ):
-        transformers.AutoModelForCausalLM.from_pretrained(
+        torch_moe_mps.from_pretrained(
             folder, device_map=devices, offload_folder=tmp_path / "offloaded", **options
         )
 

@@ -548,7 +548,7 @@ def test_a_quantised_one_has_a_config_of_its_own(tmp_path):
     assert first.model.layers[1].self_attn.config._attn_implementation == "eager" != own
     assert second.config._attn_implementation == own
     first.save_pretrained(tmp_path / "quantised")
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    load = torch_moe_mps.from_pretrained
     loaded = load(tmp_path / "quantised", config=first.config).eval()
     assert_close(output(loaded, prompt()), output(first, prompt()), 1e-5)
     stored["quantization_config"] = first.config.quantization_config.to_dict()
@@ -572,7 +572,7 @@ def test_dense_experts_in_a_quantised_model(layers, monkeypatch, tmp_path):
         first.model.layers[layer].mlp.experts = second.model.layers[layer].mlp.experts
     first.save_pretrained(tmp_path)
     assert (layers < 2) == ("quantization_config" in json.loads((tmp_path / "config.json").read_text()))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    loaded = torch_moe_mps.from_pretrained(tmp_path).eval()
     assert_close(output(loaded, prompt()), output(first, prompt()), 1e-5)
 
 

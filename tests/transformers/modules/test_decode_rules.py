@@ -111,7 +111,7 @@ def test_copies_of_joined_layers_stand_alone(way, captured, tmp_path):
         other = torch.load(file, weights_only=False)
     elif way == "save_pretrained":
         model.save_pretrained(tmp_path)
-        other = eager(type(model).from_pretrained(tmp_path))
+        other = eager(torch_moe_mps.from_pretrained(tmp_path, type(model)))
         torch_moe_mps.accelerate(other)
     else:
         other = copy.deepcopy(model).half().float()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.checkpoints import changed
@@ -157,7 +156,7 @@ def test_convert_quantises_them(checkpoint, tmp_path):
     assert json.loads(figures.read_text())["after"] == pytest.approx(size, rel=1e-3)  # without buffers
     names = [name for name in after if name.startswith("model.layers.2.")]
     assert sum(name.endswith("packed") for name in names) > 5
-    model = transformers.AutoModelForCausalLM.from_pretrained(quantised)
+    model = torch_moe_mps.from_pretrained(quantised)
     assert tokens_of(model, use_mtp=True) == tokens_of(model)
     dense = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
     found, expected = (mtp_layers(each).layers.state_dict() for each in (model, dense))
@@ -166,7 +165,7 @@ def test_convert_quantises_them(checkpoint, tmp_path):
     assert main(["convert", str(quantised), str(again)]) == 0
     once_more = load_file(again / "model.safetensors")
     assert all(torch.equal(once_more[name], after[name]) for name in names)
-    model = transformers.AutoModelForCausalLM.from_pretrained(again)
+    model = torch_moe_mps.from_pretrained(again)
     assert tokens_of(model, use_mtp=True) == tokens_of(model)
 
 
@@ -222,7 +221,7 @@ def test_layers_that_libraries_have_quantised(name, architecture, tmp_path):
         is_fp8 = WRITERS[name][0]().config["quant_method"] == "fp8"
         options = ["--group-size", "32"] if is_fp8 else []
         assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "ours"), *options]) == 0
-        (again,) = mtp_steps(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours"))
+        (again,) = mtp_steps(torch_moe_mps.from_pretrained(tmp_path / "ours"))
         kept = {"affine4_32"} if is_fp8 else {WRITERS[name][1]}
         assert formats_of(again.layers.layers) == kept
         ours, before = again.layers.layers.state_dict(), step.layers.layers.state_dict()

@@ -116,7 +116,7 @@ class QuantizedLoraLinear(layer.Linear):
         _refuse_merging(self.get_base_layer())
 
 
-class _Stack:
+class StackParameter:
     """The shape, dtype and device of a quantised stack, which PEFT asks the parameter in its place for."""
 
     requires_grad = False
@@ -152,7 +152,7 @@ class ParamWrapper(layer.ParamWrapper):
     """
 
     def get_param(self) -> Any:
-        return _Stack(self.get_base_layer(), self.parameter_name)
+        return StackParameter(self.get_base_layer(), self.parameter_name)
 
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any

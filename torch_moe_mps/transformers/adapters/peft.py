@@ -1,104 +1,111 @@
-"""Three functions of PEFT, wrapped where it lacks an interface. docs/upstream.md proposes the interface.
+"""PEFT's tuners over models with packed weights: a config gets what PEFT does not ask a model for.
 
-They are wrapped for the version in `_versions.PEFT` only; other versions of PEFT reject quantised layers.
+The one function of PEFT around which this stands is a row of `upstream/reach.py`.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import peft
+from peft import LoraConfig
 from peft.tuners import tuners_utils
-from peft.tuners.lora import model as lora_model
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from torch import Tensor, nn
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
 
-from ..._versions import PEFT
 from ..basics.interface import codes_of, experts_on_disk, formats_of, is_experts, is_quantized, projections
-from ..modules.linears import QuantizedLinear
-from .lora import ParamWrapper, check_trained_whole, wrapped_linear
+from ..modules.linears import QuantizedLinear, has_quantized_weights
+from .lora import ParamWrapper, StackParameter, check_trained_whole, wrapped_linear
 
 _ALL_LINEAR = "all-linear"
 
 
-def register() -> None:
-    """Makes plain `get_peft_model` take quantised models, if this is the version of PEFT that is known."""
-    if not peft.__version__.startswith(f"{PEFT}."):
-        return
-    _wrap(lora_model.LoraModel, "_create_new_module", lambda plain: staticmethod(_creating(plain)))
-    _wrap(BaseTuner, "_inject_parameters", _naming)
-    _wrap(tuners_utils, "_maybe_include_all_linear_layers", _including)
+def injecting(plain: Callable) -> Callable:
+    """`BaseTuner.inject_adapter`, which adds an adapter to a model, for models with packed weights, too.
 
+    PEFT calls it for each adapter before it changes a model, so unsupported configs are rejected here.
+    """
 
-def _wrap(owner: Any, name: str, around: Callable) -> None:
-    setattr(owner, name, around(getattr(owner, name)))
-
-
-def _creating(plain: Callable) -> Callable:
     @functools.wraps(plain)
-    def create(config: Any, adapter: str, target: nn.Module, **kwargs: Any) -> nn.Module:
-        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if isinstance(base, QuantizedLinear):
-            return wrapped_linear(target, base, adapter, config, **kwargs)
-        if is_experts(base) and is_quantized(base) and kwargs.get("parameter_name") in formats_of(base):
-            return ParamWrapper(target, adapter, config=config, **kwargs)
-        return plain(config, adapter, target, **kwargs)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        config = self.peft_config[adapter_name]
+        check_trained_whole(config, model)
+        _check_on_disk(config, model)
+        if not any(map(has_quantized_weights, model.modules())):
+            return plain(self, model, adapter_name, *args, **kwargs)
+        _name_all_linears(config, model)
+        with ExitStack() as stack:
+            for experts in [each for each in model.modules() if is_experts(each) and is_quantized(each)]:
+                stack.enter_context(_naming_stacks(experts))
+            if isinstance(config, LoraConfig):
+                stack.enter_context(_with_layers(config, model))
+            return plain(self, model, adapter_name, *args, **kwargs)
 
-    return create
+    return inject_adapter
 
 
-def _naming(plain: Callable) -> Callable:
-    """Context where quantised stacks are named parameters, so that `target_parameters` finds them.
+def _name_all_linears(config: Any, model: nn.Module) -> None:
+    """Names the layers of "all-linear", which PEFT chooses by class, and quantised ones with them."""
+    asked = getattr(config, "target_modules", None)
+    if not isinstance(asked, str) or asked.lower() != _ALL_LINEAR:
+        return
+    names = set(_quantized_linears(model))
+    convert_peft_config_for_transformers(config, model, None)
+    if isinstance(config.target_modules, str):
+        tuners_utils._maybe_include_all_linear_layers(config, model)
+    else:  # names without paths, for models whose experts once were linear layers
+        names = {name.rpartition(".")[2] for name in names}
+    config.target_modules |= names
+
+
+@contextmanager
+def _with_layers(config: Any, model: nn.Module) -> Iterator[None]:
+    """Registers our layers with a LoraConfig, as a user registers custom ones."""
+    before = config._custom_modules
+    experts = {type(each): _over_experts for each in model.modules() if is_experts(each)}
+    config._custom_modules = dict(before or {})
+    config._register_custom_module({QuantizedLinear: _over_linear, **experts})
+    try:
+        yield
+    finally:
+        config._custom_modules = before
+
+
+def _over_linear(target: Any, adapter: str, config: Any, **kwargs: Any) -> nn.Module:
+    base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    return wrapped_linear(target, base, adapter, config, **kwargs)
+
+
+def _over_experts(target: Any, adapter: str, config: Any, **kwargs: Any) -> nn.Module | None:
+    """The LoRA layer over a stack of packed experts; None for PEFT's own."""
+    base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if not is_quantized(base) or kwargs.get("parameter_name") not in formats_of(base):
+        return None
+    return ParamWrapper(target, adapter, config=config, **kwargs)
+
+
+@contextmanager
+def _naming_stacks(experts: Any) -> Iterator[None]:
+    """Lists packed stacks among an experts module's own parameters, so that `target_parameters` finds them.
 
     PEFT takes the device from a `weight` or a parameter, which experts of a GGUF file lack.
     """
-
-    @functools.wraps(plain)
-    def inject(self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        shown = [module for module in model.modules() if is_experts(module) and is_quantized(module)]
-        for module in shown:
-            codes = next(iter(codes_of(module).values()))
-            module.__dict__ |= {"named_parameters": _with_stacks(module), "weight": codes}
-        try:
-            return plain(self, peft_config, model, *args, **kwargs)
-        finally:
-            for module in shown:
-                del module.__dict__["named_parameters"], module.__dict__["weight"]
-
-    return inject
-
-
-def _with_stacks(experts: Any) -> Callable:
     own = experts.named_parameters
+    first, *_, last = formats_of(experts)
 
-    def named_parameters(
-        prefix: str = "", recurse: bool = True, **kwargs: Any
-    ) -> Iterator[tuple[str, Tensor | None]]:
+    def named_parameters(prefix: str = "", recurse: bool = True, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield from own(prefix, recurse, **kwargs)
         if not recurse:
-            first, *_, last = formats_of(experts)
-            yield from ((f"{prefix}.{name}" if prefix else name, None) for name in (first, last))
+            for name in (first, last):
+                yield f"{prefix}.{name}" if prefix else name, StackParameter(experts, name)
 
-    return named_parameters
-
-
-def _including(plain: Callable) -> Callable:
-    """Adds quantised linear layers to "all-linear", which selects layers by class.
-
-    PEFT calls this for each adapter before it changes a model, so unsupported configs are rejected here.
-    """
-
-    @functools.wraps(plain)
-    def include(peft_config: Any, model: nn.Module) -> Any:
-        check_trained_whole(peft_config, model)
-        _check_on_disk(peft_config, model)
-        before = getattr(peft_config, "target_modules", None)
-        peft_config = plain(peft_config, model)
-        if isinstance(before, str) and before.lower() == _ALL_LINEAR:
-            peft_config.target_modules |= set(_quantized_linears(model))
-        return peft_config
-
-    return include
+    codes = next(iter(codes_of(experts).values()))
+    experts.__dict__ |= {"named_parameters": named_parameters, "weight": codes}
+    try:
+        yield
+    finally:
+        del experts.__dict__["named_parameters"], experts.__dict__["weight"]
 
 
 def _check_on_disk(peft_config: Any, model: nn.Module) -> None:

@@ -52,14 +52,14 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None
 
 
-@functools.cache
-def wrap_sdpa() -> None:
-    """Puts our functions around transformers' attention `sdpa` and its mask, once."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def around_sdpa(own: Callable) -> Callable:
+    """Our function around transformers' attention `sdpa`."""
+    return functools.wraps(own)(functools.partial(_sdpa, own))
 
-    for interface, wrapper in ((AttentionInterface, _sdpa), (AttentionMaskInterface, _sdpa_mask)):
-        own = interface._global_mapping["sdpa"]
-        interface.register("sdpa", functools.wraps(own)(functools.partial(wrapper, own)))
+
+def around_sdpa_mask(own: Callable) -> Callable:
+    """Our function around the mask of that."""
+    return functools.wraps(own)(functools.partial(_sdpa_mask, own))
 
 
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:

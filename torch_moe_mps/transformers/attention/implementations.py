@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ...ops.attention import CACHE_BITS
 from ..basics.configs import ATTENTION, ImplementationNames
 from ..basics.state import original_class, state_of
-from .attention import NAME, wrap_sdpa
+from ..upstream.reach import hold_reach
+from .attention import NAME
 
 KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
-LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
 MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
 
@@ -63,10 +63,8 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
     """Lets these layers run on the operator; called after their forwards are rewritten."""
     for module in layers:
         if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
-            wrap_sdpa()
-            state_of(module).is_attention = True
-        for prepare in LAYER_HOOKS:
-            prepare(module)
+            state = state_of(module)
+            state.is_attention, state.reach = True, hold_reach("transformers")
 
 
 def _implementation_for(module: nn.Module) -> str | None:

@@ -35,7 +35,7 @@ ops = torch.ops.moe_mps
 MOST_TOKENS = 128
 # The most bytes of keys and values that a prompt's latents are expanded into at a time.
 MOST_BYTES = 128 * 2**20
-_METHOD = "expand_kv"
+METHOD = "expand_kv"
 
 
 class Expansion(NamedTuple):
@@ -194,7 +194,6 @@ def use_latents(module: nn.Module) -> list[Done]:
     if refusal(module, done) is not None:
         return []
     state_of(module).expansion = expansion
-    _wrap(_owner(module))
     return done
 
 
@@ -203,12 +202,12 @@ def expansion_of(module: nn.Module) -> Expansion | None:
 
     It is tried with numbers in place of what its linear layer gives.
     """
-    owner, rotary = _owner(module), getattr(module, "qk_rope_head_dim", None)
-    if owner is None or not isinstance(rotary, int):
+    own, rotary = getattr(type(module), METHOD, None), getattr(module, "qk_rope_head_dim", None)
+    if own is None or not isinstance(rotary, int):
         return None
     trial = _Trial(module)
     latents, rotated = torch.rand(2, 1, 3, 5), torch.rand(2, 1, 3, rotary)
-    found = tried(inspect.unwrap(vars(owner)[_METHOD]), trial, latents, rotated)
+    found = tried(inspect.unwrap(own), trial, latents, rotated)
     if not (isinstance(found, tuple) and len(found) == 2 and len(trial.calls) == 1):
         return None
     keys, values = found
@@ -242,17 +241,9 @@ class _Trial:
         return result
 
 
-def _owner(module: nn.Module) -> type | None:
-    """The class that has the method."""
-    return next((cls for cls in type(module).__mro__ if _METHOD in vars(cls)), None)
+def promising(own: Callable) -> Callable:
+    """The method `expand_kv` of rewritten layers: promises where a layer attends to latents, else `own`."""
 
-
-@functools.cache
-def _wrap(owner: Any) -> None:
-    """Lets a class ask each module whether it attends to latents, as `sdpa` is asked."""
-    own = getattr(owner, _METHOD)
-
-    @functools.wraps(own)
     def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
         form = self.__dict__.get(STATE, NOTHING).expansion
         if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -261,4 +252,4 @@ def _wrap(owner: Any) -> None:
         keys = Promised(source, 0, form.heads, form.key_rows + rotated.shape[3])
         return keys, Promised(source, 1, form.heads, form.value_rows)
 
-    setattr(owner, _METHOD, expand_kv)
+    return expand_kv

@@ -20,8 +20,6 @@ ABSENT = object()  # in place of the value of a name that a class does not have
 _MOST_ITEMS = 64  # a larger container is one value
 _known: ContextVar[dict[Any, Any] | None] = ContextVar("moe_mps_code", default=None)
 _keys = Bounded(4096)  # {all that code reads: a small key for it}
-# {a function in a file of models: the function of that file in whose place it is}
-STANDS_FOR: dict[Callable, types.FunctionType] = {}
 
 
 def unchanged() -> AbstractContextManager[dict[Any, Any]]:
@@ -89,7 +87,7 @@ def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = (
             continue
         seen.add(function)
         waiting += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-        names, file = _names_in(function.__code__), function.__globals__
+        names, file = names_in(function.__code__), function.__globals__
         every |= names
         items: list[tuple[Any, str, Any]] = [*_in_class(cls, names, ("torch.",))]
         if str(file.get("__name__")).partition(".")[0] not in _LIBRARIES - {"transformers"}:
@@ -99,7 +97,6 @@ def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = (
                 (vars(functional), name, vars(functional)[name]) for name in names & vars(functional).keys()
             ]
         for place, name, value in items:
-            value = STANDS_FOR.get(value, value) if isinstance(value, types.FunctionType) else value
             if isinstance(value, types.ModuleType):
                 continue
             found[id(place), name] = place, name, value
@@ -121,8 +118,8 @@ def _in_class(
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    inside = (_names_in(item) for item in code.co_consts if isinstance(item, types.CodeType))
+def names_in(code: types.CodeType) -> frozenset[str]:
+    inside = (names_in(item) for item in code.co_consts if isinstance(item, types.CodeType))
     return frozenset(code.co_names).union(*inside)
 
 
@@ -142,7 +139,7 @@ def _read(subject: Any) -> Iterator[Hashable]:
         file = vars(value)
         if isinstance(value, types.FunctionType):
             yield value
-            own = _names_in(value.__code__) & vars(functional).keys()
+            own = names_in(value.__code__) & vars(functional).keys()
             yield from ((name, vars(functional)[name]) for name in own)
             held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             yield from map(_key, held)
@@ -171,7 +168,7 @@ def _function(value: Any) -> Any:
         return value.__func__
     if isinstance(value, (functools.partial, functools.cached_property)):
         return value.func
-    return STANDS_FOR.get(value, value) if isinstance(value, types.FunctionType) else value
+    return value
 
 
 class _Same:
@@ -206,6 +203,4 @@ def _key(value: Any) -> Hashable:
 def _key_of_item(value: Any) -> Hashable:
     if isinstance(value, _CONSTANTS):
         return type(value), value
-    if isinstance(value, types.FunctionType):
-        return STANDS_FOR.get(value, value)
-    return _Same(value)
+    return value if isinstance(value, types.FunctionType) else _Same(value)

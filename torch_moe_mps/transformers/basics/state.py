@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .code import ABSENT, STANDS_FOR, Names, names_of
+from .code import ABSENT, Names, names_of
 from .scoped import having
 
 MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its Made
@@ -70,13 +70,20 @@ def made_as(cls: type, kind: str) -> Made | None:
 
 
 def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
-    """The class of a module before one of this kind; a class that somebody put on top stays."""
-    made: Made | None = vars(type(module)).get(MADE)
-    return type(module) if made is None or made.kind != kind else made.original
+    """The class of a module without one of this kind; beneath a class of somebody else it stays."""
+    return _without(type(module), kind)
+
+
+def _without(cls: type[nn.Module], kind: str) -> type[nn.Module]:
+    made: Made | None = vars(cls).get(MADE)
+    if made is None or made.kind == kind:
+        return cls if made is None else made.original
+    beneath = _without(made.original, kind)
+    return cls if beneath is made.original else made.class_of_copies(beneath)
 
 
 def restore_class(module: nn.Module, kind: str) -> None:
-    """Gives a module the class before one of this kind; a class that somebody put on top stays."""
+    """Gives a module the class without one of this kind; beneath a class of somebody else it stays."""
     if (beneath := class_beneath(module, kind)) is not type(module):
         module.__class__ = beneath
 
@@ -126,6 +133,7 @@ class State:
         reads: the attributes that its rewritten forward rests on, None before there is one; of an experts
             module, those that its activation rests on.
         is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
+        reach: what keeps the rows of `upstream/reach.py` in that such a layer needs.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         joined: the matrix of several linear layers, this one the first.
@@ -138,6 +146,7 @@ class State:
         self.formula: Any = None
         self.reads: tuple | None = None
         self.is_attention = False
+        self.reach: Any = None
         self.expansion: Any = None
         self.kv_bits: int | None = None
         self.joined: Any = None
@@ -323,8 +332,6 @@ def _has_changed(held: Mapping[str, Any], name: str, value: object, owner: Any) 
         return False
     if owner is not None:
         now = _value(owner, name)
-    elif isinstance(now, types.FunctionType):
-        now = STANDS_FOR.get(now, now)
     return not _is_same(now, value)
 
 

@@ -12,15 +12,13 @@ from types import FrameType
 import torch
 import transformers
 
-import torch_moe_mps_autoload
-
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import HF_MODULES_CACHE
 
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Folders of the standard library and of all that may be a checkout: torch, transformers, this package and the
-# module of its entry point, the files of checkpoints.
+# Folders of the standard library and of all that may be a checkout: torch, transformers, this package, and
+# the files of checkpoints.
 _FOLDERS = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -31,14 +29,13 @@ _FOLDERS = tuple(
         HF_MODULES_CACHE,
     )
 )
-_ENTRY_POINT = os.path.abspath(torch_moe_mps_autoload.__file__)
 
 _known: set[str] = set()  # files of libraries
 
 
 def is_of_library(file: str) -> bool:
     """True for Python files of installed packages, of Python itself and of checkpoints."""
-    return file.startswith((*_FOLDERS, _ENTRY_POINT, "<frozen ")) or _INSTALLED.search(file) is not None
+    return file.startswith((*_FOLDERS, "<frozen ")) or _INSTALLED.search(file) is not None
 
 
 class UserCode:

@@ -1,4 +1,4 @@
-"""Models that transformers builds, and loads without some of their parts."""
+"""Loading by a subclass of a model's class: without parts of the model, or from a GGUF file."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..basics.scoped import having
 
@@ -19,32 +18,38 @@ _CUT: ContextVar[Cut | None] = ContextVar("cut", default=None)
 
 @contextmanager
 def cutting(cut: Cut) -> Iterator[None]:
-    """Block where models of `from_pretrained` are cut before their weights are read."""
-    _cut_before_reading()
+    """Block where models of `loading_class` are cut before their weights are read."""
     with having(_CUT, cut):
         yield
 
 
-@functools.cache
-def _cut_before_reading() -> None:
-    """Patches transformers to cut a model after it is built and before its weights are loaded."""
-    load: Any = PreTrainedModel._load_pretrained_model
+def is_cutting() -> bool:
+    return _CUT.get() is not None
 
-    @functools.wraps(load)
-    def _load_pretrained_model(
-        model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
-    ) -> Any:
-        cut, complete = _CUT.get(), None
+
+@functools.cache
+def loading_class(cls: Any) -> Any:
+    """Subclass of a model's class whose `from_pretrained` cuts the model, or reads a GGUF file.
+
+    The model is one of `cls` once its weights are read.
+    """
+
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
+        model.__class__ = cls
+        cut, complete, quantizer = _CUT.get(), None, load_config.hf_quantizer
         if cut is not None:
             complete = cut(model, _device(load_config))
-            if hasattr(load_config.hf_quantizer, "forget_absent"):
-                load_config.hf_quantizer.forget_absent(model)
-        loaded = load(model, state_dict, files, load_config, *rest, **named)
+            if hasattr(quantizer, "forget_absent"):
+                quantizer.forget_absent(model)
+        if state_dict is not None:
+            state_dict = quantizer.state()
+        loaded = cls._load_pretrained_model(model, state_dict, files, load_config, *rest, **named)
         if complete is not None:
             complete()
         return loaded
 
-    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {**members, "_load_pretrained_model": staticmethod(load)})
 
 
 def _device(load_config: Any) -> torch.device:

@@ -1,43 +1,33 @@
 """The quantizer "moe_mps" of transformers: loads quantised checkpoints, quantises dense ones while loading.
 
-torch_moe_mps_autoload decides which checkpoints of plain `from_pretrained` come here.
+`torch_moe_mps.from_pretrained` puts the quantisation that it finds into the config of a model.
 """
 
-import contextlib
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from torch_moe_mps_autoload import GGUF_FAMILIES, NAME, PACKAGES, is_for_us, stored_in
-
 from ...ops._checks import Check
-from ...quantization import Format
 from ..basics.report import QuantizationReport
+from ..modules.experts import NAME
 from ..modules.linears import formats_in
-from ..upstream.models import cached_file
 from ..upstream.weights import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
     HfQuantizer,
     build_glob_alternation,
-    get_gguf_kernel,
-    is_gguf_arch_supported,
+    register_quantization_config,
+    register_quantizer,
 )
 from .absent import leave_out
-from .gguf.file import read_checked
-from .gguf.header import header_of, widths_in
 from .gguf.reading import GgufLayout
 from .layouts.checking import check_scales
 from .layouts.dense import DenseLayout
 from .layouts.layout import Layout, Section
 from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
-from .others.schemes import METHODS
-from .own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
+from .own.config import QuantizationConfig
 from .own.reading import OwnLayout
 from .quantize.decision import drop_packed, weights_of
 from .quantize.importance import Importance
@@ -57,83 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .source import Source
-
-_LOCK = threading.RLock()  # while transformers' mapping has our reader of GGUF files
-# {method: why a checkpoint of it is read by this package, where transformers has code for it}
-_WHY = {
-    "fp8": "transformers would turn it into 16 bits here",
-    "mxfp4": "transformers would turn it into 16 bits here",
-    **{method: f"transformers would need {package}" for method, package in PACKAGES.items()},
-}
-
-
-def get_hf_quantizer(
-    own: Callable[..., Any], config: Any, asked: Any, *args: Any, gguf_file: Any = None, **kwargs: Any
-) -> Any:
-    """Result of transformers' function `own`, which meets a checkpoint of ours as one of our method."""
-    kwargs["gguf_file"] = gguf_file
-    stored = stored_in(config)
-    if gguf_file is not None:
-        if is_for_us(None, None, gguf_file):
-            asked = _for_gguf(config, asked, gguf_file)
-        with _reading_gguf() if isinstance(asked, QuantizationConfig) else contextlib.nullcontext():
-            return own(config, asked, *args, **kwargs)
-    if isinstance(stored, dict) and (read := _read_by_us(stored, asked)) is not None:
-        stored.clear()  # in place: transformers keeps the dict
-        stored.update(read)
-        if "wanted" in read:
-            asked = None  # transformers would refuse a second config
-    return own(config, asked, *args, **kwargs)
-
-
-def _read_by_us(stored: dict[str, Any], asked: Any) -> dict[str, Any] | None:
-    """The arguments of QuantizationConfig for a quantised checkpoint; None leaves it to transformers."""
-    method = stored.get("quant_method", "")
-    if method in METHODS and isinstance(asked, QuantizationConfig):
-        return _as_ours(stored) | {"wanted": asked.arguments(), "importance": asked.importance}
-    if not is_for_us(stored, None if is_ours(asked) else asked):
-        return None
-    if (why := _WHY.get(method)) is not None:
-        print(f"torch_moe_mps: the {method} checkpoint stays packed: {why}", file=sys.stderr)
-    return _as_ours(stored)
-
-
-def _for_gguf(config: Any, asked: Any, gguf_file: str) -> Any:
-    """The quantization_config for a GGUF file on a Mac: ours, for what transformers does not keep packed."""
-    if config._name_or_path:
-        commit = getattr(config, "_commit_hash", None)
-        path = cached_file(config._name_or_path, gguf_file, _commit_hash=commit)
-        config.update(widths_in(header_of(path)))
-        architecture = read_checked(path)[0]["general.architecture"]
-        knows = architecture not in GGUF_FAMILIES and is_gguf_arch_supported(architecture)
-        if knows and get_gguf_kernel() is not False:
-            return asked
-    leaves = isinstance(asked, QuantizationConfig) or getattr(asked, "dequantize", False)
-    return asked if leaves else QuantizationConfig(gguf=True)
-
-
-@contextlib.contextmanager
-def _reading_gguf() -> Iterator[None]:
-    """Inside the block, transformers takes our quantizer for GGUF files."""
-    method = FROM_GGUF["quant_method"]
-    with _LOCK:
-        before = AUTO_QUANTIZER_MAPPING[method]
-        AUTO_QUANTIZER_MAPPING[method] = Quantizer
-        try:
-            yield
-        finally:
-            AUTO_QUANTIZER_MAPPING[method] = before
-
-
-def _as_ours(stored: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of QuantizationConfig for the quantisation in a config, with our method."""
-    if is_mlx(stored):
-        return {"quant_method": NAME, "mlx": dict(stored)}
-    if is_ours(stored) or stored["quant_method"] == NAME:
-        return {**stored, "quant_method": NAME}
-    if stored["quant_method"] == "mxfp4":
-        return {"quant_method": NAME, **Format(mode="mxfp4").to_dict()}
-    return {"quant_method": NAME, "other": dict(stored)}
 
 
 class Quantizer(HfQuantizer):
@@ -155,7 +68,7 @@ class Quantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.pre_quantized |= quantization_config.gguf
+        self.pre_quantized |= quantization_config.gguf is not None
         self.layout = Layout()
         self.wanted: dict[str, Target] = {}
 
@@ -163,12 +76,16 @@ class Quantizer(HfQuantizer):
     def streams(self) -> bool:
         """True if weights are quantised while the checkpoint is read."""
         config = self.quantization_config
-        return not self.pre_quantized or config.source is not None or config.wanted is not None
+        return not self.pre_quantized or config.dequantized_gguf is not None or config.wanted is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Device map for loading: a model for MPS alone is quantised on the CPU, where files are mapped."""
         _check_no_offloading(device_map)
-        if self.quantization_config.gguf and device_map is None and torch.backends.mps.is_available():
+        if (
+            self.quantization_config.gguf is not None
+            and device_map is None
+            and torch.backends.mps.is_available()
+        ):
             return {"": torch.device("mps")}  # the default of transformers for GGUF
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
@@ -176,16 +93,13 @@ class Quantizer(HfQuantizer):
             return {"": torch.device("cpu")}
         return device_map
 
-    def read_header(self, gguf_file: str) -> None:
-        """transformers asks quantizers of GGUF files; their tensors are read with the weights."""
-
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """The requested dtype, or transformers' default for None, as of a GGUF file."""
         return torch.get_default_dtype() if dtype is None else dtype
 
-    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """State of a GGUF file, whose names become the model's."""
-        return self.layout.state(checkpoint_file)
+        return self.layout.state()
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Floating-point tensors are never cast to codes; `check_loaded` reports a wrong dtype."""
@@ -196,8 +110,8 @@ class Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         _keep_float32(model)
         config = self.quantization_config
-        if not self.pre_quantized or config.source is not None:
-            self.layout = DenseLayout(model, config.source == FROM_GGUF)
+        if not self.pre_quantized:
+            self.layout = DenseLayout(model, config.dequantized_gguf)
         else:
             # Its patterns ("scale") fit our names ("scales").
             vars(model)["_get_dtype_plan"] = lambda dtype: {}
@@ -304,9 +218,10 @@ class Quantizer(HfQuantizer):
 
 
 def register() -> None:
-    """Puts our quantizer into transformers' mappings, under our own name."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = QuantizationConfig
-    AUTO_QUANTIZER_MAPPING[NAME] = Quantizer
+    """Registers the quantizer and its config with transformers."""
+    if NAME not in AUTO_QUANTIZER_MAPPING:  # this module was loaded again
+        register_quantization_config(NAME)(QuantizationConfig)
+        register_quantizer(NAME)(Quantizer)
 
 
 def _check_no_offloading(device_map: Any) -> None:
@@ -333,8 +248,8 @@ def layout_of(
 
     Raises: ValueError for tensors, or names in the config, that do not fit the model.
     """
-    if config.gguf:
-        return GgufLayout(model, files[0])
+    if config.gguf is not None:
+        return GgufLayout(model, config.gguf)
     if config.mlx is not None:
         return MlxLayout(model, files, config.mlx)
     if config.other is not None:

@@ -1,7 +1,7 @@
 """Config, class and quantisation of a checkpoint, read before its weights."""
 
-import contextlib
 import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,27 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    TOKENIZER_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from ..._hub import folder_in_the_cache
 from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
-from ..upstream.models import cached_file
+from ..upstream.models import auto_class_of, cached_file, get_class_from_dynamic_module
 from ..upstream.weights import AutoHfQuantizer
-from .gguf.file import checked_headers
+from .gguf.file import stated_config
 from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
-from .own.config import FROM_GGUF, is_mlx, is_ours
+from .own.config import is_mlx, is_ours
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -73,8 +75,10 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
             raise ValueError(f"{path} has no tokenizer")
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
-        with checked_headers():
-            return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
+        config, _ = _config_of_gguf(cached_file(path, gguf))
+        # AutoTokenizer takes this class, too, but reads the config by its own, slow loader.
+        tokenizer_class = TOKENIZER_MAPPING.get(type(config), None) or PreTrainedTokenizerFast
+        return tokenizer_class.from_pretrained(path, gguf_file=gguf)
     except Exception as error:  # transformers raises anything for what it misses
         name = folder / gguf if folder.is_dir() else f"{path}:{gguf}"
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -123,15 +127,12 @@ class Source:
     def _read_config(self, path: Any, model_class: Any) -> None:
         """Reads the config, and keeps only the arguments of the model."""
         passed = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
-        if self.gguf is not None:
-            passed |= {"gguf_file": self.gguf}
-            config_class: Any = AutoConfig
-        else:
-            config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
         try:
-            with contextlib.nullcontext() if self.gguf is None else checked_headers():
-                read = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
-            self.config, unused = read
+            if self.gguf is not None:
+                self.config, unused = _config_of_gguf(self.file, **passed)
+            else:
+                config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
+                self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
         except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
             raise _wrong_config("one that transformers reads", error) from error
         kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
@@ -145,8 +146,9 @@ class Source:
             importance: an Importance, for quantisation.
         """
         if self.gguf is not None:
-            again = {"source": FROM_GGUF, "importance": importance}
-            return {"gguf": True} if asked is None else {**asked, **again}
+            if asked is None:
+                return {"gguf": self.file}
+            return {**asked, "dequantized_gguf": self.file, "importance": importance}
         wanted = {"wanted": asked, "importance": importance}
         if not self.stored:
             return None if asked is None else {**asked, "importance": importance}
@@ -159,6 +161,13 @@ class Source:
                 return {"other": dict(self.stored), **wanted}
         return None
 
+    @functools.cached_property
+    def file(self) -> str:
+        """Path of the GGUF file, here or in the Hub's cache."""
+        assert self.gguf is not None
+        where = {key: self.others[key] for key in _WHERE if key in self.others}
+        return cached_file(self.path, self.gguf, **where)
+
     @property
     def is_packed(self) -> bool:
         """True if weights are quantised, in a format that stays as it is."""
@@ -168,6 +177,16 @@ class Source:
     def by_others(self) -> bool:
         """True if another library quantised the checkpoint."""
         return self.stored.get("quant_method") in METHODS
+
+    def model_class(self) -> Any:
+        """The class of the model, where `cls` may be an Auto class."""
+        if not hasattr(self.cls, "_model_mapping"):
+            return self.cls
+        trusts = self.others.get("trust_remote_code")
+        if trusts and (code := getattr(self.config, "auto_map", {}).get(self.cls.__name__)) is not None:
+            where = {key: self.others[key] for key in _FOR_BOTH if key in self.others}
+            return get_class_from_dynamic_module(code, self.path, **where)
+        return auto_class_of(self.config, self.cls)
 
     def check_files(self) -> None:
         """Raises: ValueError, with its name, for a file of weights that is missing or truncated."""
@@ -193,6 +212,15 @@ class Source:
                 return self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
+
+
+def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config that a GGUF file states, and the arguments that are none of its fields."""
+    stated = stated_config(file)
+    config, unused = CONFIG_MAPPING[stated["model_type"]].from_dict(
+        stated, return_unused_kwargs=True, **passed
+    )
+    return config, unused
 
 
 def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:

@@ -1,20 +1,19 @@
 """Replacement of functions that a forward calls by name with operators.
 
-The name of a recognised function stands for a switch from then on: it calls that function, or the operator
-while a forward runs that has one in its place. Forwards keep their code and decorators, other models of the
-file are unaffected, and a later patch of the name takes effect.
+A copy of the forward runs, whose names are those of the file but for the recognised functions. It has the
+code and the decorators of the forward. No name of a file changes; the forward itself runs once one has.
 """
 
 import functools
 import inspect
-import threading
+import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 
-from ..basics.code import STANDS_FOR, names_of_function
+from ..basics.code import code_of, names_in, names_of_function
 from ..basics.report import Done
 from ..basics.state import are_unchanged, kept, reads_of
 
@@ -26,16 +25,8 @@ class InPlace(NamedTuple):
     done: Done
 
 
+_EMPTY = types.CellType()
 Rule = Callable[[types.FunctionType], InPlace | None]
-
-
-class _Running(threading.local):
-    """The replacements of functions in the forward that a thread runs: torch.compile reads these."""
-
-    replacements: Mapping[Callable, Callable] = {}
-
-
-_running = _Running()
 
 
 def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]:
@@ -43,18 +34,15 @@ def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
         return forward, []
-    found: dict[types.FunctionType, InPlace] = {}
+    found: dict[str, InPlace] = {}
     for name, function in sorted(inspect.getclosurevars(inner).globals.items()):
-        if not isinstance(function, types.FunctionType):
-            continue
-        function = STANDS_FOR.get(function, function)
-        in_place = rule(function)
+        in_place = rule(function) if isinstance(function, types.FunctionType) else None
         if in_place is not None:
-            found[function] = in_place
-            inner.__globals__[name] = _switch(function)
-    if not found:
+            found[name] = in_place
+    replaced = tuple((name, in_place.run) for name, in_place in found.items())
+    runs = _run_with(forward, replaced, code_of(forward)) if found else None
+    if runs is None:
         return forward, []
-    runs = _run_with(forward, tuple((function, in_place.run) for function, in_place in found.items()))
     return runs, [*dict.fromkeys(in_place.done for in_place in found.values())]
 
 
@@ -75,30 +63,62 @@ def while_unchanged(function: types.FunctionType, in_place: InPlace) -> InPlace:
     return in_place._replace(run=run)
 
 
-@functools.cache
-def _switch(function: types.FunctionType) -> types.FunctionType:
-    """The function that stands for another one in its file."""
-
-    @functools.wraps(function)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return _running.replacements.get(function, function)(*args, **kwargs)
-
-    switch: Any = chosen
-    STANDS_FOR[switch] = function
-    return switch
-
-
 @functools.lru_cache(maxsize=4096)
-def _run_with(forward: Callable, replaced: tuple[tuple[Callable, Callable], ...]) -> Callable:
-    """A forward that runs with replacements; all layers of a class share it, so it is compiled once."""
-    replacements = dict(replaced)
+def _run_with(
+    forward: Callable, replaced: tuple[tuple[str, Callable], ...], code: Hashable
+) -> Callable | None:
+    """A forward that runs with replacements; all layers of a class share it, so it is compiled once.
+
+    Args:
+        code: the key of the forward's code, with whose names its copy is made.
+
+    Returns: None for a decorator that cannot be copied, as it does not hold the forward in a closure.
+    """
+    inner: Any = inspect.unwrap(forward)
+    file = inner.__globals__
+    names = {name: file[name] for name in names_in(inner.__code__) if name in file}
+    # Not the name of the file: torch.compile would look the names up there.
+    scope = {name: file[name] for name in ("__builtins__", "__package__") if name in file}
+    ours = _copy(inner, inner.__closure__, {**scope, **names, **dict(replaced)})
+    copied = _decorated(forward, inner, ours)
+    if copied is None:
+        return None
+    own = copied
+    keys, values = (*names,), (*names.values(),)
+
+    @torch.compiler.assume_constant_result
+    def holds() -> bool:
+        return all(map(operator.is_, map(file.get, keys), values))
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, _running.replacements = _running.replacements, replacements
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _running.replacements = before
+        return (own if holds() else forward)(*args, **kwargs)
 
     return run
+
+
+def _decorated(function: Any, inner: types.FunctionType, ours: types.FunctionType) -> Callable | None:
+    """A copy of `function`, which decorates `inner`, around `ours`; None if it has no copy."""
+    if function is inner:
+        return ours
+    wrapped = function.__wrapped__
+    copied = _decorated(wrapped, inner, ours)
+    cells = getattr(function, "__closure__", None) or ()
+    held = [cell != _EMPTY and cell.cell_contents is wrapped for cell in cells]
+    if copied is None or not isinstance(function, types.FunctionType) or held.count(True) != 1:
+        return None
+    closure = tuple(
+        types.CellType(copied) if is_it else cell for cell, is_it in zip(cells, held, strict=True)
+    )
+    result: Any = _copy(function, closure, function.__globals__)
+    result.__wrapped__ = copied
+    return result
+
+
+def _copy(function: types.FunctionType, closure: Any, names: dict[str, Any]) -> types.FunctionType:
+    """A function of the same code with this closure, which looks these names up."""
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
+    made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
+    made.__dict__.update(function.__dict__)
+    return made

@@ -13,8 +13,17 @@ from ...ops.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.logits import are_wide
+from ..basics.tensors import ABOUT, Deferred
+from ..upstream.reach import hold_reach
 
 ops = torch.ops.moe_mps
+
+
+def _needs_dense(name: str) -> AttributeError:
+    return AttributeError(
+        f"moe_mps: a weight must be dense for .{name}, got a quantised one; resize, tune or train first, "
+        "and quantise then"
+    )
 
 
 class LazyWeight:
@@ -41,10 +50,7 @@ class LazyWeight:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"moe_mps: a weight must be dense for .{name}, got a quantised one; resize, tune or train first, "
-            "and quantise then"
-        )
+        raise _needs_dense(name)
 
     def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
@@ -55,6 +61,33 @@ class LazyWeight:
             return self._layer.dequantized(slice(first, first + 1 or None))[within]
         within = (slice(None), *others)
         return self._layer.dequantized(first)[within]
+
+
+class HeadWeight(Deferred):
+    """The LazyWeight of an output head as a tensor, which autograd functions that compute losses save."""
+
+    weight: LazyWeight
+
+    @staticmethod
+    def of(weight: LazyWeight) -> "HeadWeight":
+        made: HeadWeight = HeadWeight.made(tuple(weight.shape), weight.dtype, weight.device, weight=weight)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        own = next(item for item in (*args, *(kwargs or {}).values()) if isinstance(item, HeadWeight))
+        if func is Tensor.__getitem__:
+            return own.weight[args[1]]
+        raise _needs_dense(func.__self__.__name__ if func.__name__ == "__get__" else func.__name__)
+
+    @classmethod
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.detach.default:  # autograd saves it
+            return cls.of(args[0].weight)
+        raise _needs_dense(func.overloadpacket.__name__)
 
 
 class QuantizedLayer(nn.Module):
@@ -77,6 +110,7 @@ class QuantizedLayer(nn.Module):
         self.format = weight.format
         for name, tensor in zip(TENSORS, weight, strict=True):
             hold(self, name, tensor)
+        self._reach = hold_reach("peft")
         # An empty tensor that keeps the dtype of the dense weight and is moved and cast with the module.
         self.register_buffer(
             "_like", torch.empty(0, dtype=dtype, device=weight.packed.device), persistent=False
@@ -107,7 +141,7 @@ class QuantizedLayer(nn.Module):
         return self.format.columns(self.packed.shape[1])
 
     @property
-    def weight(self) -> LazyWeight:
+    def weight(self) -> Any:
         return LazyWeight(self)
 
     def dequantized(self, rows: slice | Tensor) -> Tensor:
@@ -170,6 +204,10 @@ class QuantizedLinear(QuantizedLayer):
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None = None):
         super().__init__(weight, dtype)
         self.register_parameter("bias", None if bias is None else _parameter(bias))
+
+    @property
+    def weight(self) -> Any:
+        return HeadWeight.of(LazyWeight(self)) if self.is_head else LazyWeight(self)
 
     @property
     def in_features(self) -> int:

@@ -16,9 +16,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
-from transformers.dynamic_module_utils import HF_MODULES_CACHE
+from transformers.dynamic_module_utils import HF_MODULES_CACHE, get_class_from_dynamic_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import causal_mask_function, eager_mask
+from transformers.models.auto import auto_factory
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
 from transformers.utils.generic import GeneralInterface
 
@@ -41,6 +42,11 @@ def block_embedding(embedding: Any, ids: Tensor) -> Tensor:
     holder: Any = SimpleNamespace(main_model_input_embeddings=embedding)
     embedded: Tensor = DFlashTokenCandidateGenerator._get_noise_embeds(holder, ids)
     return embedded
+
+
+def auto_class_of(config: Any, auto: Any) -> Any:
+    """The class of transformers that an Auto class makes from a config."""
+    return auto_factory._get_model_class(config, auto._model_mapping)
 
 
 def variables_of(chat_template: str) -> set[str]:

@@ -24,13 +24,13 @@ from transformers.integrations import gguf
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, reader
 from transformers.integrations.gguf.gguf_conversion_mapping import DENSE_DECODER_RENAMINGS
-from transformers.integrations.gguf.kernels import get_gguf_kernel
 from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
     AutoHfQuantizer,
+    register_quantization_config,
+    register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import GgufConfig, QuantizationConfigMixin

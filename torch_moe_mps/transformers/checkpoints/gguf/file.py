@@ -5,12 +5,11 @@ order, that code runs on row numbers in place of values: if every row of the res
 blocks are copied unchanged.
 """
 
-import contextlib
 import copy
+import functools
 import math
-import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,17 +20,17 @@ from torch import Tensor, nn
 from ...._text import first_line
 from ....quantization import Format, QuantizedWeight
 from ....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
+from ...families import GgufArchitecture
 from ...upstream.weights import (
     CONFIG_MAPPING,
     WeightConverter,
     WeightRenaming,
     gguf,
-    reader,
     rename_source_key,
 )
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
-from .header import check_offsets, check_sizes, header_of, read_metadata, reading_once
+from .header import check_offsets, check_sizes, config_of_first_loader, header_of
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -43,6 +42,8 @@ REMOVED_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
     **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
 }
+# {name of an architecture in GGUF files: how this package reads it}; the others are transformers' to read.
+GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {}
 _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
@@ -202,8 +203,10 @@ class _Converted:
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from ...upstream.weights import get_gguf_conversion_mapping
 
+        own = GGUF_ARCHITECTURES.get(architecture)
+        conversions = functools.partial(get_gguf_conversion_mapping, architecture)
         with torch.device("cpu"):  # the model is made on the meta device
-            mapping = get_gguf_conversion_mapping(architecture, model.config)
+            mapping = (conversions if own is None else own.conversions)(model.config)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._of = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -250,7 +253,8 @@ class _Converted:
 def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
     from ...upstream.weights import is_gguf_arch_supported
 
-    return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
+    converts = architecture in GGUF_ARCHITECTURES or is_gguf_arch_supported(architecture)
+    return (_Converted if converts else _Processed)(architecture, model)
 
 
 class GgufWeight:
@@ -436,46 +440,19 @@ class File:
         return None
 
 
-def read_checked(gguf_path: str, string_arrays: Container[str] = ()) -> Any:
-    """Metadata of a file for transformers, which reads it first, after our checks of the file."""
-    check_file(gguf_path)
-    return read_metadata(gguf_path, string_arrays)
+def stated_config(path: str) -> dict[str, Any]:
+    """Entries of the config that a file states, its "model_type" among them.
 
-
-class _CheckedHeaders:
-    """Lets transformers read headers of GGUF files with our checks, and each once, while somebody loads."""
-
-    def __init__(self) -> None:
-        self._lock, self._loading = threading.Lock(), 0
-        self._before: list[tuple[Any, str, Any]] = []
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._loading == 0:
-                self._replace()
-            self._loading += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._loading -= 1
-                if self._loading == 0:
-                    for owner, name, before in self._before:
-                        setattr(owner, name, before)
-
-    def _replace(self) -> None:
-        from ...upstream import modeling_gguf_pytorch_utils
-
-        load = reading_once(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
-        readers = [
-            (gguf, "read_gguf_metadata", read_checked),
-            (reader, "read_gguf_metadata", read_checked),  # for tokenizers
-            (modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load),
-        ]
-        self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in readers]
-        for owner, name, function in readers:
-            setattr(owner, name, function)
-
-
-checked_headers = _CheckedHeaders()
+    Raises: ValueError, in one line, for a file that fails our checks, or whose architecture nobody reads;
+        ImportError without the package `gguf`, where transformers needs it.
+    """
+    check_file(path)
+    header = header_of(path)
+    metadata, names = copy.deepcopy(header.metadata), tuple(name for name, *_ in header.tensors)
+    architecture = metadata["general.architecture"]
+    if (known := GGUF_ARCHITECTURES.get(architecture)) is not None:
+        return known.config(metadata, names)
+    if architecture in gguf.GGUF_CONFIG_ARCHS:
+        stated: dict[str, Any] = gguf.get_gguf_config(metadata, names)
+        return stated
+    return config_of_first_loader(path)

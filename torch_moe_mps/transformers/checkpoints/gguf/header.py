@@ -1,14 +1,14 @@
 """The header of a GGUF file, read once by transformers' second reader, for its first one, too.
 
 The first one takes every value apart through numpy, and reads a file for each of its questions. Lists of
-texts, such as a vocabulary, are decoded where somebody asks.
+texts, such as a vocabulary, are counted.
 """
 
 import copy
 import functools
 import os
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,17 +34,17 @@ class Header:
     """Contents of a file in front of its tensors.
 
     Attributes:
-        metadata: {key: value}; of an array of texts the count, unless it is one of `texts`.
+        metadata: {key: value}; of an array of texts the count.
         tensors: (name, shape, number of the type, offset) of each.
         end: the byte behind it.
-        parsed: what transformers' first loader makes of it, once that has.
+        config: entries that transformers' first loader makes of it, once that has.
     """
 
-    def __init__(self, path: str, texts: Container[str] = ()):
+    def __init__(self, path: str):
         file: Any = memoryview(reader._mapped(path))  # small parts of an array take longer
-        self.metadata, count, place = reader._read_metadata(file, path, texts)
+        self.metadata, count, place = reader._read_metadata(file, path)
         self.tensors, self.end = reader._read_tensor_table(file, count, place)
-        self.parsed: dict[str, Any] | None = None
+        self.config: dict[str, Any] | None = None
 
 
 def header_of(path: str) -> Header:
@@ -59,14 +59,6 @@ def header_of(path: str) -> Header:
 @functools.lru_cache(maxsize=8)
 def _header(path: str, size: int, time: int) -> Header:
     return Header(path)
-
-
-def read_metadata(gguf_path: str, string_arrays: Container[str] = ()) -> tuple[dict, tuple[str, ...]]:
-    """Metadata of a file and the names of its tensors, as transformers' function of this name has them."""
-    header = header_of(gguf_path)
-    has_texts = any(key in string_arrays for key in header.metadata)
-    metadata = Header(gguf_path, string_arrays).metadata if has_texts else copy.deepcopy(header.metadata)
-    return metadata, tuple(name for name, *_ in header.tensors)
 
 
 def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
@@ -107,32 +99,27 @@ def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int
         raise ValueError(f"{tensors[-1][0]} must end at byte {size} of the tensors, got {last}")
 
 
-def reading_once(load: Callable) -> Callable:
-    """Wraps transformers' first loader, which then parses a small file with the header's config fields."""
+def config_of_first_loader(path: str) -> dict[str, Any]:
+    """Entries of the config that transformers' first loader finds, and the sizes that it leaves out.
 
-    @functools.wraps(load)
-    def load_once(gguf_checkpoint_path: str, return_tensors: bool = False, *others: Any, **named: Any) -> Any:
-        # Without the package, transformers' error says what to install.
-        if return_tensors or find_spec("gguf") is None:
-            return load(gguf_checkpoint_path, return_tensors, *others, **named)
-        header = header_of(gguf_checkpoint_path)
-        if header.parsed is None:
-            header.parsed = _parsed(load, gguf_checkpoint_path, header)
-        return copy.deepcopy(header.parsed)
+    It parses a small file with the header's fields in place of the file.
+    """
+    from ...upstream import modeling_gguf_pytorch_utils
 
-    return load_once
-
-
-def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
-    with TemporaryDirectory() as folder:
-        small = Path(folder) / "header.gguf"
-        _write_small(small, header)
-        parsed: dict[str, Any] = load(str(small))
-    config, tokens = parsed["config"], header.metadata.get(_TOKENS)
-    if config.get("vocab_size") == 0 and tokens:  # it was counted
-        config["vocab_size"] = tokens
-    config |= widths_in(header)
-    return parsed
+    load = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    if find_spec("gguf") is None:  # it says what to install
+        load(path)
+    header = header_of(path)
+    if header.config is None:
+        with TemporaryDirectory() as folder:
+            small = Path(folder) / "header.gguf"
+            _write_small(small, header)
+            header.config = load(str(small))["config"]
+        tokens = header.metadata.get(_TOKENS)
+        if header.config.get("vocab_size") == 0 and tokens:  # it was counted
+            header.config["vocab_size"] = tokens
+        header.config |= widths_in(header)
+    return copy.deepcopy(header.config)
 
 
 def widths_in(header: Header) -> dict[str, Any]:

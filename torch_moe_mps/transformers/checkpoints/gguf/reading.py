@@ -125,7 +125,7 @@ class GgufLayout(Layout):
                 stacklevel=3,
             )
 
-    def state(self, file: str) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
         for name, weight in self._sources.items():
             if weight.inputs is not None:

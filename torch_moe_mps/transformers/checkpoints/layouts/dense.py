@@ -130,15 +130,16 @@ class StreamingLayout(Layout):
 class DenseLayout(StreamingLayout):
     """Layout of a dense checkpoint, or of a GGUF file that is dequantised."""
 
-    def __init__(self, model: "PreTrainedModel", gguf: bool):
+    def __init__(self, model: "PreTrainedModel", gguf: str | None):
         super().__init__(model)
-        self.has_other_names = gguf
+        self.gguf, self.has_other_names = gguf, gguf is not None
 
     def conversions(self, others: list) -> list:
         return [] if self.has_other_names else others
 
-    def state(self, file: str) -> dict[str, Any]:
-        whole = checked_file(file, self.model)
+    def state(self) -> dict[str, Any]:
+        assert self.gguf is not None
+        whole = checked_file(self.gguf, self.model)
         return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
 
 

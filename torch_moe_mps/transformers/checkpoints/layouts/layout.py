@@ -76,7 +76,7 @@ class Layout:
         """The converters of transformers' loader; `others` are those for a dense checkpoint of the model."""
         return others
 
-    def state(self, file: str) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """{name: lazy tensor} of a GGUF file, by the model's names and those that converters take."""
         raise NotImplementedError
 

@@ -24,7 +24,6 @@ from ..quantize.recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
 from ..quantize.target import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
-FROM_GGUF = {"quant_method": "gguf"}
 
 
 class QuantizationConfig(QuantizationConfigMixin):
@@ -36,8 +35,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
             group_size, mode}. None in a checkpoint: experts, in the default format. Names of a larger or a
             smaller model are understood.
-        source: FROM_GGUF, where a GGUF file is dequantised while we quantise.
-        gguf: True reads a GGUF file whose blocks stay packed.
+        gguf: path of a GGUF file whose blocks stay packed.
+        dequantized_gguf: path of a GGUF file whose weights are dequantised while we quantise.
         wanted: arguments of a recipe for the dense weights of a quantised checkpoint.
         may_leave: True leaves packed weights for which the recipe has another format; False refuses it.
         ordered: names of the linear layers, quantised in a checkpoint, that take their inputs in an order.
@@ -57,8 +56,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         group_size: int | None = None,
         mode: str | None = None,
         modules: Mapping[str, Any] | None = None,
-        source: Mapping[str, Any] | None = None,
-        gguf: bool = False,
+        gguf: str | None = None,
+        dequantized_gguf: str | None = None,
         wanted: Mapping[str, Any] | None = None,
         may_leave: bool = False,
         ordered: Collection[str] = (),
@@ -68,7 +67,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         importance: Any = None,
         **others: Any,
     ):
-        self.quant_method = FROM_GGUF["quant_method"] if gguf or source == FROM_GGUF else NAME
+        self.quant_method = NAME
         self.usual = Format(bits, group_size, mode or "affine")
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
@@ -77,7 +76,8 @@ class QuantizationConfig(QuantizationConfigMixin):
                 raise ValueError(f"moe_mps: {key} must be a list of names, got {names!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
-        self.source, self.gguf, self.absent, self.mlx, self.other = source, gguf, [*absent], mlx, other
+        self.gguf, self.dequantized_gguf = gguf, dequantized_gguf
+        self.absent, self.mlx, self.other = [*absent], mlx, other
         self.ordered = [*ordered]
         self.wanted, self.may_leave, self.importance = wanted, may_leave, importance
         self.recipe()  # its errors are raised now

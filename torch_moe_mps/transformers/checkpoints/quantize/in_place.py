@@ -65,6 +65,10 @@ def quantize_targets(
     if dense:
         _check_adapters(model, dense)
         _check_one_method(model)
+        if _is_savable(model):
+            from ..write.saving import describe_when_saving
+
+            describe_when_saving(model)  # before an interruption can leave some weights quantised
     report.bytes_before = report.bytes_before or bytes_a_token(model)
     alike = sharing(model, dense)
     try:
@@ -112,14 +116,17 @@ def finish_loading(model: Any) -> None:
 
 def keep_when_saving(model: nn.Module) -> None:
     """Marks the models of transformers in `model` as quantised."""
-    modules = list(model.modules())
-    savable = any(hasattr(module, "save_pretrained") for module in modules)
-    if savable and any(map(has_quantized_weights, modules)):
+    if _is_savable(model) and any(map(has_quantized_weights, model.modules())):
         from ..write.saving import (
             mark_quantized,  # needs transformers; quantising a plain module does not
         )
 
         mark_quantized(model)
+
+
+def _is_savable(model: nn.Module) -> bool:
+    """True for a module with a model of transformers, which may not be installed."""
+    return any(hasattr(module, "save_pretrained") for module in model.modules())
 
 
 def _check_adapters(model: nn.Module, targets: Mapping[str, Target]) -> None:

@@ -32,6 +32,7 @@ from ...modules.linears import (
     QuantizedLinear,
     as_codes,
 )
+from ...upstream.reach import hold_reach
 from .reasons import groups_of
 from .target import Target
 
@@ -187,6 +188,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
         down_quantization=formats[1],
         up_quantization=target.formats["up_proj"] if target.is_split else None,
         config=pinned_config(module),
+        _reach=hold_reach("peft"),
     )
 
 

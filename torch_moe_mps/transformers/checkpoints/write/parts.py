@@ -91,7 +91,7 @@ class Parts:
             self._open(files)
         else:
             assert self._quantizer is not None
-            for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
+            for name, tensor in self._quantizer.state().items():
                 self._keys[self.part_of(name)][name] = tensor
         self._load(REST)
 

@@ -1,4 +1,4 @@
-"""Makes save_pretrained write models as quantised."""
+"""Models that describe their quantised weights in the config.json that `save_pretrained` writes."""
 
 import copy
 import functools
@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....quantization import Format
 from ...basics.interface import experts_of, projections
+from ...basics.state import made_as, restore_class, subclass
 from ...modules.experts import NAME
 from ...modules.linears import OrderedLinear, formats_in
 from ...upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion, seen_with
@@ -19,9 +20,12 @@ from ..layouts.files import Shards
 from ..own.config import QuantizationConfig, is_ours, together
 from ..quantize.target import quantizable
 
+_DESCRIBED = "describing weights"  # the kind of the classes that `_described_class` makes
+
 
 def mark_quantized(model: nn.Module) -> None:
     """Sets the quantization_config and quantizer of each transformers model within `model`."""
+    describe_when_saving(model)
     quantizer = AUTO_QUANTIZER_MAPPING[NAME]
     for part in _outermost(model, PreTrainedModel):
         config = config_of(part)
@@ -33,7 +37,6 @@ def mark_quantized(model: nn.Module) -> None:
         part.config.quantization_config = config
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = getattr(before, "report", None)
-        _describe_when_saving()
 
 
 def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
@@ -45,19 +48,29 @@ def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
         yield from _outermost(child, cls)
 
 
-@functools.cache
-def _describe_when_saving() -> None:
-    """Patches `PreTrainedModel.save_pretrained` once a model is quantised: config.json describes its weights.
+def describe_when_saving(model: nn.Module) -> None:
+    """Lets `save_pretrained` of the models in `model` write a config.json that describes their weights."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and made_as(type(part), _DESCRIBED) is None:
+            cls: Any = type(part)
+            part.__class__ = _described_class(cls)
 
-    The class, because a model whose base model was quantised is not known here.
-    """
-    save = PreTrainedModel.save_pretrained
+
+def restore_saving(model: nn.Module) -> None:
+    """Undoes `describe_when_saving`: `save_pretrained` writes the config as it is."""
+    for module in model.modules():
+        restore_class(module, _DESCRIBED)
+
+
+@functools.cache
+def _described_class(original: type[PreTrainedModel]) -> type[nn.Module]:
+    save = original.save_pretrained
 
     @functools.wraps(save)
-    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return save(_described(model), *args, **kwargs)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return save(_described(self), *args, **kwargs)
 
-    PreTrainedModel.save_pretrained = save_pretrained
+    return subclass(original, _DESCRIBED, _described_class, save_pretrained=save_pretrained)
 
 
 def _described(model: Any) -> Any:

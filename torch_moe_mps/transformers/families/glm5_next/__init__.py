@@ -2,6 +2,6 @@
 
 from .. import Family
 from .indexer import rewrite_kpool_indexer
-from .mask import masks_choices, take_choices
+from .mask import METHOD, masks_choices, taking_choices
 
-FAMILY = Family(rules=(rewrite_kpool_indexer,), layer_hook=take_choices, masks_choices=masks_choices)
+FAMILY = Family(rules=(rewrite_kpool_indexer,), methods={METHOD: taking_choices}, masks_choices=masks_choices)

@@ -1,5 +1,6 @@
 """gpt-oss: its GGUF files."""
 
-from .. import Family
+from .. import Family, GgufArchitecture
+from .gguf import NAME, config, conversions
 
-FAMILY = Family()
+FAMILY = Family(gguf={NAME: GgufArchitecture(config, conversions)})

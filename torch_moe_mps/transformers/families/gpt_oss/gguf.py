@@ -1,7 +1,7 @@
-"""gpt-oss in GGUF files, for transformers' second loader.
+"""Config and conversions of gpt-oss in GGUF files.
 
-Its first one fails at the scaling of the rotary embedding that every such file states, and looks for experts
-and sinks under names that no file has.
+transformers' first loader fails at the scaling of the rotary embedding that every such file states, and
+looks for experts and sinks under names that no file has.
 """
 
 from typing import Any
