@@ -340,7 +340,7 @@ def moe_gate(
     per_expert_scale: Tensor,
     top_k: int,
     norm_eps: float,
-    renormalize_after_scale: bool = True,
+    renormalize_after_scale: bool,
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts and weights of a whole gate: RMSNorm, router matmul, softmax over them, per-expert scale.
 
@@ -366,7 +366,8 @@ def moe_gate(
 
     Example:
         >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]])
-        >>> weights, ids = ops.moe_gate(x, weight, torch.ones(2), torch.ones(3), top_k=2, norm_eps=0.0)
+        >>> ones = torch.ones(3)
+        >>> weights, ids = ops.moe_gate(x, weight, ones[:2], ones, 2, 0.0, renormalize_after_scale=False)
         >>> weights.tolist(), ids.tolist()
         ([[0.5, 0.5]], [[1, 2]])
     """
@@ -481,7 +482,10 @@ CALLS: Calls = {
     "moe_router_topk_softmax": lambda s: {"top_k": s.K, "norm_topk_prob": True},
     "fused_moe_routing": lambda s: {"top_k": s.K},
     "router_logits": lambda s: {"bias": s.values(s.E)},
-    "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "norm_eps": 1e-6},
+    "moe_gate": lambda s: {
+        **{"per_expert_scale": s.values(s.E).abs(), "top_k": s.K},
+        **{"norm_eps": 1e-6, "renormalize_after_scale": True},
+    },
     "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
         **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}
