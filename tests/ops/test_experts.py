@@ -11,7 +11,7 @@ from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
 from support.values import random
 
-from torch_moe_mps.ops.experts import expert_mm, moe_experts
+from torch_moe_mps.ops.families.experts import expert_mm, moe_experts
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
@@ -178,7 +178,7 @@ def test_the_stack_is_never_copied():
 
 def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     """On the CPU: the pieces of the reference meet inside an expert and between two."""
-    monkeypatch.setattr("torch_moe_mps.ops.experts.PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr("torch_moe_mps.ops.families.experts.PAIRS_AT_ONCE", 7)
     check_experts("cpu", layer(29, 3, 5, 32, 16, torch.float32), down_bias=random((5, 32), torch.float32, 3))
     x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
     ids[::2] = -1

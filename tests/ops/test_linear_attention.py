@@ -7,7 +7,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, far_apart, numbers
 
-from torch_moe_mps.ops.linear_attention import (
+from torch_moe_mps.ops.families.linear_attention import (
     causal_conv1d_update_,
     linear_attention_,
     selective_scan_,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_moe_mps.ops import OPERATORS, PUBLIC
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
-from torch_moe_mps.ops.norms import rms_norm
+from torch_moe_mps.ops.families.norms import rms_norm
 
 X, W = torch.ones(2, 8), torch.ones(8)
 # What a schema does not take: the arguments of a call, and the rest of the error.

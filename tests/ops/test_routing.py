@@ -11,7 +11,7 @@ from support.oracles_operators import checked
 from support.routing import ROUTERS, random_ids, router_options
 from support.values import random
 
-from torch_moe_mps.ops.routing import moe_router, moe_router_topk_softmax
+from torch_moe_mps.ops.families.routing import moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
 

@@ -18,8 +18,8 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps._faults import Mark, release_cache
 from torch_moe_mps.ops._samples import packet, sample_arguments
-from torch_moe_mps.ops.slots import _expert_slots as expert_slots
-from torch_moe_mps.ops.slots import host_view, register_pool
+from torch_moe_mps.ops.families.slots import _expert_slots as expert_slots
+from torch_moe_mps.ops.families.slots import host_view, register_pool
 
 SCHEDULES = pytest.mark.parametrize("schedule", range(4))
 
@@ -465,7 +465,7 @@ def test_a_process_ends_while_a_disk_is_silent(simulated):
         from support.simulated import install
         install()
         import simulator
-        from torch_moe_mps.ops.slots import register_pool
+        from torch_moe_mps.ops.families.slots import register_pool
         simulator.set_schedule(1)  # the GPU begins at once
 
         class Silent:

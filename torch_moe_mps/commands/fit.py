@@ -15,7 +15,7 @@ from torch import nn
 from .._limits import LARGEST_CHUNK
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
-from ..ops.attention import CACHE_BITS
+from ..ops.families.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format

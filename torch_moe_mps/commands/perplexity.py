@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._faults import synchronize
 from .._progress import with_progress
-from ..ops.attention import CACHE_BITS
+from ..ops.families.attention import CACHE_BITS
 from ..transformers.basics.logits import wide_logits
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.calibration import SAMPLE

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.linear_attention import pending_width, selective_pending_shape
-from torch_moe_mps.ops.quantized import MATRICES
+from torch_moe_mps.ops.families.linear_attention import pending_width, selective_pending_shape
+from torch_moe_mps.ops.families.quantized import MATRICES
 
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
 from .formats import DTYPES, FORMATS

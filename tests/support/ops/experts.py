@@ -1,4 +1,4 @@
-"""Operators of ops/experts.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family experts: valid arguments, results in float64, and invalid arguments."""
 
 from typing import Any
 

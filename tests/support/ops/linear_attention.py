@@ -1,4 +1,4 @@
-"""Operators of ops/linear_attention.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family linear_attention: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Operators of ops/quantized.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family quantized: valid arguments, results in float64, and invalid arguments."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Operators of ops/routing.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family routing: valid arguments, results in float64, and invalid arguments."""
 
 import math
 

@@ -29,7 +29,7 @@ from transformers.utils import output_capturing
 import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.ops import _registry
-from torch_moe_mps.ops.attention import bits_as_bool
+from torch_moe_mps.ops.families.attention import bits_as_bool
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics import tensors
 from torch_moe_mps.transformers.basics.state import state_in

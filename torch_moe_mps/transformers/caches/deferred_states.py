@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
+from ...ops.families.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
 from ..basics.tensors import notes_on
 from ..upstream.models import LinearAttentionLayer
 from .declared import STATE, Declared, declaration_of

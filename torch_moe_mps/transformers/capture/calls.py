@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import Cache
 
 from ..._text import first_line
-from ...ops.slots import using
+from ...ops.families.slots import using
 from ..attention.attention import MOST_TOKENS
 from ..basics.residency import follow_moved
 from ..basics.unmodified import refused

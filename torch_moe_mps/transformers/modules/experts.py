@@ -12,8 +12,8 @@ from torch.nn.modules import module as torch_module
 from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
-from ...ops.experts import moe_experts
-from ...ops.slots import using_slots
+from ...ops.families.experts import moe_experts
+from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections

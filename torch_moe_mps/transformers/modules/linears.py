@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops._checks import dtype_name
-from ...ops.linear import linear_quantized
+from ...ops.families.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.logits import are_wide

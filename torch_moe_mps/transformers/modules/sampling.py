@@ -15,7 +15,7 @@ from torch.nn.functional import softmax
 from torch.utils._pytree import tree_map_only
 
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.sampling import MAX_VOCABULARY, sample
+from ...ops.families.sampling import MAX_VOCABULARY, sample
 from ..basics.logits import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
 from ..basics.unmodified import refused

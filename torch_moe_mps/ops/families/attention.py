@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._weight_formats import GROUP_SIZES
-from ._checks import NAMED_DTYPES, PACKED_DTYPES, Check
-from ._formats import Format, dequantize_values, pack
-from ._registry import operator
-from ._sample import Calls, Changes, Sample, whole_groups
+from ..._weight_formats import GROUP_SIZES
+from .._checks import NAMED_DTYPES, PACKED_DTYPES, Check
+from .._formats import Format, dequantize_values, pack
+from .._registry import operator
+from .._sample import Calls, Changes, Sample, whole_groups
 from .rope import PAIRS, WRITTEN, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key

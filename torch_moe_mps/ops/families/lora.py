@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import MAX_EXPERTS
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._checks import MAX_EXPERTS
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .experts import IDS, Product, project_slots
 
 MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._registry import operator
+from .._sample import Calls, Changes
 from .attention import MAX_INDEX_BLOCK, WORD, seen_in_order
 
 MAX_INDEX_WIDTH = 256  # elements of an index query and key

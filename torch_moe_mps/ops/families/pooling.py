@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._registry import operator
+from .._sample import Calls, Changes
 from .attention import MAX_POSITION
 from .norms import normed
 

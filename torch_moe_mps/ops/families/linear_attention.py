@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 from .norms import GATE_ACTIVATIONS, rms_norm_gated
 
 ACTIVATIONS = ("none", "silu")

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._activations import Activation
-from ._checks import Check, options_in
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import Activation
+from .._checks import Check, options_in
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .norms import normed
 
 

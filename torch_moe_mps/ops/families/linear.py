@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activations import POINTWISE, Activation
-from ._checks import NAMED_DTYPES, Check, dtype_name, options_in
-from ._decoded import in_blocks, kept
-from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import POINTWISE, Activation
+from .._checks import NAMED_DTYPES, Check, dtype_name, options_in
+from .._decoded import in_blocks, kept
+from .._formats import TENSORS, Format, QuantizedWeight
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .norms import InputNorm
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 
 GATE_ACTIVATIONS = ("silu", "sigmoid")
 

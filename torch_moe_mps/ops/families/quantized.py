@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from ._activations import POINTWISE, Activation
-from ._checks import options_in
-from ._decoded import decoded_experts
-from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import POINTWISE, Activation
+from .._checks import options_in
+from .._decoded import decoded_experts
+from .._formats import TENSORS, Format, QuantizedWeight
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
     AROUND,

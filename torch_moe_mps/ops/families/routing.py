@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
+from .._registry import operator
+from .._sample import Calls, Changes
 from .norms import InputNorm, normed
 
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._activations import Activation
-from ._checks import MAX_EXPERTS, MAX_TOP_K, options_in
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import Activation
+from .._checks import MAX_EXPERTS, MAX_TOP_K, options_in
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .combine import ADDED, ExpertSum
 from .norms import InputNorm
 
