@@ -1,5 +1,7 @@
 """What holds for every operator: schema, registration, ways to call it."""
 
+import re
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -99,6 +101,36 @@ def test_opcheck(device, name, dtype, compiles_all):
         args, kwargs = positional(name, copies({**base, **changes}))
         utils = ALL_UTILS if compiles_all else ALL_UTILS[: 3 if number == 0 else 1]
         torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
+
+
+@pytest.mark.slow("traces every call")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_call_is_traced(name):
+    """With sizes and integers that are symbols; registration is the same for both devices."""
+    base = sample_arguments(name, "cpu", torch.float32)
+    for changes in ({}, *more_samples(name, "cpu", torch.float32)):
+        args, kwargs = positional(name, copies({**base, **changes}))
+        torch.library.opcheck(
+            packet(name).default, args, kwargs, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
+        )
+
+
+def test_integers_may_be_symbols():
+    """Sizes, counts and positions of all schemas: one graph for all numbers of experts a token."""
+    for name in OPERATORS:
+        assert re.search(r"\bint\b", str(packet(name).default._schema)) is None, name
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        torch.ops.moe_mps.moe_router_topk_softmax, backend=counter, fullgraph=True, dynamic=True
+    )
+    logits = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    for top_k in (2, 3, 7):
+        weights, ids = compiled(logits, top_k, False)
+        expected = logits.softmax(-1).topk(top_k)
+        torch.testing.assert_close(weights, expected.values)
+        assert torch.equal(ids.long(), expected.indices)
+    assert counter.frame_count == 1
 
 
 # One tensor, several, none.

@@ -95,7 +95,6 @@ def operator(
     *,
     allowed: dict[str, Any] | None = None,
     dependences: tuple[str, ...] = (),
-    symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
@@ -112,8 +111,6 @@ def operator(
     has not seen yet, so that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous,
     whatever the strides of the inputs.
 
-    `symbols`: integers that grow with the context, which a captured token has as symbols.
-
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
     The decorated name becomes a function that calls the operator, on whatever device its arguments are. An
@@ -124,7 +121,7 @@ def operator(
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         least = {name: 0.0 for name in inspect.signature(reference).parameters if name.endswith("eps")}
         declared = Declared(tensors, least | (allowed or {}), dependences)
-        made = Operator(reference, meta, declared, symbols, backward).register()
+        made = Operator(reference, meta, declared, backward).register()
         return cast(Callable[Arguments, Result], made)
 
     return register
@@ -146,7 +143,6 @@ class Operator:
         reference: Callable,
         meta: Callable | None,
         declared: Declared,
-        symbols: tuple[str, ...],
         backward: Backward | None,
     ) -> None:
         self.name, self.reference, self.own_meta = reference.__name__, reference, meta
@@ -154,7 +150,7 @@ class Operator:
         self.written = [name for name in signature.parameters if name.endswith("_")]
         results = [name for name, *_ in declared.results or ()]
         self.returned = results if results and {*results} <= {*self.written} else []
-        schema = _schema_of(signature, self.written, symbols, bool(self.returned))
+        schema = _schema_of(signature, self.written, bool(self.returned))
         LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.moe_mps, self.name).default
         arguments = self.overload._schema.arguments
@@ -359,19 +355,13 @@ def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | 
     return tuple(signature)
 
 
-def _schema_of(
-    signature: inspect.Signature, written: list[str], symbols: tuple[str, ...], is_without_results: bool
-) -> str:
+def _schema_of(signature: inspect.Signature, written: list[str], is_without_results: bool) -> str:
     def function() -> None: ...
 
     if is_without_results:
         signature = signature.replace(return_annotation=None)
     vars(function)["__signature__"] = signature
-    schema = torch.library.infer_schema(function, mutates_args=written)
-    schema = schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
-    for name in symbols:
-        schema = schema.replace(f"int {name}", f"SymInt {name}")
-    return schema
+    return torch.library.infer_schema(function, mutates_args=written)
 
 
 def _device_of(arguments: tuple[Any, ...]) -> str:

@@ -36,7 +36,6 @@ def _meta_index_topk(check, q, k, top_k, key_range, reduce, block, tail, keys, a
     _meta_index_topk,
     allowed={"reduce": REDUCTIONS, "top_k": 1, "block": range(1, MAX_INDEX_BLOCK + 1)},
     dependences=('weights not with reduce="keys" (with reduce = "keys")',),
-    symbols=("keys",),
 )
 def _index_topk(
     q: Tensor,
