@@ -96,6 +96,7 @@ def operator(
     allowed: dict[str, Any] | None = None,
     dependences: tuple[str, ...] = (),
     backward: Backward | None = None,
+    doubles: bool = False,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -113,6 +114,8 @@ def operator(
 
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
+    `doubles`: the reference computes in float64 where activations have it, on the CPU alone.
+
     The decorated name becomes a function that calls the operator, on whatever device its arguments are. An
     operator whose declared results are arguments that it writes has no result in its schema, since
     torch.compile takes no aliases from it; the function returns them.
@@ -120,7 +123,7 @@ def operator(
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         least = {name: 0.0 for name in inspect.signature(reference).parameters if name.endswith("eps")}
-        declared = Declared(tensors, least | (allowed or {}), dependences)
+        declared = Declared(tensors, least | (allowed or {}), dependences, doubles)
         made = Operator(reference, meta, declared, backward).register()
         return cast(Callable[Arguments, Result], made)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._activations import POINTWISE, Activation
-from .._checks import options_in
+from .._checks import options_in, wide
 from .._decoded import decoded_experts
 from .._formats import TENSORS, Format, QuantizedWeight
 from .._registry import Backward, operator
@@ -36,7 +36,7 @@ def _check_expert_qmm_transposed(check, dy, packed, scales, biases, ids, format,
     return dy.new_empty(*(ids.shape[:1] if sums else ids.shape), columns)
 
 
-@operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed)
+@operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed, doubles=True)
 def _expert_qmm_transposed(
     dy: Tensor,
     packed: Tensor,
@@ -62,7 +62,7 @@ def _expert_qmm_transposed(
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
     product = Product(decoded_experts(weight), shape[1])
-    out = project_slots(dy.float(), ids, shape, product, None)
+    out = project_slots(wide(dy), ids, shape, product, None)
     return (out.sum(1) if sums else out).to(dy.dtype)
 
 
@@ -81,6 +81,7 @@ def _check_expert_qmm(check, packed, scales, biases, format, **_):
     f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x",
     _check_expert_qmm,
     backward=Backward(_qmm_backward, {"x": (*TENSORS, "ids")}, frozen=TENSORS),
+    doubles=True,
 )
 def expert_qmm(
     x: Tensor,
