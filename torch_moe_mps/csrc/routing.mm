@@ -30,12 +30,6 @@ Routing empty_routing(const Tensor& like, at::IntArrayRef leading, int64_t top_k
           at::empty(shape, like.options().dtype(at::kInt))};
 }
 
-// [..., W] as [T, W].
-Tensor as_rows(const Tensor& x) {
-  const int64_t tokens = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
-  return x.contiguous().view({tokens, x.size(-1)});
-}
-
 // [T, N] with the leading dimensions of x.
 Tensor with_leading_of(const Tensor& x, const Tensor& rows) {
   auto shape = x.sizes().vec();
@@ -156,7 +150,7 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
   // For more tokens, PyTorch's matmul of float32 copies is faster. Not measured.
   constexpr int64_t kMostTokens = 32;
   const c10::ScalarType to = dtype_named(dtype);
-  const Tensor rows = as_rows(x);
+  const Tensor rows = as_rows(x).contiguous();
   const int64_t tokens = rows.size(0);
   if (tokens == 0 || weight.size(0) == 0) {
     return with_leading_of(x, at::empty({tokens, weight.size(0)}, rows.options().dtype(to)));
@@ -180,7 +174,7 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
 
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
                  const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
-  const Tensor rows = as_rows(hidden);
+  const Tensor rows = as_rows(hidden).contiguous();
   if (rows.size(0) == 0) return empty_routing(hidden, hidden.sizes().slice(0, hidden.dim() - 1), top_k);
   const Tensor logits = logits_of(rows, router_weight.contiguous(), input_norm(norm_weight, eps, 0.0),
                                   std::nullopt, at::kFloat);

@@ -229,8 +229,9 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
-# Summands of the experts' sum, beside a tensor of its dtype.
+# Summands of the experts' sum, beside a tensor of its dtype: of T rows, and of any leading dimensions.
 ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
+ADDED_TO_ROWS = "shared_gate[..., 1]|[...] shared_out[..., H]:{0} residual:{0}"
 
 
 class ExpertSum(NamedTuple):
@@ -242,20 +243,21 @@ class ExpertSum(NamedTuple):
     gate_is_logit: bool = False
 
     def check(self, check: Check) -> None:
-        """Checks beyond the declaration of the tensors, `ADDED`. T and H are the sizes of the sum."""
+        """Checks beyond the declaration of the tensors. T or ..., and H, are the sizes of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
         if self.shared_gate is not None and self.shared_out is None:
             check.fail("shared_out", "given when shared_gate is", None)
         if self.residual is not None:
-            rows, shape = check.dims("T H"), self.residual.shape
-            if shape[-1:] != tuple(rows[1:]) or math.prod(shape) != math.prod(rows):
-                check.fail("residual", f"T = {rows[0]} rows of H = {rows[1]} elements", tuple(shape))
+            sizes, shape = check.sizes, self.residual.shape
+            rows, width = math.prod(sizes.get("...", (sizes.get("T"),))), sizes["H"]
+            if shape[-1:] != (width,) or math.prod(shape) != rows * width:
+                check.fail("residual", f"T = {rows} rows of H = {width} elements", tuple(shape))
 
     def added_to(self, total: Tensor) -> Tensor:
         """total + g * shared_out + residual in float32, in that order."""
         if self.shared_out is not None:
-            shared = wide(self.shared_out)
+            shared = wide(self.shared_out).reshape(total.shape)
             if self.shared_gate is not None:
                 gate = wide(self.shared_gate).reshape(-1, 1)
                 shared = (torch.sigmoid(gate) if self.gate_is_logit else gate) * shared

@@ -3,6 +3,7 @@
 T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k: token t, slot k.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -15,7 +16,7 @@ from .._activations import Activation
 from .._checks import MAX_EXPERTS, MAX_TOP_K, options_in, wide
 from .._registry import Backward, operator
 from .._sample import Calls, Changes
-from .combine import ADDED, ExpertSum
+from .combine import ADDED_TO_ROWS, ExpertSum
 from .norms import InputNorm
 
 # How many pairs the reference computes at a time: this bounds its intermediate results, so that they stay in
@@ -26,7 +27,7 @@ PAIRS_AT_ONCE = 512
 
 # Slots of tokens, and the tensors around the experts.
 IDS = f"ids[T, K<={MAX_TOP_K}]:id"
-AROUND = f"x[T, H] {IDS} weights[T, K] norm_weight[H] {ADDED.format('x')}"
+AROUND = f"x[..., H] ids[..., K<={MAX_TOP_K}]:id weights[..., K] norm_weight[H] {ADDED_TO_ROWS.format('x')}"
 
 
 class Groups(NamedTuple):
@@ -133,6 +134,11 @@ class Mlp(NamedTuple):
         return row.float() if self.down_bias is None else row + self.down_bias[expert].float()
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[..., W] as [T, W]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def combine_experts(
     x: Tensor, norm: InputNorm, ids: Tensor, weights: Tensor, num_experts: int, mlp: Mlp, around: ExpertSum
 ) -> Tensor:
@@ -140,19 +146,20 @@ def combine_experts(
 
     A token's terms are added in ascending order of expert, whatever the other tokens do.
     """
-    x = norm.applied_to(x)
+    leading = x.shape
+    x, ids, weights = as_rows(norm.applied_to(x)), as_rows(ids), as_rows(weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if len(x) == 1:  # grouping would cost more than it saves
         chosen = zip(ids[0].tolist(), weights[0].tolist(), strict=True)
         for expert, scale in sorted(chosen, key=itemgetter(0)):
             if 0 <= expert < num_experts:
                 total += mlp.row(x, expert).mul_(scale)
-        return around.added_to(total).to(x.dtype)
+        return around.added_to(total).to(x.dtype).view(leading)
     scales = weights.reshape(-1, 1)
     for groups in group_by_expert(ids, num_experts).chunks(PAIRS_AT_ONCE):
         tokens = groups.pairs // ids.shape[1]
         total.index_add_(0, tokens, mlp.rows(x[tokens], groups, ids).mul_(scales[groups.pairs]))
-    return around.added_to(total).to(x.dtype)
+    return around.added_to(total).to(x.dtype).view(leading)
 
 
 def _dense_product(weight: Tensor, transposed: bool) -> Product:
@@ -264,10 +271,10 @@ def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **give
     activation.check(check)
     gated = activation.gated
     experts, rows, hidden = gate_up.mT.shape if transposed else gate_up.shape
-    if hidden != x.shape[1] or (gated and rows % 2 != 0):
+    if hidden != x.shape[-1] or (gated and rows % 2 != 0):
         dims = f"{'2I' if gated else 'I'}"
         layout = f"[E, H, {dims}]" if transposed else f"[E, {dims}, H]"
-        check.fail("gate_up", f"of shape {layout} with H = {x.shape[1]} as in x", tuple(gate_up.shape))
+        check.fail("gate_up", f"of shape {layout} with H = {x.shape[-1]} as in x", tuple(gate_up.shape))
     intermediate = rows // 2 if gated else rows
     if transposed:
         check.shape("down", down, (experts, intermediate, hidden), "[E, I, H]")
@@ -312,13 +319,13 @@ def moe_experts(
     h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too.
 
     Args:
-        x: [T, H], float32, float16 or bfloat16.
+        x: [..., H], float32, float16 or bfloat16.
         gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. On
             Metal a stack whose memory is [E, 2I, H], one behind the other, is read where it lies; any other
-            is copied in each call. Likewise `down`, [E, H, I].
+            is copied in each call; so is `down`, [E, H, I].
         down: [E, H, I] in the dtype of `x`, or [E, I, H] with `transposed`.
-        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) contributes nothing and reads nothing.
-        weights: [T, K], float32, float16 or bfloat16.
+        ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) adds nothing and reads nothing.
+        weights: [..., K], float32, float16 or bfloat16.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H], float32, float16 or bfloat16.
         activation: with gate and up the two halves of the first product,
             silu, gelu (exact), gelu_tanh, relu, relu2 (relu squared): act(gate) * up;
@@ -329,15 +336,15 @@ def moe_experts(
         gated: without it there is no up half and the activation acts alone.
         interleaved: the rows of `gate_up` are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
         transposed: the input dimension of both weights comes before the output dimension.
-        shared_gate: [T] or [T, 1]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; 1 if None.
-        shared_out: [T, H] in the dtype of `x`.
-        residual: [T, H], or T rows of any leading shape, in the dtype of `x`.
+        shared_gate: [..., 1] or [...]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; or 1.
+        shared_out: [..., H] in the dtype of `x`.
+        residual: [..., H], or as many rows of any leading shape, in the dtype of `x`.
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
             not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
         norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
-    Returns: [T, H] in the dtype of `x`; sums in float32.
+    Returns: [..., H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
 

@@ -141,7 +141,7 @@ def _check_shared_expert(check, arguments):
 
 
 def _check_moe_experts_quantized(check, x, **arguments):
-    check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
+    check_packed_mlp(check, x.shape[-1], arguments, stack="E, ")
     around = options_in(arguments, ExpertSum)
     if any(arguments[f"shared_{name}"] is not None for name in MATRICES):
         _check_shared_expert(check, arguments)
@@ -151,7 +151,7 @@ def _check_moe_experts_quantized(check, x, **arguments):
 
 
 @operator(
-    f"{AROUND} {packed_mlp('E, ')} logits[T, E] correction_bias[E] per_expert_scale[E] "
+    f"{AROUND} {packed_mlp('E, ')} logits[..., E] correction_bias[E] per_expert_scale[E] "
     "shared_gate_up_packed[_, _]:gate_up_packed shared_down_packed[_, _]:down_packed -> x",
     _check_moe_experts_quantized,
     allowed={
@@ -231,7 +231,7 @@ def moe_experts_quantized(
         x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
             norm_weight, norm_eps, norm_weight_offset: as for moe_experts.
         ids, weights: as for moe_experts; None with logits.
-        logits: [T, E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
+        logits: [..., E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
             first product of one token selects among up to 512 experts itself, which saves a dispatch.
         top_k, scoring, correction_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits,
             norm_topk_prob, sum_eps, sum_min, scaling_factor, per_expert_scale: as for moe_router; by default
@@ -244,7 +244,7 @@ def moe_experts_quantized(
         shared_activation: of that expert if it has another one: silu, gelu, gelu_tanh, relu or relu2. It is
             gated and interleaved as the others are.
 
-    Returns: [T, H] in the dtype of `x`.
+    Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 
