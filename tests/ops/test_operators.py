@@ -133,6 +133,37 @@ def test_integers_may_be_symbols():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name.endswith("_")])
+def test_operators_that_write(name):
+    """The schema returns new tensors alone; the function returns what it wrote if there are none."""
+    schema, good = packet(name).default._schema, sample_arguments(name, "cpu", torch.float32)
+    written = [argument.name for argument in schema.arguments if argument.alias_info is not None]
+    assert written == [argument.name for argument in schema.arguments if argument.name.endswith("_")] != []
+    assert all(result.alias_info is None for result in schema.returns)
+    function = next(getattr(module, name) for module in MODULES if hasattr(module, name))
+    given = copies(good)
+    results = function(**given)
+    results = results if isinstance(results, tuple) else (results,)
+    addresses = {given[each].data_ptr() for each in written if given.get(each) is not None}
+    returned = {result.data_ptr() for result in results if isinstance(result, torch.Tensor)}
+    assert (returned <= addresses) if not schema.returns else not (returned & addresses)
+    tensors = [each for each, value in good.items() if isinstance(value, torch.Tensor)]
+    others = {each: value for each, value in good.items() if each not in tensors}
+    stacked = [torch.stack((good[each], good[each])) for each in tensors]
+    with pytest.raises(
+        NotImplementedError, match=f"^moe_mps::{name}: vmap is not implemented .*{written[0]}"
+    ):
+        torch.func.vmap(lambda *rows: packet(name)(**dict(zip(tensors, rows, strict=True)), **others))(
+            *stacked
+        )
+
+
+def test_only_operators_that_write_have_the_name():
+    for name in OPERATORS:
+        arguments = packet(name).default._schema.arguments
+        assert name.endswith("_") == any(argument.alias_info is not None for argument in arguments), name
+
+
 # One tensor, several, none.
 EACH_KIND = ("rms_norm", "rope", "write_cache_quantized_")
 

@@ -41,6 +41,7 @@ _NO_TRANSFORM = (
     "moe_mps::{}: gradients by torch.func (grad, vjp, jacrev) are not implemented: use backward() or "
     "torch.autograd.grad"
 )
+_NO_VMAP = "moe_mps::{}: vmap is not implemented for an operator that writes in place ({})"
 _NO_SECOND_BACKWARD = (
     "moe_mps::{}: a backward of its backward is not implemented: gradients with create_graph=True have none"
 )
@@ -172,6 +173,8 @@ class Operator:
         LIBRARY.impl(self.name, self.checked_reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
+        if self.written:
+            LIBRARY.impl(self.name, self.refuse_vmap, "FuncTorchBatched")
         packet = self.overload.overloadpacket
         packet.__doc__ = self.reference.__doc__
         reference, checked, may_change = self.reference, self.checked, bool(self.written)
@@ -301,6 +304,10 @@ class Operator:
             error = _NO_BACKWARD if self.backward is None else _NO_TRANSFORM
             raise NotImplementedError(error.format(self.name))
         return self._differentiable(call, needs_grad, args, kwargs)
+
+    def refuse_vmap(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """torch's own rule would call an operator row by row, and has none for arguments that are written."""
+        raise NotImplementedError(_NO_VMAP.format(self.name, ", ".join(self.written)))
 
     def _differentiable(
         self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
