@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from support.experts_on_disk import EXPERTS, draw, layers, same
 
+from torch_moe_mps.checkpoints.layouts.files import places_in
 from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk.pool import Pools
 from torch_moe_mps.disk.stored import Part, Rows, StoredExperts
-from torch_moe_mps.transformers.checkpoints.layouts.files import places_in
 
 CUTS = (3, 4, EXPERTS)  # of a tensor in three parts
 

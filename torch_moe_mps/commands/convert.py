@@ -19,19 +19,19 @@ from transformers import GenerationConfig
 from .. import __version__
 from .._text import split_gguf
 from .._weight_formats import ROWS
+from ..checkpoints.activations import chosen, range_of
+from ..checkpoints.calibration import importance_for
+from ..checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progress_file
+from ..checkpoints.mlx.names import check_architecture
+from ..checkpoints.mlx.older_keys import with_older_keys
+from ..checkpoints.mlx.writing import save_mlx, sizes_in_mlx
+from ..checkpoints.quantize.importance import Importance
+from ..checkpoints.source import Source
+from ..checkpoints.write.parts import Parts
+from ..checkpoints.write.plan import LoadPlan, planned
+from ..checkpoints.write.saving import save_parts
 from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
-from ..transformers.checkpoints.activations import chosen, range_of
-from ..transformers.checkpoints.calibration import importance_for
-from ..transformers.checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progress_file
-from ..transformers.checkpoints.mlx.names import check_architecture
-from ..transformers.checkpoints.mlx.older_keys import with_older_keys
-from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
-from ..transformers.checkpoints.quantize.importance import Importance
-from ..transformers.checkpoints.source import Source
-from ..transformers.checkpoints.write.parts import Parts
-from ..transformers.checkpoints.write.plan import LoadPlan, planned
-from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp.layers import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME

@@ -13,6 +13,24 @@ import torch
 from torch import nn
 
 from .._limits import LARGEST_CHUNK
+from ..checkpoints.layouts.files import checkpoint_files
+from ..checkpoints.own.config import QuantizationConfig
+from ..checkpoints.quantize.decision import weights_of
+from ..checkpoints.quantize.recipe import (
+    SAME,
+    Recipe,
+    recipe_of,
+    requested_recipe,
+)
+from ..checkpoints.quantize.sizes import (
+    bytes_a_token,
+    prompt_bytes,
+    quantized_sizes,
+    total_bytes,
+)
+from ..checkpoints.quantize.target import Target
+from ..checkpoints.quantizer import layout_of
+from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
@@ -23,24 +41,6 @@ from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
 from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.basics.report import aligned, unit_of
-from ..transformers.checkpoints.layouts.files import checkpoint_files
-from ..transformers.checkpoints.own.config import QuantizationConfig
-from ..transformers.checkpoints.quantize.decision import weights_of
-from ..transformers.checkpoints.quantize.recipe import (
-    SAME,
-    Recipe,
-    recipe_of,
-    requested_recipe,
-)
-from ..transformers.checkpoints.quantize.sizes import (
-    bytes_a_token,
-    prompt_bytes,
-    quantized_sizes,
-    total_bytes,
-)
-from ..transformers.checkpoints.quantize.target import Target
-from ..transformers.checkpoints.quantizer import layout_of
-from ..transformers.checkpoints.source import Source
 from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp
 from . import residency
 from .caches import KVCache, kv_cache

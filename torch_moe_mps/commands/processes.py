@@ -95,7 +95,7 @@ class Sizes(NamedTuple):
 def sizes_of(model: Any) -> Sizes:
     """The sizes of a model, in all processes together."""
     if processes() == 1:
-        from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
+        from ..checkpoints.quantize.sizes import bytes_a_token, total_bytes
 
         return Sizes(total_bytes(model), bytes_a_token(model))
     parts = model.pipeline.parts

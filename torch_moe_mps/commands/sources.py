@@ -11,14 +11,14 @@ import torch
 
 from .._environment import is_first_process, processes
 from .._text import first_line, split_gguf
+from ..checkpoints.activations import load_in_best
+from ..checkpoints.gguf.file import check_file
+from ..checkpoints.layouts.files import check_files
+from ..checkpoints.on_disk import Plan, planned
+from ..checkpoints.quantize.recipe import ARGUMENTS
+from ..checkpoints.source import Source, read_tokenizer
 from ..macs import refusal
 from ..serving.prefix_cache.memory import LONGEST
-from ..transformers.checkpoints.activations import load_in_best
-from ..transformers.checkpoints.gguf.file import check_file
-from ..transformers.checkpoints.layouts.files import check_files
-from ..transformers.checkpoints.on_disk import Plan, planned
-from ..transformers.checkpoints.quantize.recipe import ARGUMENTS
-from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
 from .processes import load_spread
 

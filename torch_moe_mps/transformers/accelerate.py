@@ -9,6 +9,9 @@ from typing import Any
 from torch import nn
 
 from .._faults import synchronize
+from ..checkpoints.quantize.importance import Importance, given_importance
+from ..checkpoints.quantize.in_place import keep_when_saving, quantize_model
+from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .attention.implementations import (
     attention_layers,
     choose_implementations,
@@ -24,9 +27,6 @@ from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.state import kv_bits_of
 from .basics.unmodified import refusal, said_of, why_unmodified
-from .checkpoints.quantize.importance import Importance, given_importance
-from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
-from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
@@ -226,9 +226,9 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     end_residency(model)
     if _is_of_transformers(model):
+        from ..checkpoints.write.saving import restore_saving
         from .caches.cache import restore_cache
         from .capture.classes import restore_calls
-        from .checkpoints.write.saving import restore_saving
         from .modules.loss import restore_losses
 
         restore_calls(model)

@@ -11,20 +11,20 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 
+from ..checkpoints.calibration import importance_for
+from ..checkpoints.cutting import is_cutting, loading_class
+from ..checkpoints.on_disk import planned, reading_beside_the_disk
+from ..checkpoints.own.config import QuantizationConfig
+from ..checkpoints.quantize.importance import Importance, is_file_of_importance
+from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
+from ..checkpoints.quantize.streaming import one_by_one, threads_crash
+from ..checkpoints.quantizer import Quantizer
+from ..checkpoints.source import NO_MODEL, Source
 from ..macs import machine_memory
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
 from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
-from .checkpoints.calibration import importance_for
-from .checkpoints.cutting import is_cutting, loading_class
-from .checkpoints.on_disk import planned, reading_beside_the_disk
-from .checkpoints.own.config import QuantizationConfig
-from .checkpoints.quantize.importance import Importance, is_file_of_importance
-from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
-from .checkpoints.quantize.streaming import one_by_one, threads_crash
-from .checkpoints.quantizer import Quantizer
-from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
 from .mtp.layers import note_folder

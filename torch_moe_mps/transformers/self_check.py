@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .._environment import CHECK, is_on
+from ..checkpoints.quantize.recipe import Recipe
 from ..ops._formats import Format
 from ..ops._samples import OF_HEADS
 from ..ops.attention import CACHE_BITS
@@ -27,7 +28,6 @@ from .basics.interface import formats_of, is_experts, is_quantized
 from .basics.report import Report
 from .basics.scoped import having
 from .basics.unmodified import REFUSED, is_on_mps
-from .checkpoints.quantize.recipe import Recipe
 from .compiling import SOFTMAX_HEADS, cache_libraries, compile_libraries, head_widths, tensor_libraries_of
 from .graphs.passes import INTRODUCED
 from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in

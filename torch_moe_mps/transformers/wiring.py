@@ -10,6 +10,9 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..checkpoints.gguf.file import GGUF_ARCHITECTURES
+from ..checkpoints.quantize.in_place import LOADED
+from ..checkpoints.quantizer import register as register_quantizer
 from . import families
 from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
@@ -18,9 +21,6 @@ from .attention.indexer import rewrite_indexer
 from .attention.latents import METHOD, promising
 from .caches.declared import GROWING_CLASSES
 from .capture.candidates import CANDIDATES
-from .checkpoints.gguf.file import GGUF_ARCHITECTURES
-from .checkpoints.quantize.in_place import LOADED
-from .checkpoints.quantizer import register as register_quantizer
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF

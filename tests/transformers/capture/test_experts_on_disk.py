@@ -11,11 +11,11 @@ from support.models import Conversation, generate, in_parts, prompt, tiny
 from torch import nn
 
 from torch_moe_mps import _environment, from_pretrained
+from torch_moe_mps.checkpoints import on_disk
+from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.disk import pool
 from torch_moe_mps.transformers.basics.interface import ON_DISK
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.checkpoints import on_disk
-from torch_moe_mps.transformers.checkpoints.quantize import sizes
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 SLOTS = 3  # of 8 experts, 2 of which a token needs

@@ -18,21 +18,21 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...checkpoints.layouts.files import checkpoint_files, tensors_in
+from ...checkpoints.layouts.layout import Section
+from ...checkpoints.others.schemes import METHODS
+from ...checkpoints.own.config import is_ours
+from ...checkpoints.quantize.decision import weights_of
+from ...checkpoints.quantize.recipe import Recipe, requested_recipe
+from ...checkpoints.quantize.sizes import quantized_sizes, total_bytes
+from ...checkpoints.quantize.target import Target
+from ...checkpoints.quantizer import Quantizer, quantizer_of
+from ...checkpoints.source import Source
+from ...checkpoints.write.parts import read_tensors
 from ...ops._checks import Check
 from ...quantization import Format
 from ..basics.interface import experts_of
 from ..basics.state import state_in, state_of
-from ..checkpoints.layouts.files import checkpoint_files, tensors_in
-from ..checkpoints.layouts.layout import Section
-from ..checkpoints.others.schemes import METHODS
-from ..checkpoints.own.config import is_ours
-from ..checkpoints.quantize.decision import weights_of
-from ..checkpoints.quantize.recipe import Recipe, requested_recipe
-from ..checkpoints.quantize.sizes import quantized_sizes, total_bytes
-from ..checkpoints.quantize.target import Target
-from ..checkpoints.quantizer import Quantizer, quantizer_of
-from ..checkpoints.source import Source
-from ..checkpoints.write.parts import read_tensors
 from ..modules.linears import formats_in
 from ..upstream.weights import WeightRenaming, seen_with
 

@@ -5,12 +5,12 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ...checkpoints.quantize.in_place import LOADED
 from ..basics.state import STATE, kv_bits_of, state_of
 from ..caches.cache import grow_cache
 from ..capture.candidates import DRAFTING
 from ..capture.classes import capture_calls, captures_of
 from ..capture.policy import wanted_capture
-from ..checkpoints.quantize.in_place import LOADED
 from .layers import config_of_mtp, read_mtp, require_mtp
 
 
