@@ -25,6 +25,7 @@ from ..checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progr
 from ..checkpoints.mlx.names import check_architecture
 from ..checkpoints.mlx.older_keys import with_older_keys
 from ..checkpoints.mlx.writing import save_mlx, sizes_in_mlx
+from ..checkpoints.mtp import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..checkpoints.quantize.importance import Importance
 from ..checkpoints.source import Source
 from ..checkpoints.write.parts import Parts
@@ -33,7 +34,6 @@ from ..checkpoints.write.saving import save_parts
 from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp.layers import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import check_packed, requests_format

@@ -14,6 +14,7 @@ from torch import nn
 
 from .._limits import LARGEST_CHUNK
 from ..checkpoints.layouts.files import checkpoint_files
+from ..checkpoints.mtp import bytes_of_mtp, empty_mtp
 from ..checkpoints.own.config import QuantizationConfig
 from ..checkpoints.quantize.decision import weights_of
 from ..checkpoints.quantize.recipe import (
@@ -41,7 +42,6 @@ from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
 from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.basics.report import aligned, unit_of
-from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp
 from . import residency
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe

@@ -111,7 +111,7 @@ def accelerate(
         is_unmodified = verdict.reason is not None
         capture = capture if verdict.captures else False
         report.small_model = verdict.said
-    seconds, kv_bits = begin("accelerate", model, wanted, kv_bits, check)
+    seconds, kv_bits = begin("accelerate", model, {} if wanted is None else wanted.formats(), kv_bits, check)
     check = seconds is not None
     for module in model.modules():
         drop_forward_of_class(module)

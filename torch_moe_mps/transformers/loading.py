@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from ..checkpoints.calibration import importance_for
 from ..checkpoints.cutting import is_cutting, loading_class
+from ..checkpoints.mtp import note_folder
 from ..checkpoints.on_disk import planned, reading_beside_the_disk
 from ..checkpoints.own.config import QuantizationConfig
 from ..checkpoints.quantize.importance import Importance, is_file_of_importance
@@ -27,7 +28,6 @@ from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp.layers import note_folder
 from .self_check import allowed, working_kv_bits
 
 

@@ -39,10 +39,10 @@ FAMILIES = (
 )
 
 
-def _candidates(*given: Any) -> Any:
+def _candidates(model: Any, config: Any, processors: Any) -> Any:
     from .mtp.candidates import Candidates  # subclasses code of transformers, which is not complete yet
 
-    return Candidates(*given)
+    return Candidates(model, config, processors, accelerate)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

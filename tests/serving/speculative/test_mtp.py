@@ -156,7 +156,8 @@ def test_layers_that_no_config_counts(tmp_path):
     with with_mtp("qwen3_next", folder):
         assert main(["convert", str(folder), str(quantised), "--bits", "4", "--group-size", "32"]) == 0
         loaded = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
-        (expected,), (found,) = map(mtp_steps, (loaded, torch_moe_mps.from_pretrained(quantised)))
+        models = loaded, torch_moe_mps.from_pretrained(quantised)
+        (expected,), (found,) = (mtp_steps(each, torch_moe_mps.accelerate) for each in models)
         assert not hasattr(loaded.config, "num_mtp_layers")
     expected, found = (each.layers.layers.state_dict() for each in (expected, found))
     assert found.keys() == expected.keys() and sum(name.endswith("packed") for name in found) > 5

@@ -12,7 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.caches import deferred_states as layers
 from torch_moe_mps.transformers.caches.deferred_states import Kind, Selective
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.models import LinearAttentionLayer
 
 RULE, CHANNELS = Kind(delta=True), Kind(delta=True, is_wide=True)

@@ -50,6 +50,10 @@ class Recipe:
                 return format
         return getattr(self, kind)
 
+    def formats(self) -> dict[str, set[Format]]:
+        """{kind of weight: the formats that weights of this kind may get}"""
+        return {kind: {f for f in (getattr(self, kind), *self.overrides.values()) if f} for kind in KINDS}
+
     def of_sizes(self, sizes: Mapping[str, int]) -> "Recipe":
         """Recipe for a model with these numbers of weights of each kind."""
         total = sum(sizes.values())

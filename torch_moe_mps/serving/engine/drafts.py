@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...transformers.deferred_states import deferrable_layers
+from ...transformers.deferrable import deferrable_layers
 from ...transformers.trials.batching import reason_for_order
 from ..speculative.drafter import Row
 from ..speculative.drafting import Drafting

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.caches.batched import BatchedCache, NotBatchable
-from ...transformers.deferred_states import forgets_states
+from ...transformers.deferrable import forgets_states
 from ...transformers.upstream.calls import cache_argument
 from ..engine.abilities import keeps_prompts
 from ..engine.prefill import Prefill

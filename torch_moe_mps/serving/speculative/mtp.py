@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...transformers.accelerate import accelerate
 from ...transformers.caches.batched import forgetting, reserve, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
@@ -58,7 +59,7 @@ class Mtp(RowDrafter[_Read]):
 
     def __init__(self, model: PreTrainedModel, memory: int):
         super().__init__()
-        self._model, self._steps = model, mtp_steps(model)
+        self._model, self._steps = model, mtp_steps(model, accelerate)
         self._layers = range(len(self._steps))
         self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
         own = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -18,23 +18,23 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...checkpoints.layouts.files import checkpoint_files, tensors_in
-from ...checkpoints.layouts.layout import Section
-from ...checkpoints.others.schemes import METHODS
-from ...checkpoints.own.config import is_ours
-from ...checkpoints.quantize.decision import weights_of
-from ...checkpoints.quantize.recipe import Recipe, requested_recipe
-from ...checkpoints.quantize.sizes import quantized_sizes, total_bytes
-from ...checkpoints.quantize.target import Target
-from ...checkpoints.quantizer import Quantizer, quantizer_of
-from ...checkpoints.source import Source
-from ...checkpoints.write.parts import read_tensors
-from ...ops._checks import Check
-from ...quantization import Format
-from ..basics.interface import experts_of
-from ..basics.state import state_in, state_of
-from ..modules.linears import formats_in
-from ..upstream.weights import WeightRenaming, seen_with
+from ..ops._checks import Check
+from ..quantization import Format
+from ..transformers.basics.interface import experts_of
+from ..transformers.basics.state import state_in, state_of
+from ..transformers.modules.linears import formats_in
+from ..transformers.upstream.weights import WeightRenaming, seen_with
+from .layouts.files import checkpoint_files, tensors_in
+from .layouts.layout import Section
+from .others.schemes import METHODS
+from .own.config import is_ours
+from .quantize.decision import weights_of
+from .quantize.recipe import Recipe, requested_recipe
+from .quantize.sizes import quantized_sizes, total_bytes
+from .quantize.target import Target
+from .quantizer import Quantizer, quantizer_of
+from .source import Source
+from .write.parts import read_tensors
 
 # Models whose configs do not say how many of these layers there are: they are counted in a checkpoint. Their
 # attention is full.
@@ -158,7 +158,7 @@ def _packed_in(source: str) -> dict[str, str]:
 
 def _without_memory(model: Any) -> Any:
     """transformers' module of the MTP layers on the meta device, in the model's dtype."""
-    from ..upstream import MtpModel
+    from ..transformers.upstream import MtpModel
 
     with torch.device("meta"):
         result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
@@ -182,7 +182,7 @@ def _of_converted(model: Any) -> list[Any]:
 
 def _prefix(model: Any, layer: int) -> str:
     """Prefix of names of a quantised layer's tensors: transformers takes them for such a layer's."""
-    from ..upstream import MtpModel
+    from ..transformers.upstream import MtpModel
 
     names = MtpModel.get_mtp_weights_regex(model)
     number = model.config.get_text_config().num_hidden_layers + layer
@@ -262,7 +262,7 @@ def empty_mtp(model: Any, source: str) -> Any:
 
     Where its weights are not here, its config says how many there are.
     """
-    from ..upstream import MtpModel
+    from ..transformers.upstream import MtpModel
 
     config = model.config.get_text_config()
     is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
@@ -330,7 +330,7 @@ class _Found(NamedTuple):
 
 def _found(source: str, model: Any) -> _Found:
     """The tensors that a checkpoint has of the MTP layers for a model."""
-    from ..upstream import MtpModel
+    from ..transformers.upstream import MtpModel
 
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
