@@ -124,7 +124,7 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
         data = np.broadcast_to(np.uint8(0), (*shape[:-1], shape[-1] // values * size))
         tensors.append(gguf_file.GgufTensor(name, kind.upper(), shape, data))
     monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
-    file = gguf_file.File("model.gguf", model)
+    file = gguf_file.GgufFile("model.gguf", model)
     found = {
         target.name + "." + parameter: file.sources(target, parameter)
         for target in quantizable(model).values()

@@ -134,7 +134,7 @@ def layers_of(model: nn.Module, on_mps: bool = False) -> list[Layer]:
     return result
 
 
-class Plan(NamedTuple):
+class DiskPlan(NamedTuple):
     """Parts of a model that are on the disk.
 
     Attributes:
@@ -155,7 +155,7 @@ class Plan(NamedTuple):
         return [layer.name for layer in self.layers if layer.experts > self.slots]
 
 
-def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str | Plan) -> Plan | None:
+def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str | DiskPlan) -> DiskPlan | None:
     """Plan for the `experts_memory` of `from_pretrained`; None where all is in memory.
 
     For AUTO, a line on stderr says what was chosen. A plan that a command has made stays.
@@ -163,7 +163,7 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     Raises: ValueError for another text, a memory that is too small or larger than the GPU's, a device
         without memory, and a model without experts.
     """
-    if isinstance(asked, Plan):
+    if isinstance(asked, DiskPlan):
         return asked
     is_auto = asked == AUTO
     memory = bytes_in(str(asked)) if not isinstance(asked, int) or asked < _MOST else _MOST
@@ -201,7 +201,7 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     if is_auto:
         disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
         _print_choice(f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}")
-    plan = Plan(slots, layers, tables, model)
+    plan = DiskPlan(slots, layers, tables, model)
     if not plan.on_disk and tables is None:
         return None
     for place in map(str, places.values() if isinstance(places, Mapping) else [places]):
@@ -211,7 +211,7 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     return plan
 
 
-def _all_in_memory(why: str) -> Plan | None:
+def _all_in_memory(why: str) -> DiskPlan | None:
     _print_choice(why)
     return None
 
@@ -280,7 +280,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def reading_beside_the_disk(
-    source: Source, recipe: Mapping[str, Any] | None, plan: Plan
+    source: Source, recipe: Mapping[str, Any] | None, plan: DiskPlan
 ) -> AbstractContextManager[None]:
     """Block where `from_pretrained` reads a model but for what stays on the disk by a plan.
 
@@ -302,7 +302,7 @@ def reading_beside_the_disk(
 
 
 def _put_on_disk(
-    model: Any, device: torch.device, plan: Plan, experts: ExpertsFile | StoredExperts | None
+    model: Any, device: torch.device, plan: DiskPlan, experts: ExpertsFile | StoredExperts | None
 ) -> None:
     """Gives a model that was cut the modules of a plan, with slots in place of weights."""
     modules = []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..disk.file import Layer, dtype_of
-from ..disk.stored import Part, Rows
+from ..disk.stored import FileRows, StoredTensor
 from ..transformers.upstream.weights import (
     Concatenate,
     WeightConverter,
@@ -16,7 +16,7 @@ from ..transformers.upstream.weights import (
     get_model_conversion_mapping,
     rename_source_key,
 )
-from .layouts.files import Place, places_in
+from .layouts.files import TensorPlace, places_in
 from .own.reading import OwnLayout
 
 _DTYPES = {
@@ -26,7 +26,7 @@ _DTYPES = {
 
 def rows_of(
     model: Any, quantizer: Any, files: Sequence[str], layers: Sequence[Layer]
-) -> list[dict[str, Rows]] | None:
+) -> list[dict[str, StoredTensor]] | None:
     """The tensors of some layers in the files; None where their rows are not what the model will have.
 
     Args:
@@ -42,7 +42,7 @@ def rows_of(
     found = _found(model, quantizer, files, wanted)
     if found.keys() != wanted:
         return None
-    result: list[dict[str, Rows]] = [{} for _ in layers]
+    result: list[dict[str, StoredTensor]] = [{} for _ in layers]
     for layer, own in zip(layers, result, strict=True):
         for (name, (dtype, _)), size in zip(layer.tensors.items(), layer.sizes, strict=True):
             rows = _rows(found[f"{layer.name}.{name}"], size)
@@ -68,7 +68,7 @@ def names_in(model: Any, conversions: Sequence[Any], keys: Iterable[str]) -> Ite
 
 def _found(
     model: Any, quantizer: Any, files: Sequence[str], wanted: set[str]
-) -> dict[str, list[tuple[str, Place]]]:
+) -> dict[str, list[tuple[str, TensorPlace]]]:
     """{name of a tensor: (file, place) of its parts, in order} of the wanted ones whose bytes stay."""
     conversions = get_model_conversion_mapping(model, None, quantizer)
     parts, changed = defaultdict(list), set()
@@ -93,13 +93,13 @@ def _keeps_bytes(operation: Any) -> bool:
     return getattr(operation, "keeps_bytes", False)
 
 
-def _rows(parts: Sequence[tuple[str, Place]], size: int) -> Rows | None:
+def _rows(parts: Sequence[tuple[str, TensorPlace]], size: int) -> StoredTensor | None:
     """A tensor whose rows have so many bytes; None for parts of others."""
     dtypes = {place.dtype for _, place in parts}
     if len(dtypes) > 1 or not dtypes <= _DTYPES.keys() or any(place.size % size for _, place in parts):
         return None
-    own = [Part(file, place.offset, place.size // size) for file, place in parts]
-    return Rows(own, _DTYPES[dtypes.pop()])
+    own = [FileRows(file, place.offset, place.size // size) for file, place in parts]
+    return StoredTensor(own, _DTYPES[dtypes.pop()])
 
 
 def _is_read_as(stored: torch.dtype, wanted: torch.dtype) -> bool:

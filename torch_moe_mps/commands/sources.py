@@ -14,7 +14,7 @@ from .._text import first_line, split_gguf
 from ..checkpoints.activations import load_in_best
 from ..checkpoints.gguf.file import check_file
 from ..checkpoints.layouts.files import check_files
-from ..checkpoints.on_disk import Plan, planned
+from ..checkpoints.on_disk import DiskPlan, planned
 from ..checkpoints.quantize.recipe import ARGUMENTS
 from ..checkpoints.source import Source, read_tokenizer
 from ..macs import refusal
@@ -167,7 +167,7 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     return adapted.eval().get_base_model()
 
 
-def _check_adapter_beside(plan: Plan, adapter: str) -> None:
+def _check_adapter_beside(plan: DiskPlan, adapter: str) -> None:
     """Raises: ValueError for an --adapter of experts that will be on the disk, before these are written."""
     from peft import LoraConfig
 

@@ -151,14 +151,14 @@ def test_threads_that_share_a_model(load, captured, monkeypatch):
     resident, model = (
         load(device_map="cpu", dtype="float32", **own) for own in ({}, {"experts_memory": "1GB"})
     )
-    slots = pool.Pool.slots
+    slots = pool.ExpertPool.slots
 
     def slowly(self, ids):
         found = slots(self, ids)
         time.sleep(0.002)  # in which other threads ask
         return found
 
-    monkeypatch.setattr(pool.Pool, "slots", slowly)
+    monkeypatch.setattr(pool.ExpertPool, "slots", slowly)
 
     def tokens(number: int) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...ops._checks import Check
 from ..layouts.checking import may_lack
-from .file import File
+from .file import GgufFile
 from .header import header_of
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"(?:^|.*\.)blk\.(\d+)\.")
 _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another class does not have
 
 
-def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
+def check_declared(file: GgufFile, model: "PreTrainedModel", path: str) -> None:
     """Checks the tensors of a file against the meta model made of its metadata.
 
     Raises: ValueError, before any value is read, for an unknown or missing tensor, a wrong shape, or an
@@ -48,7 +48,7 @@ def check_declared(file: File, model: "PreTrainedModel", path: str) -> None:
             _CHECK.fail(names, f"{whole} that makes {name} {expected}", shapes)
 
 
-def _check_surplus(file: File, model: "PreTrainedModel", path: str) -> None:
+def _check_surplus(file: GgufFile, model: "PreTrainedModel", path: str) -> None:
     """Checks for tensors without a parameter; blocks that were cut, or are MTP layers, may have some."""
     metadata = header_of(path).metadata
     count = metadata.get(f"{metadata['general.architecture']}.block_count")
@@ -80,7 +80,7 @@ def _needed(model: "PreTrainedModel") -> Iterator[str]:
             yield name
 
 
-def _shape_in_model(file: File, name: str) -> tuple[int, ...] | None:
+def _shape_in_model(file: GgufFile, name: str) -> tuple[int, ...] | None:
     """Shape of a parameter as transformers makes it; None if it cannot, or would repeat values."""
     shape = file.shape(name)
     values = sum(math.prod(tensor.shape) for tensor in file.parts[name])

@@ -322,7 +322,7 @@ class Order(NamedTuple):
     is_turned: bool
 
 
-class File:
+class GgufFile:
     """A file, and transformers' code for its architecture.
 
     Attributes:

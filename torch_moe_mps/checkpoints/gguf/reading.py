@@ -17,7 +17,7 @@ from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from ..quantize.weights import quantized_names
 from .checking import check_declared
-from .file import File, GgufWeight
+from .file import GgufFile, GgufWeight
 
 
 class Dense:
@@ -27,7 +27,7 @@ class Dense:
         wanted: a target and its parameter, for a value in its dtype; None for all other parameters.
     """
 
-    def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
+    def __init__(self, file: GgufFile, name: str, wanted: tuple[Target, str] | None = None):
         self.file, self.name, self.wanted = file, name, wanted
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -38,13 +38,13 @@ class Dense:
         return "F32"
 
 
-def checked_file(path: str, model: Any) -> File:
+def checked_file(path: str, model: Any) -> GgufFile:
     """The file, for a model on the meta device.
 
     Raises: ValueError for a file that has not what its metadata declares.
     """
     with torch.device("cpu"):  # the model is made on the meta device
-        file = File(path, model)
+        file = GgufFile(path, model)
         check_declared(file, model, path)
     return file
 

@@ -88,7 +88,7 @@ def check_whole(file: Path) -> None:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Place of a tensor in a safetensors file, and its dtype by the file's name."""
 
     dtype: str
@@ -96,7 +96,7 @@ class Place(NamedTuple):
     size: int
 
 
-def places_in(path: str) -> dict[str, Place]:
+def places_in(path: str) -> dict[str, TensorPlace]:
     """{name of a tensor: its place} of a safetensors file."""
     with open(path, "rb", buffering=0) as file:
         return _places(_header(file))
@@ -106,12 +106,14 @@ def _header(file: FileIO) -> bytes:
     return file.read(int.from_bytes(file.read(8), "little"))
 
 
-def _places(header: bytes) -> dict[str, Place]:
+def _places(header: bytes) -> dict[str, TensorPlace]:
     about = json.loads(header)
     about.pop("__metadata__", None)
     spans = {name: (own["dtype"], *own["data_offsets"]) for name, own in about.items()}
     data = 8 + len(header)
-    return {name: Place(dtype, data + begin, end - begin) for name, (dtype, begin, end) in spans.items()}
+    return {
+        name: TensorPlace(dtype, data + begin, end - begin) for name, (dtype, begin, end) in spans.items()
+    }
 
 
 def sample_of(path: str) -> bytes:

@@ -61,7 +61,7 @@ def canonical(name: str) -> str:
     return re.sub(r"^((model|language_model)\.)+", "", name)
 
 
-class Names:
+class MlxNames:
     """The names for one model, and which of its parameters have other values or shapes in MLX."""
 
     def __init__(self, model: "PreTrainedModel"):

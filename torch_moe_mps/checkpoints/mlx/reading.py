@@ -23,8 +23,8 @@ from ..layouts.files import checkpoint_files, tensors_in
 from ..quantize.reasons import Reasons
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
-from .names import Names, canonical
-from .rows import PARTS, NamedConverter, Rows
+from .names import MlxNames, canonical
+from .rows import PARTS, NamedConverter, RowConverters
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ class MlxLayout(StreamingLayout):
 
     def __init__(self, model: "PreTrainedModel", files: Sequence[str], quantization: Mapping[str, Any]):
         super().__init__(model)
-        self.names = Names(model)
+        self.names = MlxNames(model)
         self.stored = TensorsOfFiles(files, quantization)
         self.every = quantizable(model)
         self._dense: dict[str, list[Format | None]] = {}  # quantised in MLX and dense here
@@ -210,7 +210,9 @@ class MlxLayout(StreamingLayout):
         Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
         """
         result: list[NamedConverter] = []
-        for row in Rows(self.names, self._halved.__contains__, self._dense).of(self.model.state_dict()):
+        for row in RowConverters(self.names, self._halved.__contains__, self._dense).of(
+            self.model.state_dict()
+        ):
             keys = [self.stored.key(name) for name in row.source_patterns]
             if not any(keys):
                 continue

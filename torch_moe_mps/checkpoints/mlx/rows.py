@@ -19,7 +19,7 @@ from ...transformers.upstream.weights import (
     WeightTransform,
 )
 from ..quantize.weights import quantized_names
-from .names import Names
+from .names import MlxNames
 from .operations import Cast, as_stored, dequantized, halves, one_less
 
 PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
@@ -53,7 +53,7 @@ class NamedConverter(WeightConverter):
         return self.convert(target, model=model, config=model.config)
 
 
-class Rows:
+class RowConverters:
     """Converters for a model whose modules are quantised as in the checkpoint.
 
     Args:
@@ -64,7 +64,7 @@ class Rows:
 
     def __init__(
         self,
-        names: Names,
+        names: MlxNames,
         halved: Callable[[str], bool],
         stored: Mapping[str, list[Format | None]] = MappingProxyType({}),
     ):

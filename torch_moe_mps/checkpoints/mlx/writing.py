@@ -15,9 +15,9 @@ from ...transformers.modules.linears import formats_in
 from ..absent import beside_text
 from ..layouts.files import Shards
 from ..quantize.weights import quantized_names
-from .names import Names, check_architecture
+from .names import MlxNames, check_architecture
 from .older_keys import with_older_keys
-from .rows import Rows
+from .rows import RowConverters
 
 
 def save_mlx(
@@ -37,8 +37,8 @@ def save_mlx(
     Raises: ValueError for an architecture whose layout in MLX is not known, and for a folder with files.
     """
     check_architecture(model.config)
-    names, shards = Names(model), folder if isinstance(folder, Shards) else Shards(folder, "mlx")
-    rows = Rows(names, names.is_halved)
+    names, shards = MlxNames(model), folder if isinstance(folder, Shards) else Shards(folder, "mlx")
+    rows = RowConverters(names, names.is_halved)
     if dropped := [*filter(names.is_dropped, model.state_dict())]:
         what = f"{dropped[0]} and {len(dropped) - 1} others like it"
         warnings.warn(f"torch_moe_mps: mlx-lm drops {what}: they are not written", stacklevel=2)
@@ -71,9 +71,9 @@ def sizes_in_mlx(model: PreTrainedModel) -> dict[Tensor, int]:
 
     What several tensors become together is the first one's.
     """
-    names, state = Names(model), model.state_dict(keep_vars=True)
+    names, state = MlxNames(model), model.state_dict(keep_vars=True)
     sizes = {tensor: 0 for name, tensor in state.items() if name not in _tied(model)}
-    for row in Rows(names, names.is_halved).of(own := _written(model, state)):
+    for row in RowConverters(names, names.is_halved).of(own := _written(model, state)):
         made = row.reverse_transform().of(own, model)
         sizes[state[row.target_patterns[0]]] += sum(tensor.nbytes for tensor in made.values())
     return sizes

@@ -33,7 +33,7 @@ _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
 _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
 
 
-class Files:
+class TensorFiles:
     """Tensors of files, read on demand.
 
     Args:
@@ -115,7 +115,7 @@ class Stored:
         one too many.
     """
 
-    def __init__(self, files: Files, module: str, shape: tuple[int, int], scheme: Scheme):
+    def __init__(self, files: TensorFiles, module: str, shape: tuple[int, int], scheme: Scheme):
         self.files, self.module = files, module
         self.scheme = scheme = scheme.beside({p: files.dtypes[self.name(p)] for p in files.beside[module]})
         self.rows, self.columns = self.shape = shape
@@ -336,7 +336,7 @@ class Stored:
         return self._spread(scales, 32)
 
 
-class StoredExperts:
+class StackedExperts:
     """Experts whose matrices are stacked in one parameter.
 
     Args:
@@ -348,7 +348,7 @@ class StoredExperts:
     """
 
     def __init__(
-        self, files: Files, parameter: str, shape: tuple[int, int, int], scheme: Scheme, turned: bool
+        self, files: TensorFiles, parameter: str, shape: tuple[int, int, int], scheme: Scheme, turned: bool
     ):
         self.parameter = parameter
         self.own = {
@@ -388,7 +388,7 @@ class StoredExperts:
         return Matrix(names, read, result[0].format, values=values, is_float8=is_float8)
 
 
-class _Expert(Files):
+class _Expert(TensorFiles):
     """Tensors of one expert of a stack, under a module's names; each expert has the shared ones.
 
     Args:
@@ -396,7 +396,7 @@ class _Expert(Files):
         place: the number of experts, which one this is, and whether its matrices are turned.
     """
 
-    def __init__(self, files: Files, own: Mapping[str, str], place: tuple[int, int, bool]):
+    def __init__(self, files: TensorFiles, own: Mapping[str, str], place: tuple[int, int, bool]):
         self._all, self._own = files, own
         self._experts, self._expert, self._turned = place
         empty = {name: torch.empty(files.shapes[stacked], device="meta") for name, stacked in own.items()}

@@ -40,7 +40,7 @@ from ..quantize.sizes import add_stored
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from ..quantize.weights import quantized_names
-from .layouts import UNREAD, Files, Matrix, Stored, StoredExperts, alike
+from .layouts import UNREAD, Matrix, StackedExperts, Stored, TensorFiles, alike
 from .schemes import Schemes
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -73,7 +73,7 @@ class _Part(NamedTuple):
     matrix: Matrix
 
 
-_Found = tuple[str, _Place, Stored | StoredExperts]  # for the parameter of this name
+_Found = tuple[str, _Place, Stored | StackedExperts]  # for the parameter of this name
 
 
 class OthersLayout(StreamingLayout):
@@ -99,7 +99,7 @@ class OthersLayout(StreamingLayout):
         section: Section | None = None,
     ):
         super().__init__(model)
-        self.files = Files(files, section and section.names)
+        self.files = TensorFiles(files, section and section.names)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
         model._keys_to_ignore_on_load_unexpected = ignored
         mapping = section.mapping if section else get_model_conversion_mapping(model, None, None)
@@ -243,7 +243,7 @@ class OthersLayout(StreamingLayout):
             turned = self._is_turned(name)
             experts, rows, columns = (weight.mT if turned else weight).shape
             shape, scheme = (experts, rows, columns), schemes.of((key, name))
-            yield name, _Place(name, None), StoredExperts(self.files, key, shape, scheme, turned)
+            yield name, _Place(name, None), StackedExperts(self.files, key, shape, scheme, turned)
 
     def _is_turned(self, name: str) -> bool:
         """True if a parameter of stacked experts is transposed."""

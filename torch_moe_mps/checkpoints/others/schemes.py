@@ -18,7 +18,7 @@ _EXPONENTS = ("U8", "F8_E8M0")
 _SCALES_OF_FP8 = ("weight_scale_inv", "scale", "qscale_weight")
 
 
-class Declared(NamedTuple):
+class DeclaredTensor(NamedTuple):
     """A tensor that a matrix has: which dtypes and shapes it may have, and whether it must be there."""
 
     dtypes: Sequence[str]
@@ -61,7 +61,7 @@ class Scheme(NamedTuple):
             return Scheme("mxfp4", 4, (1, 32), scale=scale)
         return self._replace(scale=scale)
 
-    def tensors(self, rows: int, columns: int) -> dict[str, Declared]:
+    def tensors(self, rows: int, columns: int) -> dict[str, DeclaredTensor]:
         """{what follows the name of the module: the tensor} of a matrix."""
         return LAYOUTS[self.layout](self, rows, columns)
 
@@ -70,7 +70,7 @@ class Scheme(NamedTuple):
         high, wide = self.block
         return -(-rows // (high or rows)), -(-columns // (wide or columns))
 
-    def scales(self, rows: int, columns: int) -> Declared:
+    def scales(self, rows: int, columns: int) -> DeclaredTensor:
         along, across = self.blocks(rows, columns)
         shapes: list[tuple[int, ...]] = [(along, across)]
         if self.block == (None, None):
@@ -80,81 +80,81 @@ class Scheme(NamedTuple):
         elif self.block[0] != 1:
             shapes += [(along, 1, across, 1)]
         exponents = () if self.exponents is False else _EXPONENTS
-        return Declared((*(() if self.exponents is None else _FLOATS), *exponents), shapes)
+        return DeclaredTensor((*(() if self.exponents is None else _FLOATS), *exponents), shapes)
 
 
-def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
     """compressed-tensors: a stream of bits in each row, and one of zero points in each column."""
     along, across = scheme.blocks(rows, columns)
     return {
-        "weight_packed": Declared(["I32"], [(rows, columns * scheme.bits // 32)]),
+        "weight_packed": DeclaredTensor(["I32"], [(rows, columns * scheme.bits // 32)]),
         "weight_scale": scheme.scales(rows, columns),
         "weight_zero_point": _no_zeros(scheme, rows, columns)
         if scheme.symmetric
-        else Declared(["I32"], [(-(-along * scheme.bits // 32), across)]),
-        "weight_shape": Declared(["I32", "I64"], [(2,)], needed=False),
+        else DeclaredTensor(["I32"], [(-(-along * scheme.bits // 32), across)]),
+        "weight_shape": DeclaredTensor(["I32", "I64"], [(2,)], needed=False),
     }
 
 
-def _no_zeros(scheme: Scheme, rows: int, columns: int) -> Declared:
+def _no_zeros(scheme: Scheme, rows: int, columns: int) -> DeclaredTensor:
     """Zero points that older versions write although all are 0."""
     shapes = scheme.scales(rows, columns).shapes
-    return Declared(["I8", "I32", "F8_E4M3", *_FLOATS], shapes, needed=False)
+    return DeclaredTensor(["I8", "I32", "F8_E4M3", *_FLOATS], shapes, needed=False)
 
 
-def _int8(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _int8(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
     scales, zeros = scheme.scales(rows, columns), _no_zeros(scheme, rows, columns)
     return {
-        "weight": Declared(["I8"], [(rows, columns)]),
+        "weight": DeclaredTensor(["I8"], [(rows, columns)]),
         "weight_scale": scales,
-        "weight_zero_point": zeros if scheme.symmetric else Declared(["I8"], scales.shapes),
+        "weight_zero_point": zeros if scheme.symmetric else DeclaredTensor(["I8"], scales.shapes),
     }
 
 
-def _fp8(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _fp8(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
     return {
-        "weight": Declared(["F8_E4M3"], [(rows, columns)]),
+        "weight": DeclaredTensor(["F8_E4M3"], [(rows, columns)]),
         scheme.scale: scheme.scales(rows, columns),
         "weight_zero_point": _no_zeros(scheme, rows, columns),
     }
 
 
-def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
-    codes = Declared(["I8" if scheme.scale in _SCALES_OF_FP8 else "U8"], [(rows, columns // 2)])
-    return {scheme.codes: codes, scheme.scale: Declared(_EXPONENTS, [(rows, columns // 32)])}
+def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
+    codes = DeclaredTensor(["I8" if scheme.scale in _SCALES_OF_FP8 else "U8"], [(rows, columns // 2)])
+    return {scheme.codes: codes, scheme.scale: DeclaredTensor(_EXPONENTS, [(rows, columns // 32)])}
 
 
-def _nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
     """A factor of the matrix divides compressed-tensors' scales, and multiplies ModelOpt's."""
-    factor = Declared(["F32"], [(), (1,)])
+    factor = DeclaredTensor(["F32"], [(), (1,)])
     return {
-        scheme.codes: Declared(["U8"], [(rows, columns // 2)]),
-        "weight_scale": Declared(["F8_E4M3"], [(rows, columns // 16)]),
+        scheme.codes: DeclaredTensor(["U8"], [(rows, columns // 2)]),
+        "weight_scale": DeclaredTensor(["F8_E4M3"], [(rows, columns // 16)]),
         "weight_scale_2" if scheme.codes == "weight" else "weight_global_scale": factor,
     }
 
 
-def _gptq(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _gptq(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
     """A stream of bits in each column, and one of zero points for each group."""
     _, groups = scheme.blocks(rows, columns)
     return {
-        "qweight": Declared(["I32"], [(columns * scheme.bits // 32, rows)]),
-        "qzeros": Declared(["I32"], [(groups, rows * scheme.bits // 32)]),
-        "scales": Declared(_FLOATS, [(groups, rows)]),
-        "g_idx": Declared(["I32"], [(columns,)], needed=False),
+        "qweight": DeclaredTensor(["I32"], [(columns * scheme.bits // 32, rows)]),
+        "qzeros": DeclaredTensor(["I32"], [(groups, rows * scheme.bits // 32)]),
+        "scales": DeclaredTensor(_FLOATS, [(groups, rows)]),
+        "g_idx": DeclaredTensor(["I32"], [(columns,)], needed=False),
     }
 
 
-def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Declared]:
+def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, DeclaredTensor]:
     _, groups = scheme.blocks(rows, columns)
     return {
-        "qweight": Declared(["I32"], [(columns, rows // 8)]),
-        "qzeros": Declared(["I32"], [(groups, rows // 8)]),
-        "scales": Declared(_FLOATS, [(groups, rows)]),
+        "qweight": DeclaredTensor(["I32"], [(columns, rows // 8)]),
+        "qzeros": DeclaredTensor(["I32"], [(groups, rows // 8)]),
+        "scales": DeclaredTensor(_FLOATS, [(groups, rows)]),
     }
 
 
-LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, Declared]]] = {
+LAYOUTS: dict[str, Callable[[Scheme, int, int], dict[str, DeclaredTensor]]] = {
     "packed": _packed,
     "int8": _int8,
     "fp8": _fp8,

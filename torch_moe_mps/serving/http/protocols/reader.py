@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import regex
 
 from .forms import Form, Tags
-from .values import OTHER, TEXT, Kind, escaped, in_json, is_json, kind_of, literal, python_literal
+from .values import OTHER, TEXT, AllowedValues, escaped, in_json, is_json, kind_of, literal, python_literal
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -457,7 +457,7 @@ class Reader(_Scanner):
             self._show("}")
         self._end(mark is not None)
 
-    def _tag_value(self, tags: Tags, kind: Kind) -> Steps[str | None]:
+    def _tag_value(self, tags: Tags, kind: AllowedValues) -> Steps[str | None]:
         """Parses a tagged value up to its end mark, or the next mark if that is missing. Returns: it."""
         ends = tags.value_end, tags.begin, tags.end
         if not kind.is_text:
