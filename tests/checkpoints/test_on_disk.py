@@ -216,7 +216,10 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
         ValueError, match=r"experts_memory must be at least .* GB, for a token's 2 experts, got 1e-05 GB"
     ):
         load(folder, experts_memory=10_000)
-    with pytest.raises(ValueError, match=r"importance must be None where experts are on the disk"):
+    with pytest.raises(
+        ValueError,
+        match=r"importance must be None where experts are on the disk, got .*: leave out importance or",
+    ):
         load(folder, experts_memory="1GB", importance="auto", **BITS)
     with pytest.raises(
         ValueError, match=r"experts\.moe_mps has the experts of another checkpoint or format: remove it"

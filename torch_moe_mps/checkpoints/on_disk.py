@@ -165,55 +165,121 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     """
     if isinstance(asked, DiskPlan):
         return asked
-    is_auto = asked == AUTO
+    memory = None if asked == AUTO else _requested_memory(asked)
+    model = placed(source, recipe)
+    if memory is None and not experts_of(model):
+        _print_choice(f"{type(model).__name__} has no experts")
+        return None
+    weights = _weights_of(source, recipe, model)
+    slots = _slots_by_room(weights) if memory is None else _slots_by_memory(weights, memory)
+    if slots is None:
+        return None
+    plan = DiskPlan(slots, weights.layers, weights.tables, model)
+    if not plan.on_disk and plan.tables is None:
+        return None
+    _require_memory_of_devices(source.others.get("device_map"))
+    return plan
+
+
+def _requested_memory(asked: int | str) -> int:
+    """Bytes that `experts_memory` asks for. Raises: ValueError."""
     memory = bytes_in(str(asked)) if not isinstance(asked, int) or asked < _MOST else _MOST
-    if not is_auto and (memory is None or isinstance(asked, bool)):
+    if memory is None or isinstance(asked, bool):
         expected = f'bytes, a text such as "20GB", or "{AUTO}"'
         raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {shown(asked)}")
-    model, limit = placed(source, recipe), memory_for_models(torch.backends.mps.is_available())
-    experts, weights = [*experts_of(model).values()], total_bytes(model)
-    if is_auto and not experts:
-        return _all_in_memory(f"{type(model).__name__} has no experts")
-    places = source.others.get("device_map")
-    on_mps = "mps" in str(places)
-    layers = layers_of(model, on_mps)
+    return memory
+
+
+class _Weights(NamedTuple):
+    """Weights of a model that is to be read, in bytes.
+
+    Attributes:
+        model: on the meta device.
+        layers, tables: as those of a DiskPlan.
+        total, experts: of all weights, and of the experts among them.
+        rows: of the tables.
+        limit: of memory for the model.
+        on_gpu: whether the model will be on mps.
+    """
+
+    model: Any
+    layers: list[Layer]
+    tables: StoredExperts | None
+    total: int
+    experts: int
+    rows: int
+    limit: int
+    on_gpu: bool
+
+    @property
+    def least_slots(self) -> int:
+        """Number of experts that a token is routed to."""
+        return top_k(next(iter(experts_of(self.model).values())))
+
+    @property
+    def least(self) -> str:
+        """Least memory for the experts, in words."""
+        least = self.least_slots
+        return f"{least_memory(self.layers, least) / 1e9:.3g} GB, for a token's {least} experts"
+
+    def __str__(self) -> str:
+        return f"{self.total / 1e9:.2f} GB of weights, {self.limit / 1e9:.2f} GB of memory"
+
+
+def _weights_of(source: Source, recipe: Mapping[str, Any] | None, model: Any) -> _Weights:
+    """The weights of a checkpoint's model. Raises: ValueError for a model without experts."""
+    on_gpu = "mps" in str(source.others.get("device_map"))
+    limit, layers = memory_for_models(torch.backends.mps.is_available()), layers_of(model, on_gpu)
     tables = _tables(source, recipe, model, limit)
     rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
-    sizes = f"{weights / 1e9:.2f} GB of weights, {limit / 1e9:.2f} GB of memory"
-    if is_auto:
-        memory = room_for_experts(model, weights, sum(map(total_bytes, experts)), rows, limit)
+    experts = sum(map(total_bytes, experts_of(model).values()))
+    return _Weights(model, layers, tables, total_bytes(model), experts, rows, limit, on_gpu)
+
+
+def _slots_by_room(weights: _Weights) -> int | None:
+    """Slots of each layer in the memory beside the other weights; None if all experts are in memory.
+
+    A line on stderr says what was chosen.
+    """
+    memory = room_for_experts(weights.model, weights.total, weights.experts, weights.rows, weights.limit)
     if memory is None:
-        return _all_in_memory(f"all experts are in memory: {sizes}")
-    slots, least = slots_in(layers, memory), top_k(experts[0])
-    if slots < least:
-        expected = f"{least_memory(layers, least) / 1e9:.3g} GB, for a token's {least} experts"
-        if is_auto:
-            why = f"as the disk would need {expected}, beside the rest"
-            return _all_in_memory(f"all experts are in memory, {why}: {sizes}")
-        got = f"{memory / 1e9:.3g} GB"
-        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be at least {expected}, got {got}")
-    taken, rest = least_memory(layers, slots), weights - rows - sum(map(total_bytes, experts))
-    if on_mps and not is_auto and taken + rest > limit:
-        most = f"{max(0, limit - rest) / 1e9:.3g} GB, as the GPU may have {limit / 1e9:.3g} GB"
-        expected = f"at most {most} and the other weights are {rest / 1e9:.3g} GB"
-        got = f"{memory / 1e9:.3g} GB"
-        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
-    if is_auto:
-        disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
-        _print_choice(f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {sizes}")
-    plan = DiskPlan(slots, layers, tables, model)
-    if not plan.on_disk and tables is None:
+        _print_choice(f"all experts are in memory: {weights}")
         return None
+    slots = slots_in(weights.layers, memory)
+    if slots < weights.least_slots:
+        why = f"as the disk would need {weights.least}, beside the rest"
+        _print_choice(f"all experts are in memory, {why}: {weights}")
+        return None
+    rows = weights.rows
+    disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
+    _print_choice(f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {weights}")
+    return slots
+
+
+def _slots_by_memory(weights: _Weights, memory: int) -> int:
+    """Slots of each layer in the memory that was requested.
+
+    Raises: ValueError for a memory that is too small or larger than the GPU's.
+    """
+    slots, got = slots_in(weights.layers, memory), f"{memory / 1e9:.3g} GB"
+    if slots < weights.least_slots:
+        expected = f"at least {weights.least}"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
+    rest = weights.total - weights.rows - weights.experts
+    if weights.on_gpu and least_memory(weights.layers, slots) + rest > weights.limit:
+        room = max(0, weights.limit - rest)
+        limits = f"at most {room / 1e9:.3g} GB, as the GPU may have {weights.limit / 1e9:.3g} GB"
+        expected = f"{limits} and the other weights are {rest / 1e9:.3g} GB"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
+    return slots
+
+
+def _require_memory_of_devices(places: Any) -> None:
+    """Raises: ValueError for a device_map with a device that has no memory."""
     for place in map(str, places.values() if isinstance(places, Mapping) else [places]):
         if place in ("meta", "disk"):
             expected = "a device with memory where experts are on the disk (experts_memory)"
             raise ValueError(f"moe_mps::from_pretrained: device_map must be {expected}, got {place}")
-    return plan
-
-
-def _all_in_memory(why: str) -> DiskPlan | None:
-    _print_choice(why)
-    return None
 
 
 def _print_choice(why: str) -> None:

@@ -70,11 +70,8 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
-    if options.importance is None and (few := _fewest_bits(plan)) is not None:
-        print(
-            f"{few} bits have less error in as many bytes with --importance auto, which runs the model "
-            "over a text first"
-        )
+    if options.importance is None:
+        _print_hint_of_importance(plan)
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
@@ -150,6 +147,15 @@ def _sizes(plan: LoadPlan) -> str:
         f"{token(plan.token_after)} of the new one\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
+
+
+def _print_hint_of_importance(plan: LoadPlan) -> None:
+    """Prints that an importance matrix helps, if weights become so few bits."""
+    if (few := _fewest_bits(plan)) is not None:
+        print(
+            f"{few} bits have less error in as many bytes with --importance auto, which runs the model "
+            "over a text first"
+        )
 
 
 def _fewest_bits(plan: LoadPlan) -> int | None:

@@ -135,11 +135,16 @@ def accelerate(
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
         synchronize(device)
-    for line in report.experts_left_alone:
-        warnings.warn(f"torch_moe_mps: {line}", stacklevel=2)
-    if wanted is not None and not any(map(has_quantized_weights, model.modules())):
-        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
+    _warn_of_what_was_left(model, report, wanted is not None)
     return report
+
+
+def _warn_of_what_was_left(model: nn.Module, report: Report, quantises: bool) -> None:
+    """Warns of experts that no operator runs, and if nothing was quantised that should be."""
+    for line in report.experts_left_alone:
+        warnings.warn(f"torch_moe_mps: {line}", stacklevel=3)
+    if quantises and not any(map(has_quantized_weights, model.modules())):
+        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=3)
 
 
 def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: int | None = None) -> None:
