@@ -133,6 +133,29 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
     assert sum(map(bool, found.values())) >= 3
     dense = {any_layer(name) for name, source in found.items() if not source}
     assert sorted(dense) == DENSE.get(architecture, [])
+    for name in file.parts:  # what one layer has taught holds for all
+        for known, learned in zip(file.order(name) or (), file.learned_order(name) or (), strict=True):
+            assert np.array_equal(known, learned), name
+
+
+def test_orders_of_rows_are_learned_once_for_a_class(tmp_path, monkeypatch):
+    """A second file runs none of transformers' code, but one with other heads, whose shapes are the same."""
+    learned, learn = [], gguf_file.GgufFile.learned_order
+    monkeypatch.setattr(gguf_file, "_ORDERS", {})
+    monkeypatch.setattr(
+        gguf_file.GgufFile, "learned_order", lambda file, name: learned.append(name) or learn(file, name)
+    )
+    stored, keys, matrices, _ = of_architecture("llama", "q8_0")
+    four = {"attention.head_count": 4, "attention.head_count_kv": 4, "rope.dimension_count": 16}
+    runs = []
+    for number, changed in enumerate(({}, {}, four)):
+        path = write(tmp_path / f"{number}.gguf", stored, keys | changed, matrices)
+        expected, found = logits(dense(path)), logits(load(path))
+        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+        runs.append(learned.copy())
+        learned.clear()
+    assert len(runs[0]) == len({*map(any_layer, runs[0])}) > 5
+    assert runs[1] == [] and runs[2] == runs[0]
 
 
 @pytest.mark.sweep

@@ -2,14 +2,16 @@
 
 transformers renames, permutes and joins a file's tensors by architecture-specific code. To learn the row
 order, that code runs on row numbers in place of values: if every row of the result is a row of the file, its
-blocks are copied unchanged.
+blocks are copied unchanged. It runs once for all layers, and for all files of a class of models.
 """
 
 import copy
 import functools
+import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +46,8 @@ REMOVED_TYPES = {
 }
 # {name of an architecture in GGUF files: how this package reads it}; the others are transformers' to read.
 GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {}
+# Entries of a config that say nothing of the order of rows, and differ from file to file.
+_OF_ONE_FILE = ("_name_or_path", "dtype", "quantization_config", "transformers_version")
 _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
@@ -322,6 +326,21 @@ class Order(NamedTuple):
     is_turned: bool
 
 
+# {what decides it: the order of a parameter}, of all files that this process has read
+_ORDERS: dict[Hashable, Order | None] = {}
+
+
+def _config_of_class(model: Any) -> str:
+    """A model's config as text, equal for all files of its class."""
+    entries = {name: value for name, value in model.config.to_dict().items() if name not in _OF_ONE_FILE}
+    return json.dumps(entries, sort_keys=True, default=str)
+
+
+def _any_layer(name: str) -> str:
+    """Name without the number of its layer; those of experts stay, which may stand in any order."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1)
+
+
 class GgufFile:
     """A file, and transformers' code for its architecture.
 
@@ -336,7 +355,7 @@ class GgufFile:
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
         self._placing = placing_of(architecture, model)
-        self._orders: dict[str, Order | None] = {}
+        self._class = architecture, type(model), _config_of_class(model)
         self.parts: dict[str, list[GgufTensor]] = defaultdict(list)
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
@@ -407,20 +426,27 @@ class GgufFile:
         rows = order.rows if target.kind == "experts" else order.rows.unsqueeze(0)
         return rows if rows.shape == weight.shape[:-1] else None
 
-    def order(self, name: str) -> "Order | None":
-        """Rows of the file that make up a parameter; None if it has other rows, too, or is no matrix.
+    def order(self, name: str) -> Order | None:
+        """Rows of the file that make up a parameter; None if it has other rows, too, or is no matrix."""
+        tensors = self.parts.get(name, [])
+        shapes = tuple((_any_layer(tensor.name), tensor.shape) for tensor in tensors)
+        key = *self._class, _any_layer(name), shapes
+        if key not in _ORDERS:
+            _ORDERS[key] = self.learned_order(name)
+        return _ORDERS[key]
 
-        transformers' code runs once on numbers in place of two columns, which most of it takes for a matrix.
+    def learned_order(self, name: str) -> Order | None:
+        """Result of `order`, by a run of transformers' code.
+
+        It runs on numbers in place of two columns, which most of it takes for a matrix.
         """
-        if name not in self._orders:
-            tensors = self.parts.get(name, [])
-            widths = {tensor.shape[-1] for tensor in tensors if len(tensor.shape) > 1}
-            tries = (2, *widths) if len(widths) == 1 else ()
-            made = (self._order(name, tensors, columns) for columns in tries)
-            self._orders[name] = next((order for order in made if order is not None), None)
-        return self._orders[name]
+        tensors = self.parts.get(name, [])
+        widths = {tensor.shape[-1] for tensor in tensors if len(tensor.shape) > 1}
+        tries = (2, *widths) if len(widths) == 1 else ()
+        orders = (self._order(name, tensors, columns) for columns in tries)
+        return next((order for order in orders if order is not None), None)
 
-    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> "Order | None":
+    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> Order | None:
         stands, first = [], 1
         for tensor in tensors:
             end = first + tensor.rows
