@@ -150,8 +150,8 @@ def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
     """
     seen: list[Tensor] = []
 
-    def look(module: nn.Module, given: Any, result: Any) -> None:
-        for value in (*given, *(result if isinstance(result, tuple) else (result,))):
+    def look(module: nn.Module, inputs: Any, result: Any) -> None:
+        for value in (*inputs, *(result if isinstance(result, tuple) else (result,))):
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
                 seen.append(value.abs().amax().float())
 

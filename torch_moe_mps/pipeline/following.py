@@ -87,6 +87,7 @@ class Following:
             step_of(self._rows, self._call, ids)
 
     def _new_rows(self, tensors: dict[str, Tensor], defers: bool) -> None:
+        """Begins an empty batch; with `defers`, layers that can do so defer updates of their states."""
         self._rows = BatchedCache(self._model, deferrable_layers(self._model) if defers else {})
 
     def _admit(self, tensors: dict[str, Tensor], number: int) -> None:

@@ -207,10 +207,11 @@ class _Converted:
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from ...transformers.upstream.weights import get_gguf_conversion_mapping
 
-        own = GGUF_ARCHITECTURES.get(architecture)
         conversions = functools.partial(get_gguf_conversion_mapping, architecture)
+        if (by_us := GGUF_ARCHITECTURES.get(architecture)) is not None:
+            conversions = by_us.conversions
         with torch.device("cpu"):  # the model is made on the meta device
-            mapping = (conversions if own is None else own.conversions)(model.config)
+            mapping = conversions(model.config)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._of = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -227,8 +228,8 @@ class _Converted:
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         pattern = self._patterns[name]
         if pattern is None:
-            ((_, own),) = values
-            return torch.from_numpy(np.array(own))
+            ((_, array),) = values
+            return torch.from_numpy(np.array(array))
         converter = copy.deepcopy(self._of[pattern])
         of_rows = values[0][1].shape[-1] != values[0][0].shape[-1]  # they stand for rows
         converter.operations = [
@@ -241,8 +242,8 @@ class _Converted:
             assert source is not None
             converter.add_tensor(name, tensor.name, source, torch.from_numpy(np.array(item)))
         if not converter.operations:
-            ((_, own),) = values
-            return torch.from_numpy(np.array(own))
+            ((_, array),) = values
+            return torch.from_numpy(np.array(array))
         return converter.convert(name)[name]
 
     def inputs(self, name: str) -> Tensor | None:
@@ -311,8 +312,8 @@ class GgufWeight:
         out = np.empty((len(wanted), self.tensors[0].data.shape[-1]), np.uint8)
         first = 0
         for tensor in self.tensors:
-            own = (wanted >= first) & (wanted < first + tensor.rows)
-            out[own] = tensor.data.reshape(tensor.rows, -1)[wanted[own] - first]
+            in_tensor = (wanted >= first) & (wanted < first + tensor.rows)
+            out[in_tensor] = tensor.data.reshape(tensor.rows, -1)[wanted[in_tensor] - first]
             first += tensor.rows
         if self._blocks is not None:
             out = out.reshape(len(out), len(self._blocks), -1)[:, self._blocks].reshape(out.shape)
@@ -388,8 +389,8 @@ class GgufFile:
         out = torch.empty(len(rows), columns, dtype=weight.dtype)
         for tensor in tensors:
             data = tensor.data.reshape(tensor.rows, -1)
-            own = np.flatnonzero((rows >= first) & (rows < first + tensor.rows))
-            for some in np.array_split(own, -(-len(own) * columns // VALUES_AT_ONCE)):
+            wanted = np.flatnonzero((rows >= first) & (rows < first + tensor.rows))
+            for some in np.array_split(wanted, -(-len(wanted) * columns // VALUES_AT_ONCE)):
                 out[some] = torch.from_numpy(tensor.values(data[rows[some] - first])).to(out.dtype)
             first += tensor.rows
         return target.rows_first(out.view(target.rows_first(weight).shape)).view(weight.shape)

@@ -72,9 +72,9 @@ class GgufLayout(Layout):
         self.targets = {name: target for name, target in every.items() if target.formats}
         tied = tied_layers(model)
         self._agree_on_tied(tied)
-        own = {*self.targets}
+        before = {*self.targets}
         add_tied(tied, every, self.targets)
-        self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
+        self.report.shared |= {name: tied[name] for name in self.targets if name not in before}
         self._note_dense()
 
     def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
@@ -139,8 +139,8 @@ class GgufLayout(Layout):
     def _unpacked(self, name: str) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
         present = self.model.get_submodule(owner)._parameters
-        made = [f"{owner}.{part}" for part in quantized_names(parameter) if part in present]
-        return NamedConverter([name], made, [Operation(_tensors)])
+        names = [f"{owner}.{part}" for part in quantized_names(parameter) if part in present]
+        return NamedConverter([name], names, [Operation(_tensors)])
 
     def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
         """Nothing: the file was checked before it was read."""

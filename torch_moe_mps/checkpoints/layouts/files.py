@@ -109,7 +109,7 @@ def _header(file: FileIO) -> bytes:
 def _places(header: bytes) -> dict[str, TensorPlace]:
     about = json.loads(header)
     about.pop("__metadata__", None)
-    spans = {name: (own["dtype"], *own["data_offsets"]) for name, own in about.items()}
+    spans = {name: (entry["dtype"], *entry["data_offsets"]) for name, entry in about.items()}
     data = 8 + len(header)
     return {
         name: TensorPlace(dtype, data + begin, end - begin) for name, (dtype, begin, end) in spans.items()

@@ -37,8 +37,10 @@ class Operation(ConversionOps):
         self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict:
         names = [name for name in source_patterns if name in input_dict] or [*input_dict]
-        made = self.function([only(input_dict[name]) for name in names])
-        return dict(zip(target_patterns if len(made) == len(target_patterns) else names, made, strict=True))
+        results = self.function([only(input_dict[name]) for name in names])
+        return dict(
+            zip(target_patterns if len(results) == len(target_patterns) else names, results, strict=True)
+        )
 
     @property
     def reverse_op(self) -> "Operation":

@@ -106,10 +106,10 @@ class TensorsOfFiles:
         check_tensor(name, (self.dtypes[name], tuple(self.tensors[name].shape)), dtypes, [shape])
 
     def _declared(self, module: str) -> Format | None:
-        own = self._quantization.get(module, bool(self._quantization))
-        if not own:
+        entry = self._quantization.get(module, bool(self._quantization))
+        if not entry:
             return None
-        how = self._quantization if own is True else own
+        how = self._quantization if entry is True else entry
         try:
             return Format(how.get("bits"), how.get("group_size"), how.get("mode") or "affine")
         except (AttributeError, TypeError, ValueError) as error:
@@ -246,11 +246,11 @@ class MlxLayout(StreamingLayout):
             if self.stored.dtypes[source] not in DENSE:
                 _CHECK.fail(source, f"of {' or '.join(DENSE)}", self.stored.dtypes[source])
         try:
-            made = copy.deepcopy(row).of(self.stored.tensors, self.model)
+            results = copy.deepcopy(row).of(self.stored.tensors, self.model)
         except RuntimeError:
             shapes = [tuple(self.stored.tensors[source].shape) for source in sources]
             _CHECK.fail(row.target_patterns[0], "made of tensors that fit", f"{shapes} of {sources}")
-        for name, tensor in made.items():
+        for name, tensor in results.items():
             shape, of = tuple(self.model.get_parameter_or_buffer(name).shape), " and ".join(sources)
             if tensor.shape != shape:
                 _CHECK.fail(name, f"of shape {shape}", f"{tuple(tensor.shape)} made of {of}")

@@ -37,8 +37,8 @@ class NamedConverter(WeightConverter):
     ):
         # WeightConverter allows several names on one side only.
         WeightTransform.__init__(self, source_patterns, target_patterns)
-        own: Any = self
-        own.operations, own.force_cpu = operations, force_cpu
+        converter: Any = self
+        converter.operations, converter.force_cpu = operations, force_cpu
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         if source_key in self.source_patterns:
@@ -107,12 +107,12 @@ class RowConverters:
 
     def _halves(self, owner: str, theirs: str, module: nn.Module) -> NamedConverter:
         attention, config = theirs.removesuffix("kv_b_proj.weight"), self.model.config.get_text_config()
-        own: Format | None = getattr(module, "format", None)
-        formats = self.stored.get(f"{owner}.weight", [None, own])
+        format: Format | None = getattr(module, "format", None)
+        formats = self.stored.get(f"{owner}.weight", [None, format])
         parts = [f"{attention}{half}.weight" for half in ("embed_q", "unembed_out")]
-        names = ("weight",) if own is None else TENSORS if own.has_biases else TENSORS[:2]
+        names = ("weight",) if format is None else TENSORS if format.has_biases else TENSORS[:2]
         ours = [f"{owner}.{name}" for name in names]
-        operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, own)
+        operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, format)
         return NamedConverter(_matrices(parts, formats), ours, [operation, Cast()])
 
     def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:

@@ -200,9 +200,9 @@ def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progres
         for window in with_progress(ids.split(WINDOW), "Calibrating", "window", wanted=progress):
             called(input_ids=window[None].to(device), use_cache=False)
     means: dict[str, Tensor] = {}
-    for name, own in counts.items():
-        if isinstance(own.sums, Tensor) and isinstance(own.counts, Tensor) and bool(own.counts.any()):
-            means[name] = _means(own.sums, own.counts)
+    for name, found in counts.items():
+        if isinstance(found.sums, Tensor) and isinstance(found.counts, Tensor) and bool(found.counts.any()):
+            means[name] = _means(found.sums, found.counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
     contents = text.encode() if text else ids.cpu().numpy().tobytes()

@@ -61,14 +61,14 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
     """{parameter: bytes in its format} of dense modules that are to be quantised."""
     sizes: dict[Tensor, int] = {}
     for target in targets:
-        own: Counter[Tensor] = Counter()
+        of_target: Counter[Tensor] = Counter()
         for part, format in target.formats.items():
             # Up projections with a format of their own are dense in one parameter with their gates.
             name = part if part in target.parameters else target.parameters[0]
-            own[getattr(target.module, name)] += quantized_bytes(
+            of_target[getattr(target.module, name)] += quantized_bytes(
                 target.rows_first(target.dense(part)), format
             )
-        sizes |= own
+        sizes |= of_target
     return sizes
 
 

@@ -71,10 +71,10 @@ def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
     """A stack of matrices as parameters of a target; a layer has one matrix, without the stack dimension."""
 
     def parameter(tensor: Tensor) -> nn.Parameter:
-        own = tensor if target.kind == "experts" else tensor.squeeze(0)
-        made: Any = nn.Parameter(as_int32(own), requires_grad=False)
-        made._is_hf_initialized = not made.is_meta
-        return made
+        shaped = tensor if target.kind == "experts" else tensor.squeeze(0)
+        result: Any = nn.Parameter(as_int32(shaped), requires_grad=False)
+        result._is_hf_initialized = not result.is_meta
+        return result
 
     return stack.map(parameter)
 
@@ -171,8 +171,8 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
     module = target.experts
     replaced = {*weights, *chain.from_iterable(map(quantized_names, weights))}
     parameters, buffers = (
-        {name: value for name, value in own.items() if name not in replaced}
-        for own in (module._parameters, module._buffers)
+        {name: value for name, value in tensors.items() if name not in replaced}
+        for tensors in (module._parameters, module._buffers)
     )
     for parameter, quantized in weights.items():
         for name, tensor in zip(quantized_names(parameter), quantized, strict=True):
