@@ -151,6 +151,7 @@ def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
 
     def look(module: nn.Module, inputs: Any, result: Any) -> None:
+        """Adds the largest magnitude of each floating-point tensor that enters or leaves the module."""
         for value in (*inputs, *(result if isinstance(result, tuple) else (result,))):
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
                 seen.append(value.abs().amax().float())

@@ -81,6 +81,7 @@ def _write_file(
     recipe: Mapping[str, Any] | None,
     layers: list[Layer],
 ) -> None:
+    """Writes the file of experts, a layer at a time, as `from_pretrained` would load them."""
     options: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
     options["trust_remote_code"] = source.others.get("trust_remote_code") or False
     model_class = source.cls if isinstance(source.cls, type) else None
@@ -356,6 +357,7 @@ def reading_beside_the_disk(
     names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
 
     def cut(model: Any, device: torch.device) -> Callable[[], None]:
+        """Takes what stays on the disk out of a model. Returns: what puts slots in its place."""
         for name in names:
             _put(model, name, nn.Module())
         ignored = {rf"^{re.escape(name)}\." for name in names}

@@ -226,6 +226,7 @@ class _Converted:
         return [name] if name in self._parameters else ()
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
+        """A parameter made of the values of its tensors, or of row numbers in place of two columns."""
         pattern = self._patterns[name]
         if pattern is None:
             ((_, array),) = values
@@ -247,6 +248,7 @@ class _Converted:
         return converter.convert(name)[name]
 
     def inputs(self, name: str) -> Tensor | None:
+        """Order of the inputs of a weight whose columns transformers moves; None for all, in order."""
         pattern = self._patterns[name]
         operations = [] if pattern is None else self._of[pattern].operations
         moved = [
@@ -256,6 +258,7 @@ class _Converted:
 
 
 def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
+    """The loader of transformers that reads an architecture; the second where it or a family of ours can."""
     from ...transformers.upstream.weights import is_gguf_arch_supported
 
     converts = architecture in GGUF_ARCHITECTURES or is_gguf_arch_supported(architecture)
@@ -448,6 +451,7 @@ class GgufFile:
         return next((order for order in orders if order is not None), None)
 
     def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> Order | None:
+        """The order of a parameter's rows, by numbers in so many columns; None if it has other rows."""
         stands, first = [], 1
         for tensor in tensors:
             end = first + tensor.rows

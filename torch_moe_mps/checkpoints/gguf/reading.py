@@ -117,6 +117,7 @@ class GgufLayout(Layout):
         return self.report
 
     def warn(self) -> None:
+        """Warns of tensors that were dequantised."""
         if names := [*self.report.skipped]:
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             warnings.warn(
@@ -126,6 +127,7 @@ class GgufLayout(Layout):
             )
 
     def state(self) -> dict[str, Any]:
+        """{name of a parameter: its packed or dense source}, as transformers' loader takes a state dict."""
         state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
         for name, weight in self._sources.items():
             if weight.inputs is not None:
@@ -146,6 +148,7 @@ class GgufLayout(Layout):
         """Nothing: the file was checked before it was read."""
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
+        """Adds the weights of the `loaded` modules that stayed packed to the report."""
         for name in filter(loaded, self.targets):
             for parameter in self.targets[name].formats:
                 source = self._sources.get(f"{name}.{parameter}")

@@ -45,6 +45,7 @@ class StreamingLayout(Layout):
     def start(
         self, wanted: Mapping[str, Target], report: QuantizationReport | None
     ) -> QuantizationReport | None:
+        """Begins to quantise the wanted weights. Returns: the report that it fills."""
         self.report, self.wanted = report or self.report, {}
         for target in wanted.values():
             target.check_columns(_CHECK)

@@ -107,6 +107,7 @@ def _header(file: FileIO) -> bytes:
 
 
 def _places(header: bytes) -> dict[str, TensorPlace]:
+    """{name: place} of the tensors that a safetensors header lists."""
     about = json.loads(header)
     about.pop("__metadata__", None)
     spans = {name: (entry["dtype"], *entry["data_offsets"]) for name, entry in about.items()}

@@ -56,6 +56,7 @@ def dequantized(
 
 
 def _matrices(formats: Sequence[Format | None], rest: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yields a dense matrix for each format, from one tensor for None, else from its packed parts."""
     for format in formats:
         if format is None:
             yield next(rest)

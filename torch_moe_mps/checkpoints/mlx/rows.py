@@ -82,6 +82,7 @@ class RowConverters:
                 yield from self._layer(name, tensor)
 
     def _layer(self, name: str, tensor: Tensor) -> Iterator[NamedConverter]:
+        """The converter of a tensor outside of experts; none for a tensor that mlx-lm drops."""
         owner, _, part = name.rpartition(".")
         module = self.model.get_submodule(owner)
         packed = getattr(module, "packed", None) is not None and part in TENSORS
@@ -106,6 +107,7 @@ class RowConverters:
             yield NamedConverter(theirs, [name], [*operations, Cast()])
 
     def _halves(self, owner: str, theirs: str, module: nn.Module) -> NamedConverter:
+        """The converter of MLX's embed_q and unembed_out to kv_b_proj."""
         attention, config = theirs.removesuffix("kv_b_proj.weight"), self.model.config.get_text_config()
         format: Format | None = getattr(module, "format", None)
         formats = self.stored.get(f"{owner}.weight", [None, format])
@@ -116,6 +118,7 @@ class RowConverters:
         return NamedConverter(_matrices(parts, formats), ours, [operation, Cast()])
 
     def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
+        """The converters of an experts module, packed or dense."""
         interleaved = is_interleaved(module)
         for projection, modules in self.names.of_experts(name, module).items():
             join = _concatenated(modules, 1)

@@ -230,6 +230,7 @@ class Stored:
             _CHECK.fail(name, f"of {size} columns of each group, in their order", "others, as by desc_act")
 
         def zeros_of(packed: Tensor) -> Tensor:
+            """Unpacked zero points. Raises: ValueError for others than the middle, where sym is true."""
             zeros = (unpack(packed.contiguous(), format).T + self.scheme.less) % 2**format.bits
             if self.scheme.symmetric and bool((zeros != half).any()):
                 name = self.files.label(self.name("qzeros"))

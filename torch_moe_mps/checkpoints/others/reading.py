@@ -217,6 +217,7 @@ class OthersLayout(StreamingLayout):
         return rename_source_key(key, self._renamings, self._converters, prefix, state)
 
     def _modules(self, state: Mapping[str, Tensor], schemes: Schemes) -> Iterator[_Found]:
+        """Yields (parameter, place, tensors) of each quantised matrix of the checkpoint."""
         for module in sorted(self.files.beside, key=dot_natural_key):
             key = f"{module}.weight"
             is_dense = self.files.dtypes.get(key, "F32") in DENSE
@@ -257,6 +258,7 @@ class OthersLayout(StreamingLayout):
         return rows // joined, columns
 
     def is_float8(self, target: Target) -> bool:
+        """True if all matrices of a target are 8-bit floats."""
         matrices = [part.matrix for p in target.formats for part in self._parts[f"{target.name}.{p}"]]
         return bool(matrices) and all(matrix.is_float8 for matrix in matrices)
 
@@ -266,6 +268,7 @@ class OthersLayout(StreamingLayout):
         return [*rows, *self.streamed([*self._apart, *others])]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
+        """The converter of a parameter's matrices: to packed weights of a target, else to dense ones."""
         owner, _, parameter = name.rpartition(".")
         names = [apply_renamings(n, self._renamings) for part in parts for n in part.matrix.names]
         target = self.targets.get(owner)
@@ -288,6 +291,7 @@ class OthersLayout(StreamingLayout):
     def _weight(
         self, name: str, target: Target, parameter: str, parts: list[_Part], tensors: list[Tensor]
     ) -> QuantizedWeight:
+        """The packed weight that the matrices of a parameter are joined to; adds it to the report."""
         errors, rest = ErrorSums(), iter(tensors)
         weights = [part.matrix.read([next(rest) for _ in part.matrix.names], errors) for part in parts]
         joined: list[Any] = [
@@ -325,6 +329,7 @@ class OthersLayout(StreamingLayout):
         return results[name]
 
     def _made(self, name: str, places: Sequence[_Place], tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """{parameter: tensor} that transformers makes of tensors, or of one as it is."""
         if places[0].pattern is None:
             tensor, *_ = tensors
             return {name: tensor.mT if tensor.dim() == 3 and self._is_turned(name) else tensor}

@@ -71,6 +71,7 @@ class Scheme(NamedTuple):
         return -(-rows // (high or rows)), -(-columns // (wide or columns))
 
     def scales(self, rows: int, columns: int) -> DeclaredTensor:
+        """The shapes and dtypes that scales may have for a matrix of this size."""
         along, across = self.blocks(rows, columns)
         shapes: list[tuple[int, ...]] = [(along, across)]
         if self.block == (None, None):
@@ -228,6 +229,7 @@ def _check_transforms(stored: Stored) -> None:
 
 
 def _compressed_tensors(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """Yields (target, scheme) of each group of a config of compressed-tensors."""
     for group in (stored.get("config_groups") or {}).values():
         if (weights := group.get("weights")) is not None:
             named = group.get("format") or stored.get("format")
@@ -236,6 +238,7 @@ def _compressed_tensors(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 
 def _of_compressed_tensors(named: str, weights: Stored) -> Scheme:
+    """The scheme of a format of compressed-tensors. Raises: ValueError for one that is not read."""
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     block, symmetric = _block(weights), bool(weights.get("symmetric", True))
     if weights.get("actorder") in (True, "group", "dynamic"):
@@ -259,6 +262,7 @@ def _of_compressed_tensors(named: str, weights: Stored) -> Scheme:
 
 
 def _block(weights: Stored) -> tuple[int | None, int | None]:
+    """(rows, columns) that share a scale, None for all of them. Raises: ValueError for another strategy."""
     size, structure = weights.get("group_size"), weights.get("block_structure")
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
     match weights.get("strategy") or usual:
@@ -294,6 +298,7 @@ def _awq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 
 def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """GPTQ's integers, by module where `dynamic` says so. Raises: ValueError for an unknown version."""
     said = {key: stored[key] for key in ("checkpoint_format", "format") if stored.get(key)}
     for key, version in said.items():
         _one_of(key, ("gptq", "gptq_v2"), str(version).lower())
@@ -379,6 +384,7 @@ def modelopt_beside(file: str) -> dict[str, Any]:
 
 
 def _modelopt(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """ModelOpt's algorithms, by layer where they are mixed. Raises: ValueError for another group size."""
     mixed = stored.get("quant_algo") == "MIXED_PRECISION"
     for target, entry in (stored.get("quantized_layers") or {}).items() if mixed else [("", stored)]:
         named = _one_of("quant_algo", [*_MODELOPT], str(entry.get("quant_algo")).upper())

@@ -253,6 +253,7 @@ def _multiplied(model: nn.Module) -> Iterator[Target]:
 
 
 def _count_layer(args: Any, kwargs: Mapping[str, Any], grouped: bool, into: _Sums) -> None:
+    """Adds the squares of a call's inputs to the sums of a linear layer."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     squares = x.float().square()
     squares = squares.flatten(0, -3) if grouped else squares.flatten(0, -2).unsqueeze(1)

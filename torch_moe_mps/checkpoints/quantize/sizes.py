@@ -87,6 +87,7 @@ def quantized_bytes(weight: Tensor, format: Format) -> int:
 
 
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
+    """Bytes of the experts that one token reads."""
     parameters = list(weights_in(experts))
     count = next(p.shape[0] for p in parameters if p.dim() == 3)
     return sum(sizes.get(p, p.nbytes) for p in parameters) * top_k(experts) // count

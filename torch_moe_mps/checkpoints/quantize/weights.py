@@ -168,6 +168,7 @@ def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWei
 
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Gives an experts module packed weights in place of dense ones."""
     module = target.experts
     replaced = {*weights, *chain.from_iterable(map(quantized_names, weights))}
     parameters, buffers = (
@@ -193,6 +194,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:
+    """Puts a quantised layer in place of a dense one, wherever the model has it."""
     layer = _layer(target.module, weight, target.dtype)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -202,6 +204,7 @@ def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) ->
 
 
 def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedLayer:
+    """The quantised module for a dense one: an embedding, or a linear layer of one of three kinds."""
     layer: QuantizedLayer
     if isinstance(module, nn.Embedding):
         scale = _scale_of(module, weight.packed.device)
