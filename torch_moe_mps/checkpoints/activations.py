@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._faults import free
 from ..transformers.basics.logits import watch
 from .calibration import AUTO, text_for, tokens_of_text
 from .own.config import is_ours
-from .quantize.weights import free
 from .source import Source
 
 MARGIN = 2

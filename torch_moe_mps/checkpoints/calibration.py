@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._faults import free
 from ..macs import machine_memory
 from ..ops._checks import Check
 from .quantize.importance import (
@@ -16,7 +17,6 @@ from .quantize.importance import (
     is_file_of_importance,
 )
 from .quantize.sizes import total_bytes
-from .quantize.weights import free
 from .source import Source, read_tokenizer
 
 AUTO = "auto"

@@ -8,7 +8,6 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 """
 
 import copy
-import gc
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -17,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..._faults import release_cache
 from ...ops._checks import Check
 from ...quantization import TENSORS, QuantizedWeight
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
@@ -231,9 +229,3 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
     if row.is_meta:  # it has no values, and never multiplies any
         return row
     return row[0].clone() if bool((row == row[0]).all()) else row
-
-
-def free(device: torch.device | str) -> None:
-    """Frees the memory of a model that is no longer referenced."""
-    gc.collect()
-    release_cache(device)
