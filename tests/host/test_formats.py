@@ -4,6 +4,7 @@ import pytest
 from support.processes import python
 
 ADDED = """
+import torch_moe_mps_command  # the script, which registers operators behind its options
 from torch_moe_mps import _weight_formats
 
 _weight_formats.ROWS["new_0"] = _weight_formats.Row(6, 32, _weight_formats.Halves(), offset=32)
