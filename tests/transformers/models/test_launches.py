@@ -24,7 +24,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
