@@ -33,7 +33,7 @@ def _matrices(heads: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tens
 
 @dataclass(frozen=True)
 class Latent:
-    """Queries brought to the latents, attention to these, results brought back."""
+    """Queries that absorb W_k, attention to latents, outputs that W_v projects."""
 
     model: str
     heads: int
