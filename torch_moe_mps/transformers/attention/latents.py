@@ -2,9 +2,9 @@
 
 transformers' latent attention expands the latents of the whole context into keys and values for each new
 token, by its method `expand_kv`. But for a head with keys W_k c and values W_v c, q . W_k c = (W_k^T q) . c,
-and the sum of p W_v c is W_v times the sum of p c: the query absorbs W_k, all heads read the same latents, and
-W_v projects the output. `expand_kv` returns `LazyLatents` here, which the attention of this package reads as
-latents. Any other reader gets the expanded keys and values.
+and the sum of p W_v c is W_v times the sum of p c: the query absorbs W_k, all heads read the same latents,
+and W_v projects the output. `expand_kv` returns `LazyLatents` here, which the attention of this package reads
+as latents. Any other reader gets the expanded keys and values.
 """
 
 import functools

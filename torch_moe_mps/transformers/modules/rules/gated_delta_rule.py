@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ....ops.linear_attention import MAX_KEY_WIDTH
+from ....ops.gated_delta_rule import MAX_KEY_WIDTH
 from ...basics.report import Done
 from ...basics.tensors import notes_in, uncommitted_of
 from ...trials.comparing import agrees, tried
@@ -93,7 +93,7 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
         state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
     elif not pending:
         state = state.clone()
-    out = ops.linear_attention_(
+    out = ops.gated_delta_rule_(
         *(q, k, v, g, state, q.shape[-1] ** -0.5), beta=beta, l2norm_eps=eps, **pending
     )
     return out, state if options.get("output_final_state") else None
@@ -147,7 +147,7 @@ def _convolves(function: Callable, x: Tensor, *states: Tensor) -> bool:
 
 @in_each_draw
 def is_delta_rule(function: Callable) -> bool:
-    """True if a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
+    """True if a function of (q, k, v, g, beta, ...) is gated_delta_rule_: one of steps or one of chunks."""
     tokens = 66  # more than a chunk
     q, k, v = normal(2, tokens, 2, 8), normal(2, tokens, 2, 8), normal(2, tokens, 4, 3)
     g, beta, state = -normal(2, tokens, 4).abs(), normal(2, tokens, 4).sigmoid(), normal(2, 4, 8, 3)
@@ -157,7 +157,7 @@ def is_delta_rule(function: Callable) -> bool:
         options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
         result = tried(eager(function), q, keys, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
-        expected = ops.linear_attention_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
+        expected = ops.gated_delta_rule_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
         if not agrees((expected, ours), result, 1e-4):
             return False
     return True
@@ -181,4 +181,4 @@ def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
     takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}
     if not takes or not is_delta_rule(function):
         return None
-    return InPlace(functools.partial(delta_rule, function), Done("linear_attention_"))
+    return InPlace(functools.partial(delta_rule, function), Done("gated_delta_rule_"))
