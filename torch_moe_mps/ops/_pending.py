@@ -1,4 +1,4 @@
-"""What operators with a deferred state update share: uncommitted tokens, and the count of accepted ones."""
+"""Deferred state updates: the uncommitted tokens of an operator, and the count of accepted ones."""
 
 from typing import Any
 
