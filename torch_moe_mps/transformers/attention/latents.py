@@ -190,7 +190,7 @@ def use_latents(module: nn.Module) -> list[Done]:
     operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))
     if operator is None:
         return []
-    done = [Done(operator, f"latents ({operator})")]
+    done = [Done(operator, f"latents ({operator})", only_on_mps=True)]
     if refusal(module, done) is not None:
         return []
     state_of(module).expansion = expansion
