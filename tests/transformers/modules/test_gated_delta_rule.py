@@ -16,6 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.state import NOTHING, STATE
+from torch_moe_mps.transformers.basics.tensors import notes_on
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.rules import gated_delta_rule as rules
@@ -304,3 +305,25 @@ def test_a_gated_norm_is_called_as_its_own_forward():
     assert operators_of(lambda: norm(x, gate[:1, :1])) == {}
     with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
         norm(x, other=gate)
+
+
+NEED = "must get what the operator takes while its state has uncommitted draft tokens, got "
+WAY_OUT = r'.*: generate without draft tokens \(speculative=None, "--speculative none"\)$'
+
+
+def test_uncommitted_tokens_that_only_eager_code_could_read():
+    """The error names the function, what it got, and how to go on."""
+    state = torch.zeros(1, 2, 4, 3)
+    notes_on(state).uncommitted = torch.zeros(1, 2, 8, 10), torch.zeros(1, 1, dtype=torch.int32)
+    wide = torch.zeros(1, 1, 2, 4, dtype=torch.float64)
+    options = {"g": wide[..., 0], "beta": wide[..., 0], "initial_state": state}
+    recurrent = qwen3_next.torch_recurrent_gated_delta_rule
+    with pytest.raises(
+        RuntimeError, match=rf"{recurrent.__name__} {NEED}float64 \[1, 1, 2, 4\] on cpu{WAY_OUT}"
+    ):
+        rules.delta_rule(recurrent, wide, wide, wide[..., :3], **options)
+    positions = torch.zeros(1, 6, 4)
+    notes_on(positions).uncommitted = torch.zeros(1, 6, 8), torch.zeros(1, 1, dtype=torch.int32)
+    x, weight, conv = torch.zeros(1, 6, 1), torch.zeros(6, 4), qwen3_next.causal_conv1d_update
+    with pytest.raises(RuntimeError, match=rf"{conv.__name__} {NEED}float32 \[1, 6, 1\] on cpu{WAY_OUT}"):
+        rules.causal_conv(conv, x, positions, weight, None, "gelu")

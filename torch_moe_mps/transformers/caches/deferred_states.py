@@ -151,7 +151,10 @@ class DeferredLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         if recurrent_states is not self.recurrent_states[state_idx]:
-            raise RuntimeError("torch_moe_mps: a state with uncommitted tokens is written in place alone")
+            raise RuntimeError(
+                "torch_moe_mps: a recurrent state with uncommitted draft tokens must be written in place, "
+                'got another tensor: generate without draft tokens (speculative=None, "--speculative none")'
+            )
         return recurrent_states
 
 

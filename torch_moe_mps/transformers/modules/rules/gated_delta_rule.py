@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....ops._checks import ACTIVATION_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES, dtype_name
 from ....ops.gated_delta_rule import MAX_KEY_WIDTH
 from ...basics.report import Done
 from ...basics.tensors import notes_in, uncommitted_of
@@ -38,14 +38,20 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
     known = len(args) > 1 and named.keys() <= _NAMED
     out = _convolved(*args, **named) if known else None
     if out is None and len(args) > 1:
-        _refuse_pending(args[1])
+        _refuse_pending(function, args[1], args[0])
     return function(*args, **named) if out is None else out
 
 
-def _refuse_pending(state: Tensor | None) -> None:
-    """Raises: RuntimeError for a state with uncommitted tokens, which eager code would not see."""
-    if state is not None and uncommitted_of(state, 1):
-        raise RuntimeError("torch_moe_mps: eager code cannot read a state with uncommitted tokens")
+def _refuse_pending(function: Callable, state: Tensor | None, given: Tensor) -> None:
+    """Raises: RuntimeError for a state with uncommitted tokens, which the eager function would not see."""
+    if state is None or not uncommitted_of(state, 1):
+        return
+    name = getattr(function, "__name__", type(function).__name__)
+    raise RuntimeError(
+        f"torch_moe_mps: {name} must get what the operator takes while its state has uncommitted draft "
+        f"tokens, got {dtype_name(given.dtype)} {[*given.shape]} on {given.device} and other arguments that "
+        'only eager code takes: generate without draft tokens (speculative=None, "--speculative none")'
+    )
 
 
 def _convolved(
@@ -67,7 +73,7 @@ def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Ten
     plain = all(name in named or _is_flag(name, value) for name, value in options.items())
     out = _convolved_prompt(*args, **named) if plain and args else None
     if out is None and args:
-        _refuse_pending(notes_in(args[0]).before)
+        _refuse_pending(function, notes_in(args[0]).before, args[0])
     return function(*args, **options) if out is None else out
 
 
@@ -84,7 +90,8 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
     """
     g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
     if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
-        _refuse_pending(state)
+        if args:
+            _refuse_pending(function, state, args[0])
         return function(*args, **options)
     q, k, v = args
     pending = {} if state is None else uncommitted_of(state, v.shape[1])
