@@ -49,9 +49,9 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "streams_in_update": STREAMS | {"C": {"block_out": None, "post": None, "comb": None}},
     "mean_in_elements": {},
     "gate_in_attention": attention,
-    "gates_in_linear_attention": HEADS
+    "gates_in_gated_delta_rule": HEADS
     | {"O": {"decay_form": "log", "A_log": None, "dt_bias": None, "beta_activation": "none"}},
-    "norm_in_linear_attention": NORM | {"GATE": (2, 3, 4, 32), "W": (32,), "ACTIVATION": "sigmoid"},
+    "norm_in_gated_delta_rule": NORM | {"GATE": (2, 3, 4, 32), "W": (32,), "ACTIVATION": "sigmoid"},
     "input_in_convolution": lambda f: {"X": Wide((2, 3, 6)), "D": torch.bfloat16} if "dtype" in f else {},
 }
 CHANGES = (

@@ -550,12 +550,12 @@ HEADS, WIDTH = 2, 32
 DECAY, BIAS, HEAD_NORM = random(HEADS).exp(), random(HEADS), random(WIDTH)
 
 
-def linear_attention(x, r, state):
+def gated_delta_rule(x, r, state):
     """The gates in front of a delta rule, the norm behind it, and the state that its cache takes back."""
     q, k, v, z = (x.view(1, 1, HEADS, WIDTH) * n for n in range(1, 5))
     beta = r[..., HEADS : 2 * HEADS].sigmoid()
     held = state.clone()
-    out = ops.linear_attention_(q, k, v, decay(r[..., :HEADS]), held, 0.25, beta=beta)
+    out = ops.gated_delta_rule_(q, k, v, decay(r[..., :HEADS]), held, 0.25, beta=beta)
     state.copy_(held)
     normed = ops.rms_norm_gated(out.reshape(-1, WIDTH), z.reshape(-1, WIDTH), HEAD_NORM, 1e-6)
     return normed.view(1, 1, -1)
@@ -564,7 +564,7 @@ def linear_attention(x, r, state):
 def _updated(x, state):
     q, held = x.view(1, 1, HEADS, WIDTH), state.clone()
     strengths = x[..., :HEADS]
-    return ops.linear_attention_(q, q, q, strengths, held, 0.25, beta=strengths), held
+    return ops.gated_delta_rule_(q, q, q, strengths, held, 0.25, beta=strengths), held
 
 
 def read_before_it_is_back(x, r, state):
@@ -578,22 +578,22 @@ def changed_when_it_is_back(x, r, state):
     """The state that the cache keeps is not the one that changes."""
     out, held = _updated(x, state)
     state.copy_(held)
-    ops.linear_attention_(out, out, out, x[..., :HEADS], held, 0.25, beta=x[..., :HEADS])
+    ops.gated_delta_rule_(out, out, out, x[..., :HEADS], held, 0.25, beta=x[..., :HEADS])
     return held * 2
 
 
-COPIED = {"clone": 1, "copy_": 1, "linear_attention_": 1}
+COPIED = {"clone": 1, "copy_": 1, "gated_delta_rule_": 1}
 
 
 @pytest.mark.parametrize(
     "function,left",
     [
-        (linear_attention, {"mul": 4, "linear_attention_": 1}),
+        (gated_delta_rule, {"mul": 4, "gated_delta_rule_": 1}),
         (read_before_it_is_back, COPIED | {"mul": 1}),
-        (changed_when_it_is_back, COPIED | {"linear_attention_": 2, "mul": 1}),
+        (changed_when_it_is_back, COPIED | {"gated_delta_rule_": 2, "mul": 1}),
     ],
 )
-def test_linear_attention(function, left):
+def test_gated_delta_rule(function, left):
     state = random(1, HEADS, WIDTH, WIDTH)
     assert_left(left, function, random(1, 1, H), random(1, 1, H, seed=1), state)
 
@@ -1215,7 +1215,7 @@ def test_each_pass_is_needed(monkeypatch, left_out):
     cases += [(behind_a_projection(each), of_a_cache(), left) for each, left in ROTATIONS.items()]
     cases.append((chain, of_elements(torch.float32), {"_pointwise": 1}))
     cases.append((chain_in_two_shapes, of_elements(torch.float32), {"_pointwise": 1}))
-    cases.append((linear_attention, (*token, state), {"mul": 4, "linear_attention_": 1}))
+    cases.append((gated_delta_rule, (*token, state), {"mul": 4, "gated_delta_rule_": 1}))
     for function, inputs, left in cases:
         graph = recorded(function, *inputs)
         simplify(graph)

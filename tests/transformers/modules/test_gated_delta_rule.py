@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import tiny_models
+from support.gated_delta_rule import decoded, layer_of, model_of, step
 from support.launches import launches
-from support.linear_attention import decoded, layer_of, model_of, step
 from support.models import assert_close, eager, operators_of, prompt
 from support.recognition import by_operators
 from support.sweep import in_sweep
@@ -16,14 +16,15 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.transformers.basics.state import NOTHING, STATE
+from torch_moe_mps.transformers.basics.tensors import notes_on
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
-from torch_moe_mps.transformers.modules.rules import linear_attention as rules
+from torch_moe_mps.transformers.modules.rules import gated_delta_rule as rules
 from torch_moe_mps.transformers.modules.rules.norms import NormCall, rewrite_norm
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
-STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}
+STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1, "rms_norm_gated": 1}
 
 
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("qwen3_5_moe",)))
@@ -34,7 +35,7 @@ def test_step_by_step(architecture):
     torch_moe_mps.accelerate(model)
     results = []
     used = operators_of(lambda: results.append(decoded(model)))
-    assert used["linear_attention_"] == used["causal_conv1d_update_"] == 5  # the prompt, too
+    assert used["gated_delta_rule_"] == used["causal_conv1d_update_"] == 5  # the prompt, too
     ((result, ours),) = results
     assert_close(result, expected, 1e-5)
     assert_close(ours, states, 1e-5)
@@ -179,7 +180,7 @@ def test_a_given_state_stays_as_it_is(function):
     before, expected = state.clone(), function(q, k, v, **options)
     results = []
     assert operators_of(lambda: results.extend(rules.delta_rule(function, q, k, v, **options))) == {
-        "linear_attention_": 1
+        "gated_delta_rule_": 1
     }
     assert torch.equal(state, before)
     assert_close(results, expected, 1e-5)
@@ -199,7 +200,7 @@ def test_a_state_of_another_dtype():
             logits = []
             token = {"input_ids": torch.full((2, 1), 5), **cache_argument(model, cache), "use_cache": True}
             used = operators_of(lambda: logits.append(model(**token).logits))  # noqa: B023
-        assert "linear_attention_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
+        assert "gated_delta_rule_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
         assert used.get("causal_conv1d_update_", 0) == accelerated
         results += logits
     assert_close(results[1], results[0], 1e-4)
@@ -306,3 +307,25 @@ def test_a_gated_norm_is_called_as_its_own_forward():
     assert operators_of(lambda: norm(x, gate[:1, :1])) == {}
     with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
         norm(x, other=gate)
+
+
+NEED = "must get what the operator takes while its state has uncommitted draft tokens, got "
+WAY_OUT = r'.*: generate without draft tokens \(speculative=None, "--speculative none"\)$'
+
+
+def test_uncommitted_tokens_that_only_eager_code_could_read():
+    """The error names the function, what it got, and how to go on."""
+    state = torch.zeros(1, 2, 4, 3)
+    notes_on(state).uncommitted = torch.zeros(1, 2, 8, 10), torch.zeros(1, 1, dtype=torch.int32)
+    wide = torch.zeros(1, 1, 2, 4, dtype=torch.float64)
+    options = {"g": wide[..., 0], "beta": wide[..., 0], "initial_state": state}
+    recurrent = qwen3_next.torch_recurrent_gated_delta_rule
+    with pytest.raises(
+        RuntimeError, match=rf"{recurrent.__name__} {NEED}float64 \[1, 1, 2, 4\] on cpu{WAY_OUT}"
+    ):
+        rules.delta_rule(recurrent, wide, wide, wide[..., :3], **options)
+    positions = torch.zeros(1, 6, 4)
+    notes_on(positions).uncommitted = torch.zeros(1, 6, 8), torch.zeros(1, 1, dtype=torch.int32)
+    x, weight, conv = torch.zeros(1, 6, 1), torch.zeros(6, 4), qwen3_next.causal_conv1d_update
+    with pytest.raises(RuntimeError, match=rf"{conv.__name__} {NEED}float32 \[1, 6, 1\] on cpu{WAY_OUT}"):
+        rules.causal_conv(conv, x, positions, weight, None, "gelu")

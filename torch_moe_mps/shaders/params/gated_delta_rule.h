@@ -1,24 +1,6 @@
 // Linear attention by the gated delta rule
 #pragma once
 
-// Strides are in elements.
-struct ConvParams {
-  TokenStrides x;  // of rows, tokens and channels
-  uint32_t channels;
-  uint32_t tokens;
-  uint32_t length;  // positions that the state holds
-  uint32_t width;   // positions that the convolution sees
-  uint32_t thread_results;
-  uint32_t silu;
-  uint32_t add_input;
-  uint32_t state_dtype;
-  uint32_t weight_dtype;
-  uint32_t has_bias;
-  uint32_t bias_dtype;
-  uint32_t pending;  // tokens that a row has room for; 0 without any
-  uint32_t keep;
-};
-
 #define DECAY_LOG 0
 #define DECAY_SOFTPLUS 1
 #define DECAY_SIGMOID 2
@@ -28,7 +10,8 @@ struct ConvParams {
 #define BETA_SIGMOID 1
 #define BETA_SOFTPLUS 2
 
-struct LinearAttentionParams {
+// Strides are in elements.
+struct GatedDeltaRuleParams {
   TokenStrides q;
   TokenStrides k;
   TokenStrides v;
@@ -66,25 +49,4 @@ struct LinearAttentionParams {
   float beta_min;
   float norm_eps;
   float norm_weight_offset;
-};
-
-// Strides are in elements. A channel is a head of one element here.
-struct SelectiveScanParams {
-  TokenStrides x;
-  TokenStrides step;
-  TokenStrides gate;
-  TokenStrides b;  // the last one is that of a channel's states
-  TokenStrides c;
-  TokenStrides state;  // of rows, channels and their states
-  uint32_t tokens;
-  uint32_t channels;
-  uint32_t states;  // of a channel
-  uint32_t a_log_dtype;
-  uint32_t has_dt_bias;
-  uint32_t dt_bias_dtype;
-  uint32_t has_skip;
-  uint32_t skip_dtype;
-  uint32_t has_gate;
-  uint32_t pending;  // tokens that a row has room for; 0 without any
-  uint32_t keep;
 };

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....ops._checks import ACTIVATION_DTYPES
-from ....ops.linear_attention import MAX_KEY_WIDTH
+from ....ops._checks import ACTIVATION_DTYPES, dtype_name
+from ....ops.gated_delta_rule import MAX_KEY_WIDTH
 from ...basics.report import Done
 from ...basics.tensors import notes_in, uncommitted_of
 from ...trials.comparing import agrees, tried
@@ -38,14 +38,20 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
     known = len(args) > 1 and named.keys() <= _NAMED
     out = _convolved(*args, **named) if known else None
     if out is None and len(args) > 1:
-        _refuse_pending(args[1])
+        _refuse_pending(function, args[1], args[0])
     return function(*args, **named) if out is None else out
 
 
-def _refuse_pending(state: Tensor | None) -> None:
-    """Raises: RuntimeError for a state with uncommitted tokens, which eager code would not see."""
-    if state is not None and uncommitted_of(state, 1):
-        raise RuntimeError("torch_moe_mps: eager code cannot read a state with uncommitted tokens")
+def _refuse_pending(function: Callable, state: Tensor | None, given: Tensor) -> None:
+    """Raises: RuntimeError for a state with uncommitted tokens, which the eager function would not see."""
+    if state is None or not uncommitted_of(state, 1):
+        return
+    name = getattr(function, "__name__", type(function).__name__)
+    raise RuntimeError(
+        f"torch_moe_mps: {name} must get what the operator takes while its state has uncommitted draft "
+        f"tokens, got {dtype_name(given.dtype)} {[*given.shape]} on {given.device} and other arguments that "
+        'only eager code takes: generate without draft tokens (speculative=None, "--speculative none")'
+    )
 
 
 def _convolved(
@@ -67,7 +73,7 @@ def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Ten
     plain = all(name in named or _is_flag(name, value) for name, value in options.items())
     out = _convolved_prompt(*args, **named) if plain and args else None
     if out is None and args:
-        _refuse_pending(notes_in(args[0]).before)
+        _refuse_pending(function, notes_in(args[0]).before, args[0])
     return function(*args, **options) if out is None else out
 
 
@@ -84,7 +90,8 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
     """
     g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
     if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
-        _refuse_pending(state)
+        if args:
+            _refuse_pending(function, state, args[0])
         return function(*args, **options)
     q, k, v = args
     pending = {} if state is None else uncommitted_of(state, v.shape[1])
@@ -93,7 +100,7 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
         state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
     elif not pending:
         state = state.clone()
-    out = ops.linear_attention_(
+    out = ops.gated_delta_rule_(
         *(q, k, v, g, state, q.shape[-1] ** -0.5), beta=beta, l2norm_eps=eps, **pending
     )
     return out, state if options.get("output_final_state") else None
@@ -147,7 +154,7 @@ def _convolves(function: Callable, x: Tensor, *states: Tensor) -> bool:
 
 @in_each_draw
 def is_delta_rule(function: Callable) -> bool:
-    """True if a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
+    """True if a function of (q, k, v, g, beta, ...) is gated_delta_rule_: one of steps or one of chunks."""
     tokens = 66  # more than a chunk
     q, k, v = normal(2, tokens, 2, 8), normal(2, tokens, 2, 8), normal(2, tokens, 4, 3)
     g, beta, state = -normal(2, tokens, 4).abs(), normal(2, tokens, 4).sigmoid(), normal(2, 4, 8, 3)
@@ -157,7 +164,7 @@ def is_delta_rule(function: Callable) -> bool:
         options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
         result = tried(eager(function), q, keys, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
-        expected = ops.linear_attention_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
+        expected = ops.gated_delta_rule_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
         if not agrees((expected, ours), result, 1e-4):
             return False
     return True
@@ -181,4 +188,4 @@ def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
     takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}
     if not takes or not is_delta_rule(function):
         return None
-    return InPlace(functools.partial(delta_rule, function), Done("linear_attention_"))
+    return InPlace(functools.partial(delta_rule, function), Done("gated_delta_rule_"))

@@ -19,54 +19,6 @@ namespace {
 
 using at::Tensor;
 
-// Whether a call has an argument that may be absent, whose dtype it stores.
-bool has(const OptionalTensor& tensor, uint32_t& dtype) {
-  dtype = dtype_code(tensor);
-  return tensor.has_value();
-}
-
-Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
-                             const OptionalTensor& bias_, std::string_view activation, bool add_input,
-                             const OptionalTensor& pending_, const OptionalTensor& counts_, bool keep) {
-  Tensor output = at::empty(x.sizes(), x.options());
-  if (output.numel() == 0 && (!pending_ || pending_->numel() == 0)) return output;
-  const Tensor state = conv_state_.contiguous(), weight = weight_.contiguous();
-  const OptionalTensor bias = contiguous(bias_);
-  const OptionalTensor pending = contiguous(pending_), counts = contiguous(counts_);
-  ConvParams params{};
-  params.x = token_strides(x);
-  params.tokens = x.size(1);
-  params.channels = x.size(2);
-  params.length = state.size(2);
-  params.width = weight.size(1);
-  // Only the first results read the state.
-  params.thread_results = std::max<int64_t>(kConvTokens, params.width);
-  params.silu = activation == "silu";
-  params.add_input = add_input;
-  params.state_dtype = dtype_code(state);
-  params.weight_dtype = dtype_code(weight);
-  params.has_bias = has(bias, params.bias_dtype);
-  params.pending = pending ? pending->size(2) : 0;
-  params.keep = keep;
-  // One thread reads all that are pending.
-  if (pending) params.thread_results = std::max<uint32_t>(params.thread_results, output.size(1));
-  const Tensor some = output.numel() > 0 ? output : *pending;  // in the place of what is empty
-
-  Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update", some)
-      .bind_strided(x.numel() > 0 ? x : some)
-      .bind(state.numel() > 0 ? state : some, params.width > 0 ? weight : some, bias, some)
-      .bind(pending, counts)
-      .params(params)
-      .threadgroups({ceil_div(params.channels, kConvThreads),
-                     std::max<int64_t>(1, ceil_div(output.size(1), params.thread_results)), x.size(0)},
-                    {kConvThreads});
-  commands.encode();
-  if (!conv_state_.is_contiguous()) conv_state_.copy_(state);
-  if (pending && !pending_->is_contiguous()) pending_->copy_(*pending);
-  return output;
-}
-
 // The kernel for heads of keys that are so wide, the lanes that share a column of their state, and the
 // simdgroups that all columns take.
 struct Scan {
@@ -82,9 +34,9 @@ Scan scan_of(int64_t key_width, int64_t value_width, bool delta, bool channels) 
 }
 
 // Strides and sizes of the tensors; everything else is zero.
-LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                               const Tensor& beta, const OptionalTensor& gate, const Tensor& state) {
-  LinearAttentionParams params{};
+GatedDeltaRuleParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
+                              const Tensor& beta, const OptionalTensor& gate, const Tensor& state) {
+  GatedDeltaRuleParams params{};
   params.q = token_strides(q);
   params.k = token_strides(k);
   params.v = token_strides(v);
@@ -103,7 +55,7 @@ LinearAttentionParams sizes_of(const Tensor& q, const Tensor& k, const Tensor& v
   return params;
 }
 
-Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
+Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
                          const Tensor& state, double scale, const Tensor& beta,
                          std::optional<double> l2norm_eps, std::string_view decay,
                          const OptionalTensor& a_log_, const OptionalTensor& dt_bias_,
@@ -122,14 +74,17 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   const OptionalTensor g = channels ? rows_contiguous(*g_) : g_;
   const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
   const OptionalTensor gate = rows_contiguous(gate_);
-  LinearAttentionParams params = sizes_of(q, k, v, g, beta, gate, state);
+  GatedDeltaRuleParams params = sizes_of(q, k, v, g, beta, gate, state);
   params.decay = code_of(decay, {"log", "softplus", "sigmoid", "times_beta"});
   params.g_dtype = dtype_code(g);
   params.beta_activation = code_of(beta_activation, {"none", "sigmoid", "softplus"});
   params.beta_dtype = dtype_code(beta);
-  params.has_a_log = has(a_log, params.a_log_dtype);
-  params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
-  params.has_skip = has(skip, params.skip_dtype);
+  params.has_a_log = a_log.has_value();
+  params.a_log_dtype = dtype_code(a_log);
+  params.has_dt_bias = dt_bias.has_value();
+  params.dt_bias_dtype = dtype_code(dt_bias);
+  params.has_skip = skip.has_value();
+  params.skip_dtype = dtype_code(skip);
   params.has_l2norm = l2norm_eps.has_value();
   params.gate_is_sigmoid = gate_activation == "sigmoid";
   params.pending = pending ? pending->size(2) : 0;
@@ -158,7 +113,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   const Tensor some = has_tokens ? output : *pending;
   const OptionalTensor none;
   Commands commands;
-  commands.add({"linear_attention", q.scalar_type()}, scan.kernel, some)
+  commands.add({"gated_delta_rule", q.scalar_type()}, scan.kernel, some)
       .bind_strided(has_tokens ? q : some, has_tokens ? k : some, has_tokens ? v : some)
       .bind_strided(has_tokens ? g : none, has_tokens ? beta : some)
       .bind(a_log, dt_bias, skip)
@@ -182,55 +137,8 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   return normed;
 }
 
-Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, const Tensor& c,
-                       const Tensor& state, const Tensor& a_log_, const OptionalTensor& dt_bias_,
-                       const OptionalTensor& skip_, const OptionalTensor& gate,
-                       const OptionalTensor& pending_, const OptionalTensor& counts_, bool keep) {
-  const Tensor output = at::empty(x.sizes(), x.options());
-  if (output.numel() == 0 && (!pending_ || pending_->numel() == 0 || state.numel() == 0)) return output;
-  const Tensor a_log = a_log_.contiguous();
-  const OptionalTensor dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
-  const OptionalTensor pending = contiguous(pending_), counts = contiguous(counts_);
-  SelectiveScanParams params{};
-  params.x = token_strides(x);
-  params.step = token_strides(step);
-  params.gate = token_strides(gate.value_or(x));
-  params.b = token_strides(b);
-  params.c = token_strides(c);
-  params.state = token_strides(state);
-  params.tokens = x.size(1);
-  params.channels = x.size(2);
-  params.states = b.size(2);
-  params.a_log_dtype = dtype_code(a_log);
-  params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
-  params.has_skip = has(skip, params.skip_dtype);
-  params.has_gate = gate.has_value();
-  params.pending = pending ? pending->size(2) : 0;
-  params.keep = keep;
-
-  const bool has_tokens = output.numel() > 0;
-  const Tensor some = has_tokens ? output : *pending;  // in the place of what is empty
-  Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "selective_scan", some)
-      .bind_strided(has_tokens ? x : some, has_tokens ? step : some, has_tokens ? b : some,
-                    has_tokens ? c : some)
-      .bind(a_log, dt_bias, skip)
-      .bind_strided(!has_tokens ? some
-                    : gate      ? *gate
-                                : x,
-                    state)
-      .bind(some, pending, counts)
-      .params(params)
-      .threadgroups({ceil_div(params.channels, kSelectiveThreads), x.size(0)}, {kSelectiveThreads});
-  commands.encode();
-  if (pending && !pending_->is_contiguous()) pending_->copy_(*pending);
-  return output;
-}
-
 }  // namespace
 
-MOE_OPERATOR(causal_conv1d_update_)
-MOE_OPERATOR(linear_attention_)
-MOE_OPERATOR(selective_scan_)
+MOE_OPERATOR(gated_delta_rule_)
 
 }  // namespace moe_mps

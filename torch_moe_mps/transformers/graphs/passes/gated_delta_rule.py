@@ -1,4 +1,4 @@
-"""Linear attention: its states in a cache."""
+"""Gated delta rule: its states in a cache."""
 
 from torch import fx
 

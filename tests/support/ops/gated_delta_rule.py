@@ -1,45 +1,20 @@
-"""Operators of ops/linear_attention.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of ops/gated_delta_rule.py: valid arguments, results in float64, and invalid arguments."""
 
-import numpy as np
 import torch
 
 from support import oracles, oracles_sequence
 from support.ops import wrong
 from support.ops.norms import normed_and_gated
+from support.ops.pending import pending
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_operators import Expected
 from torch_moe_mps.ops._sample import T
 
-# Options that depend on each other: draw_linear_attention_ gives all that is no required tensor.
-WHOLE = ("linear_attention_",)
+# Options that depend on each other: draw_gated_delta_rule_ gives all that is no required tensor.
+WHOLE = ("gated_delta_rule_",)
 
 
-def draw_causal_conv1d_update_(d):
-    batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
-    dtype, room = d.dtype(), d.one(0, 1, 3)
-    return {
-        "x": d.values(batch, tokens, channels, dtype=dtype),
-        "conv_state_": d.values(batch, channels, max(0, width - 1) + room),
-        "weight": d.values(channels, width),
-        **pending(d, tokens, (batch, channels), (), dtype),
-    }
-
-
-def pending(d, tokens, before, behind, dtype):
-    """Tokens that are pending, some of which are right."""
-    if not d.flag():
-        return {"pending_": None, "counts": None, "keep": False}
-    room = d.one(8, 5, max(1, min(tokens, 8)))
-    counts = torch.randint(0, room + 1, (before[0], 1), generator=d.generator).int()
-    keep = tokens <= room and d.flag()
-    return {
-        "pending_": d.values(*before, room, *behind, dtype=dtype, scale=0.25),
-        "counts": counts,
-        "keep": keep,
-    }
-
-
-def draw_linear_attention_(d):
+def draw_gated_delta_rule_(d):
     batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
     heads, scale = key_heads * group, key_width**-0.5
@@ -74,29 +49,7 @@ def draw_linear_attention_(d):
     }
 
 
-def draw_selective_scan_(d):
-    batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 130, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
-    x, groups = d.values(batch, tokens, channels), -(-channels // 128)
-    held = pending(d, tokens, (batch, groups), (256 + states,), torch.float32)
-    if held["pending_"] is not None:
-        held["pending_"].abs_()  # steps are not negative
-    return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype), **held}
-
-
-def expected_causal_conv1d_update_(a):
-    before = oracles_sequence.positions_taken_in(a)
-    rest = before, a.weight, a.bias, a.activation
-    value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
-    pending = [] if a.pending_ is None else [Expected(exact(a.pending_))]
-    if a.keep:
-        kept, pending[0].value[..., : a.x.shape[1]] = before, exact(a.x).swapaxes(1, 2)
-    value, magnitude = (np.swapaxes(each, 1, 2) for each in (value, magnitude))
-    if a.add_input:
-        value, magnitude = value + exact(a.x), magnitude + abs(exact(a.x))
-    return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept), *pending]
-
-
-def expected_linear_attention_(a):
+def expected_gated_delta_rule_(a):
     value, state, pending = oracles_sequence.recurrence(a)
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
     error = 200 * FLOAT32_EPS * largest
@@ -110,24 +63,7 @@ def expected_linear_attention_(a):
     return [result, Expected(state, error), *rows]
 
 
-def expected_selective_scan_(a):
-    result, state, *magnitudes, pending = oracles_sequence.selective_scan(a)
-    error = (32 + 4 * (a.x.shape[1] + 8 * (pending is not None))) * FLOAT32_EPS
-    expected = zip((result, state), (error * m for m in magnitudes), strict=True)
-    rows = [] if pending is None else [Expected(pending, 8 * FLOAT32_EPS * (1.0 + abs(pending)))]
-    return [*(Expected(*each) for each in expected), *rows]
-
-
-def invalid_causal_conv1d_update_(zeros):
-    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
-    return [
-        wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
-        wrong("keep must be False without pending_, got True", keep=True),
-        wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 6, 2), **kept),
-    ]
-
-
-def invalid_linear_attention_(zeros):
+def invalid_gated_delta_rule_(zeros):
     of_five = {
         "A_log": None,
         "dt_bias": None,
