@@ -1,9 +1,10 @@
-"""The pass for Gemma 4's router: on its pattern, and with one thing changed."""
+"""Gemma 4: its router that norms, selects and scales, and its layers."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from support import families
 from support.graphs import (
     NO_CHAINS,
     NORM,
@@ -73,3 +74,27 @@ def test_a_gate_of_another_formula_stays(function):
 def test_each_pass_is_needed(left_out):
     """Without it, a pattern above is not found."""
     assert_needed(left_out, ((function_of(case, **globals()), TOKEN, left) for case, left in CASES.items()))
+
+
+NAME = "gemma4"
+
+
+def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
+    families.check_tokens(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+def test_every_call(tmp_path):
+    families.check_every_call(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+def test_bfloat16_logits():
+    families.check_bfloat16(NAME)
+
+
+@pytest.mark.usefixtures("captured")
+def test_launches_of_a_layer(simulated):
+    families.check_launches(
+        simulated, NAME, {"sliding": 15, "full": 14, "outside": 3}, {"sliding": 38, "full": 38}
+    )

@@ -1,9 +1,10 @@
-"""Passes for Qwen4: tables of new tokens, means over streams."""
+"""Qwen4: an indexer that chooses pools of keys, tables of new tokens, means over streams."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from support import families
 from support.graphs import (
     LINEAR,
     NO_CHAINS,
@@ -91,3 +92,17 @@ def test_gates_of_streams_of_two_tokens_stay():
 def test_each_pass_is_needed(left_out):
     """Without it, a pattern above is not found."""
     assert_needed(left_out, ((function_of(case, **globals()), TOKEN, left) for case, left in CASES.items()))
+
+
+NAME = "qwen4_exp"
+
+
+@pytest.mark.slow("a model of streams or indexers is saved, loaded and answers")
+def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
+    families.check_tokens(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("captured")
+def test_launches_of_a_layer(simulated):
+    families.check_launches(simulated, NAME, {"linear": 17, "indexed": 19})
