@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention to a window and to compressed keys: results, its cache, captured tokens."""
+"""DeepSeek-V4: attention to a window and to compressed keys; its cache, captured tokens."""
 
 import copy
 import inspect
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support import tiny_models
+from support import families, tiny_models
 from support.recognition import by_operators
 from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
@@ -237,3 +237,19 @@ def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
         answer = each.generate(IDS[:1, :9].to(each.device), **asked, **result, **generation)
         answers.append(torch.cat(answer.logits).cpu())
     assert (answers[0] - answers[1]).abs().max() < 1e-3
+
+
+NAME = "deepseek_v4"
+
+
+@pytest.mark.slow("a model of streams or indexers is saved, loaded and answers")
+def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
+    families.check_tokens(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("captured")
+def test_launches_of_a_layer(simulated):
+    families.check_launches(
+        simulated, NAME, {"heavily compressed, hash moe": 26, "compressed sparse, moe": 19}
+    )

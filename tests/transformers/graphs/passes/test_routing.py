@@ -1,8 +1,8 @@
-"""The pass that hands a router's logits to its experts: on its pattern, and with one thing changed."""
+"""Passes between a router and its experts: on their patterns, and with one thing changed."""
 
 import pytest
 import torch
-from support.graphs import NO_CHAINS, assert_left
+from support.graphs import NO_CHAINS, assert_left, assert_needed, function_of, name_of, passes_of
 from support.values import numbers as random
 from torch import Tensor
 from torch.nn.functional import linear
@@ -105,6 +105,13 @@ def gated_shared_expert(x):
     return x + (experts(x, ids, chosen) + torch.sigmoid(linear(x, NORM[None])) * mlp)
 
 
+def weights_changed_behind_their_cast(x):
+    weights, ids = routed(x)
+    weights = weights.half()
+    weights.masked_fill_(weights > weights.mean(), 0)
+    return experts(x, ids, weights)
+
+
 ONE = {"moe_experts_quantized": 1}
 APART = ONE | {"mlp_quantized": 1, "mm": 1}
 LEFT = {
@@ -126,11 +133,20 @@ LEFT = {
     'beside(x, activation="swiglu_oai")[0]': APART,
     "beside(x, down_bias=NORM)[0]": APART,
     "beside(x)": APART,
+    weights_changed_behind_their_cast: ONE
+    | {"mm": 1, "moe_router": 1, "_to_copy": 1, "gt": 1, "mean": 1, "masked_fill_": 1},
     logits_that_change: ONE | {"mm": 1, "moe_router": 1, "gt": 1, "mean": 1, "masked_fill_": 1},
 }
 
 
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_left(case):
-    function = eval(f"lambda x: {case}") if isinstance(case, str) else case
-    assert_left(LEFT[case], function, random(1, H), without=NO_CHAINS)
+    assert_left(LEFT[case], function_of(case, "x", **globals()), random(1, H), without=NO_CHAINS)
+
+
+@pytest.mark.parametrize("left_out", passes_of("routing"), ids=name_of)
+def test_each_pass_is_needed(left_out):
+    """Without it, a pattern above is not found."""
+    assert_needed(
+        left_out, ((function_of(case, "x", **globals()), (random(1, H),), LEFT[case]) for case in LEFT)
+    )

@@ -59,7 +59,7 @@ CHANGES = (
     *(lambda x: x[..., :1], lambda x: x[:1], lambda x: x[None]),
     lambda x: x.t().contiguous().t() if x.dim() == 2 else x.transpose(-1, 0).contiguous().transpose(-1, 0),
 )
-# test_passes_of_attention.py has cases of that one, which asks where a cache ends.
+# test_attention.py has cases of that one, which asks where a cache ends.
 FUSIONS = {
     each.__name__: each for each in PASSES if isinstance(each, Fusion) and each is not turn_in_attention
 }

@@ -1,4 +1,4 @@
-"""The pass that lets attention turn a token: on its pattern, and with one thing changed."""
+"""Passes around attention: the rotation of a token, a gate. On their patterns, and with one thing changed."""
 
 import pytest
 import torch
@@ -69,3 +69,15 @@ LEFT = {
 def test_what_is_left(function):
     caches = [random(1, KEY_HEADS, KEYS + 3, WIDTH, seed=seed) for seed in (3, 4)]
     assert_left(LEFT[function], function, random(1, 1, COUNT * WIDTH), *caches, without=NO_CHAINS)
+
+
+def test_a_gate_is_read_where_it_lies():
+    """As a query's matrix makes query and gate of each head: its copies only make it contiguous."""
+
+    def function(q, k, g):
+        wide = g.view(1, 1, 4, 32)[..., 16:]
+        out = ops.attention(q, k, k, 0.25)
+        return out.reshape(1, 1, 64) * torch.sigmoid(wide.reshape(1, 1, 64))
+
+    inputs = random(1, 4, 1, 16), random(1, 1, 9, 16), random(1, 1, 128)
+    assert_left({"attention": 1}, function, *inputs, without=NO_CHAINS)
