@@ -35,9 +35,9 @@ from torch_moe_mps.transformers.basics import tensors
 from torch_moe_mps.transformers.basics.state import state_in
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture import calls, surroundings
+from torch_moe_mps.transformers.capture import policy, record, surroundings
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
-from torch_moe_mps.transformers.capture.calls import Captures
+from torch_moe_mps.transformers.capture.replay import Captures
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.capture.match import Match
@@ -860,7 +860,7 @@ def test_short_prompts_cost_no_capture(own_cache):
     for _ in range(9):
         cache = DynamicCache(config=model.config) if own_cache else None
         cache = cache_among(model(prompt(1, 5), **cache_argument(model, cache)))
-        assert captures.reason in ("it fills an empty cache", "it makes a cache", calls._TOO_FEW)
+        assert captures.reason in ("it fills an empty cache", "it makes a cache", policy.TOO_FEW)
     token = prompt(1, 1)
     for _ in range(4):  # the first makes the layers grow in place
         model(token, **cache_argument(model, cache))
@@ -902,9 +902,9 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     talk.tokens(1)
     assert captures.reason is None
     with monkeypatch.context() as patch:
-        patch.setattr(Match, "take", lambda *given: {}["keys"])
+        patch.setattr(Match, "bind", lambda *given: {}["keys"])
         says_why(model, talk, "the cache holds something else (KeyError: 'keys')")
-        patch.setattr(Match, "take", lambda *given: 1 / 0)
+        patch.setattr(Match, "bind", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):  # a fault of ours
             talk.tokens(1)
     talk.tokens(1)
@@ -912,7 +912,8 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     norm(model).variance_epsilon = 0.5
     talk.tokens(1)
     assert str(captures) == (
-        "tokens run module by module: something about the model has changed since its tokens were captured"
+        "tokens run module by module: model.layers.0.post_attention_layernorm.variance_epsilon has changed "
+        "since tokens were captured"
     )
     talk.tokens(2)
     assert captures.reason is None
@@ -978,7 +979,7 @@ def test_a_fault_in_a_capture_warns_once(monkeypatch):
         mine, theirs = Conversation(model), Conversation(own)
         assert_equal(mine.tokens(tokens_before), theirs.tokens(tokens_before))
         with monkeypatch.context() as patch, warnings.catch_warnings():
-            patch.setattr(calls, "assemble", fail)
+            patch.setattr(record, "assemble", fail)
             mine.inputs = theirs.inputs = {"logits_to_keep": 1} if tokens_before else {}
             with pytest.warns(UserWarning, match=r"could not be captured.*ZeroDivisionError: injected"):
                 assert_equal(mine.tokens(3), theirs.tokens(3))
@@ -1022,12 +1023,12 @@ def test_the_switch(monkeypatch):
 
 def test_an_error_names_the_operator(device):
     program, x = torch.classes.moe_mps.Program(), torch.ones(2, 3, device=device)
-    program.add_input(x, [0], [0])
+    program.add_input(x, [], [])
     program.add_call("aten::mm", "", [[0], [0]], [], [1], [])
     program.finish(2, [1])
-    assert program.run([x], [], [3], []) == [] == program.run([x.half()], [], [2], [])
+    call = program.bind([x], [], [], [])
     with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
-        program.run([x], [], [2], [])
+        call.run([])
 
 
 GENERATIONS = {

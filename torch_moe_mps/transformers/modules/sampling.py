@@ -18,7 +18,7 @@ from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import MAX_VOCABULARY, sample
 from ..basics.logits import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
-from ..basics.unmodified import refused
+from ..basics.unmodified import REFUSED
 from ..upstream import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -219,7 +219,7 @@ def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> 
     """
     shows = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     is_plain = type(processors) is LogitsProcessorList
-    if device.type != "mps" or shows or not is_plain or OPERATOR in refused():
+    if device.type != "mps" or shows or not is_plain or OPERATOR in REFUSED:
         yield processors
         return
     stands = Sampling(processors, config)
@@ -231,7 +231,7 @@ def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> 
 def _takes(logits: Tensor) -> bool:
     """True if the operator takes the logits [B, V]."""
     is_known = logits.dtype in ACTIVATION_DTYPES and logits.shape[1] <= MAX_VOCABULARY
-    return is_known and OPERATOR not in refused()
+    return is_known and OPERATOR not in REFUSED
 
 
 def likeliest(logits: Tensor) -> Tensor:
