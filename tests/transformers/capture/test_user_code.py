@@ -17,8 +17,8 @@ import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.capture import replay
-from torch_moe_mps.transformers.capture.replay import Captures
 from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.replay import Captures
 from torch_moe_mps.transformers.capture.user_code import is_of_library
 
 MAIN = sys.modules["__main__"]
