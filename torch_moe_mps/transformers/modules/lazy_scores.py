@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ...ops._checks import ACTIVATION_DTYPES
 from ..basics.logits import is_missing, is_watched, no_distribution
 from ..basics.scoped import having
-from ..basics.unmodified import refused
+from ..basics.unmodified import REFUSED
 from ..upstream import LogitsProcessorList
 from .sampling import OPERATOR, Sampling
 
@@ -148,7 +148,7 @@ def sampling(processors: Any, config: Any, device: torch.device, model: Any) -> 
     """
     shows = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     is_plain = type(processors) is LogitsProcessorList
-    if device.type != "mps" or shows or not is_plain or OPERATOR in refused():
+    if device.type != "mps" or shows or not is_plain or OPERATOR in REFUSED:
         yield processors
         return
     stands = GenerateSampling(processors, config)
