@@ -49,7 +49,7 @@ class ProbeSizes(NamedTuple):
     chunk: tuple[int, int, int] = (2048, 8192, 128)  # tokens, keys, and elements of a head
     repeats: int = 5
     asked: int = 100  # requests for slots
-    late: tuple[float, ...] = (0.5, 4.0)  # seconds
+    late: tuple[float, ...] = (0.5, 3.0, 4.0, 6.0)  # seconds
 
 
 def probe(

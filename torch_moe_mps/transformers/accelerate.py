@@ -26,7 +26,7 @@ from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.state import kv_bits_of
-from .basics.unmodified import refusal, said_of, why_unmodified
+from .basics.unmodified import eager_on_cpu, refusal, why_unmodified
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
@@ -131,7 +131,7 @@ def accelerate(
         report.rows.clear()
         _replace(model, report, capture, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
-    report.own_on_cpu = said_of(model, report.done())
+    report.eager_on_cpu = eager_on_cpu(model, report.rows)
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
         synchronize(device)
@@ -188,7 +188,8 @@ def _replace_others(
             continue
         done, reason = rewrite(module)
         if name in attentions:
-            done = [*done, ATTENTION, *use_latents(module)]
+            is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
+            done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator == "moe_router" for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)

@@ -181,7 +181,7 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     do not name is compared before its first call."""
     softmax = {heads for names in SOFTMAX_HEADS for heads in head_widths(model, *names)}
     linear = head_widths(model, "head_k_dim", "head_v_dim")
-    return {operator: linear if operator == "linear_attention_" else softmax for operator in OF_HEADS}
+    return {operator: linear if operator == "gated_delta_rule_" else softmax for operator in OF_HEADS}
 
 
 def _warning(finding: Finding, instead: str = "what it replaces runs unmodified") -> str:

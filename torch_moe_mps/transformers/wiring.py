@@ -18,7 +18,7 @@ from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
 from .attention.implementations import MASKS_CHOICES
 from .attention.indexer import rewrite_indexer
-from .attention.latents import METHOD, promising
+from .attention.latents import METHOD, lazy_expand_kv
 from .caches.declared import GROWING_CLASSES
 from .capture.candidates import CANDIDATES
 from .families import Family
@@ -49,7 +49,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, attention_mask)
 register_quantizer()
-METHODS[METHOD] = promising
+METHODS[METHOD] = lazy_expand_kv
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)

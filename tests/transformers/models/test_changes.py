@@ -165,7 +165,7 @@ CHANGES = {
 }
 # May give the same logits.
 SILENT = ("config", "attention implementation", "experts implementation", "training", "restored", "offloaded")
-# With captured tokens; the others without. The fingerprint tells all of them (capture/test_capture.py).
+# With captured tokens; the others without. The fingerprint tells all of them (capture/test_fingerprint.py).
 TOLD_BY_TOKENS = (
     *("data of joined layers replaced", "hook", "hook of an activation", "module replaced", "restored"),
     *("class of a module", "number of a module", "training"),

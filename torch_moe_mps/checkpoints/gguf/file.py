@@ -323,7 +323,7 @@ class GgufWeight:
         return torch.from_numpy(out)
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """Indices of a file's rows that make up a parameter; `is_turned`: its last dimensions are transposed."""
 
     rows: Tensor
@@ -331,7 +331,7 @@ class Order(NamedTuple):
 
 
 # {what decides it: the order of a parameter}, of all files that this process has read
-_ORDERS: dict[Hashable, Order | None] = {}
+_ORDERS: dict[Hashable, RowOrder | None] = {}
 
 
 def _config_of_class(model: Any) -> str:
@@ -430,7 +430,7 @@ class GgufFile:
         rows = order.rows if target.kind == "experts" else order.rows.unsqueeze(0)
         return rows if rows.shape == weight.shape[:-1] else None
 
-    def order(self, name: str) -> Order | None:
+    def order(self, name: str) -> RowOrder | None:
         """Rows of the file that make up a parameter; None if it has other rows, too, or is no matrix."""
         tensors = self.parts.get(name, [])
         shapes = tuple((_any_layer(tensor.name), tensor.shape) for tensor in tensors)
@@ -439,7 +439,7 @@ class GgufFile:
             _ORDERS[key] = self.learned_order(name)
         return _ORDERS[key]
 
-    def learned_order(self, name: str) -> Order | None:
+    def learned_order(self, name: str) -> RowOrder | None:
         """Result of `order`, by a run of transformers' code.
 
         It runs on numbers in place of two columns, which most of it takes for a matrix.
@@ -450,7 +450,7 @@ class GgufFile:
         orders = (self._order(name, tensors, columns) for columns in tries)
         return next((order for order in orders if order is not None), None)
 
-    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> Order | None:
+    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> RowOrder | None:
         """The order of a parameter's rows, by numbers in so many columns; None if it has other rows."""
         stands, first = [], 1
         for tensor in tensors:
@@ -467,7 +467,7 @@ class GgufFile:
             rows = whole[..., :1] / columns
             expected = (rows * columns + torch.arange(columns)).to(whole.dtype)
             if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, expected):
-                return Order(rows[..., 0].long() - 1, is_turned)
+                return RowOrder(rows[..., 0].long() - 1, is_turned)
         return None
 
 

@@ -93,7 +93,7 @@ class Matrix(NamedTuple):
 
 
 def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
-    """Matrices of one parameter, brought to one format.
+    """Matrices of one parameter, converted to one format.
 
     Raises: ValueError where there is none.
     """

@@ -16,9 +16,9 @@ state, and its own inputs in place of the old ones (`keep` of the operators); a 
 always accepted, writes the state behind that token, and the count is 0 then. To reject tokens is to lower the
 count, which moves nothing.
 
-Where it stands: the operators `causal_conv1d_update_`, `linear_attention_` and `selective_scan_`
+Where it stands: the operators `causal_conv1d_update_`, `gated_delta_rule_` and `selective_scan_`
 take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.tensors` leads modules from a state
-to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
+to its arguments. `BatchedCache` sets the counts. `transformers.deferrable` tries which layers of a model
 may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
 """
 
@@ -31,7 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
+from ...ops._pending import MAX_PENDING
+from ...ops.gated_delta_rule import pending_width
+from ...ops.selective_scan import selective_pending_shape
 from ..basics.tensors import notes_on
 from ..upstream.models import LinearAttentionLayer
 from .declared import STATE, DeclaredLayer, declaration_of
@@ -77,7 +79,7 @@ class StateKind(NamedTuple):
         if not self.delta:
             decay = None
             given |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
-        ops.linear_attention_(keys, keys, values, decay, state, 1.0, **given)
+        ops.gated_delta_rule_(keys, keys, values, decay, state, 1.0, **given)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""
@@ -149,7 +151,10 @@ class DeferredLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         if recurrent_states is not self.recurrent_states[state_idx]:
-            raise RuntimeError("torch_moe_mps: a state with uncommitted tokens is written in place alone")
+            raise RuntimeError(
+                "torch_moe_mps: a recurrent state with uncommitted draft tokens must be written in place, "
+                'got another tensor: generate without draft tokens (speculative=None, "--speculative none")'
+            )
         return recurrent_states
 
 
