@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,7 +207,7 @@ class _Converted:
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from ...transformers.upstream.weights import get_gguf_conversion_mapping
 
-        conversions = functools.partial(get_gguf_conversion_mapping, architecture)
+        conversions: Callable[[Any], list[Any]] = functools.partial(get_gguf_conversion_mapping, architecture)
         if (by_us := GGUF_ARCHITECTURES.get(architecture)) is not None:
             conversions = by_us.conversions
         with torch.device("cpu"):  # the model is made on the meta device
