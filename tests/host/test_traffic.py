@@ -115,7 +115,7 @@ def test_router_reads_its_logits_once(simulated, num_experts):
 def test_gate_reads_the_router_once_for_four_tokens(simulated):
     hidden, router = tensor(1024, 128), tensor(16, 128)
     with simulated.counters() as dispatches:
-        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, EPS)
+        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, EPS, True)
     assert len(dispatches) == 2
     assert dispatches[0].buffers[1].bytes_read == 1024 // 4 * nbytes(router)
 

@@ -13,7 +13,7 @@ from ..serving.engine.inputs import images_of
 from ..serving.engine.prefill import Prefill, turning
 from ..serving.prefix_cache.memory import PrefixCache
 from ..transformers.caches.batched import BatchedCache, NotBatchable
-from ..transformers.deferred_states import deferrable_layers
+from ..transformers.deferrable import deferrable_layers
 from . import orders
 from .peers import as_bytes
 from .running import Running

@@ -20,7 +20,7 @@ from torch_moe_mps.transformers.basics.tensors import notes_on
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.rules import gated_delta_rule as rules
-from torch_moe_mps.transformers.modules.rules.norms import Call, rewrite_norm
+from torch_moe_mps.transformers.modules.rules.norms import NormCall, rewrite_norm
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
@@ -284,7 +284,9 @@ def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     found = rewrite_norm(module)
     assert (found is None) == (offset is None)
     names = ("hidden_states", "gate") if norm is qwen3_next.Qwen3NextRMSNormGated else ("x", "gate")
-    expected = None if offset is None else Call("rms_norm_gated", names, ("weight",), (1e-6, offset), True)
+    expected = (
+        None if offset is None else NormCall("rms_norm_gated", names, ("weight",), (1e-6, offset), True)
+    )
     assert module.__dict__.get(STATE, NOTHING).formula == expected
     assert torch.equal(module.weight, torch.ones(16))
 

@@ -36,7 +36,7 @@ from ...ops.gated_delta_rule import pending_width
 from ...ops.selective_scan import selective_pending_shape
 from ..basics.tensors import notes_on
 from ..upstream.models import LinearAttentionLayer
-from .declared import STATE, Declared, declaration_of
+from .declared import STATE, DeclaredLayer, declaration_of
 from .state import LayerState, copy_of_layer
 
 ops = torch.ops.moe_mps
@@ -44,7 +44,7 @@ _POSITIONS = "positions"  # the kind of the states of convolutions
 _COUNTS = "counts"  # the name of how many tokens are right, beside those of the states
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """Kind of a recurrent state: its update by tokens and its place in the cache.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
     is_wide: bool = False
     is_transposed: bool = False
 
-    def of(self, module: Any) -> "Kind":
+    def of(self, module: Any) -> "StateKind":
         """This kind for the states of a module."""
         return self
 
@@ -113,12 +113,12 @@ class Selective:
         ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(uncommitted, count))
 
 
-AnyKind = Kind | Selective
+AnyKind = StateKind | Selective
 KINDS: tuple[AnyKind, ...] = (
-    Kind(),
-    Kind(is_wide=True),
-    Kind(delta=False, is_transposed=True),
-    Kind(delta=False),
+    StateKind(),
+    StateKind(is_wide=True),
+    StateKind(delta=False, is_transposed=True),
+    StateKind(delta=False),
     Selective(),
 )
 
@@ -161,7 +161,7 @@ class DeferredLayer(LinearAttentionLayer):
 @functools.cache
 def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    held, base = Declared(mappings={"uncommitted": STATE}), declaration_of(plain)
+    held, base = DeclaredLayer(mappings={"uncommitted": STATE}), declaration_of(plain)
     assert base is not None
     own = {"_layer_type": None, "committed_class": plain, "declared": base.with_more(held)}
     return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), own)

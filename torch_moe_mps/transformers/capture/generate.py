@@ -13,8 +13,8 @@ from ..basics.logits import wide_logits
 from ..basics.scoped import having
 from ..caches.cache import FOLLOWS
 from ..modules.lazy_scores import current, sampling
-from .arguments import MASK
 from .candidates import CANDIDATES, are_by_layers
+from .match import MASK
 
 
 def members_of_generate(original: Any) -> dict[str, Any]:

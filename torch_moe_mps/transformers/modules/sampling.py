@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import LEAST_DRAW, MAX_VOCABULARY, sample
 from ..basics.logits import is_missing
-from ..basics.unmodified import refused
+from ..basics.unmodified import REFUSED
 from ..upstream import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -100,7 +100,7 @@ def likeliest(logits: Tensor) -> Tensor:
 def _takes(logits: Tensor) -> bool:
     """True if the operator takes the logits [B, V]."""
     is_known = logits.dtype in ACTIVATION_DTYPES and logits.shape[1] <= MAX_VOCABULARY
-    return is_known and OPERATOR not in refused()
+    return is_known and OPERATOR not in REFUSED
 
 
 def _is_known(processor: Any, following: list[Any]) -> bool:

@@ -311,7 +311,7 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
-        call = functools.partial(ops.moe_gate, hidden, router, norm, scale, 4, 1e-6)
+        call = functools.partial(ops.moe_gate, hidden, router, norm, scale, 4, 1e-6, True)
         yield f"moe_gate of {tokens}", call, work, 0
     for kind in (torch.int32, torch.int64):
         ids = ids_of(64, 4, 32).to(kind)
