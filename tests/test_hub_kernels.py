@@ -17,20 +17,25 @@ import kernels
 import pytest
 import simulator
 import torch
-from kernels._rust import Digest, DigestAlgorithm, Metadata
+from kernels._rust import Backend, Build, Digest, DigestAlgorithm, Metadata
+from kernels.benchmark import Benchmark
 from kernels.layer.layer import _create_func_module, _validate_layer
+from packaging.version import Version
 from support.ops import family
 from support.processes import REPOSITORY, environment
+from torch._subclasses import FakeTensorMode
+from transformers.dependency_versions_table import deps
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.laguna import modeling_laguna as laguna
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.utils import is_kernels_available
 
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
-from torch_moe_mps.ops._samples import packet, sample_arguments
+from torch_moe_mps.ops._samples import copies, more_samples, packet, sample_arguments
 
 UNIQUE = "_moe_mps_metal_1a2b3c4"  # as the builder names a build
 REGISTRATION = """
@@ -73,9 +78,49 @@ def test_the_settings_name_every_source(project):
     assert shipped <= {f".{end}" for end in settings["torch"]["pyext"]}
 
 
+def test_kernels_reads_the_settings(project):
+    """By its own parser, which refuses what it does not know. Alpha: version 0."""
+    assert Build.open(project).general.backends == [Backend.Metal]
+    text = (project / "build.toml").read_text()
+    assert tomllib.loads(text)["general"]["version"] == 0
+    (project / "build.toml").write_text(text + "\n[unknown]\n")
+    try:
+        with pytest.raises(ValueError, match="unknown"):
+            Build.open(project)
+    finally:
+        (project / "build.toml").write_text(text)
+
+
+def test_the_builder_is_locked(project):
+    """flake.lock has each input that flake.nix and the builder name, by its hash."""
+    lock = json.loads((project / "flake.lock").read_text())
+    nodes, left = lock["nodes"], [lock["root"]]
+    assert set(nodes[lock["root"]]["inputs"]) == {
+        *re.findall(r"^    ([\w-]+)\.url = ", (project / "flake.nix").read_text(), re.MULTILINE)
+    }
+    seen = set()
+    while left:
+        seen.add(name := left.pop())
+        left += [each for each in nodes[name].get("inputs", {}).values() if isinstance(each, str)]
+        if name != lock["root"]:
+            assert re.fullmatch(r"sha256-[\w+/]{43}=", nodes[name]["locked"]["narHash"]), name
+            assert re.fullmatch(r"[0-9a-f]{40}", nodes[name]["locked"]["rev"]), name
+    assert seen == {*nodes}
+
+
+def test_transformers_asks_for_a_newer_kernels():
+    """Than PyPI has: docs/hub_kernels.md names both, and goes when this fails."""
+    least = re.search(r">=([\d.]+)", deps["kernels"])[1]
+    page = " ".join((REPOSITORY / "docs" / "hub_kernels.md").read_text().split())
+    assert f"asks for `kernels` {least} (the newest on PyPI is {kernels.__version__}" in page
+    assert Version(kernels.__version__) < Version(least)
+
+
 def test_python_is_of_3_9(project):
     """No syntax of later versions, no `strict`, and no union of types that is evaluated."""
-    files = [*(project / "torch-ext").rglob("*.py"), *(project / "tests").glob("*.py")]
+    files = [
+        file for folder in ("torch-ext", "tests", "benchmarks") for file in (project / folder).rglob("*.py")
+    ]
     assert len(files) > 6
     for file in files:
         text = file.read_text()
@@ -129,7 +174,7 @@ def folder(project, sources, tmp_path_factory):
         if f.is_file()
     }
     metadata = {
-        **{"id": UNIQUE, "name": "moe-mps", "version": 1, "license": "BSD-3-Clause", "python-depends": []},
+        **{"id": UNIQUE, "name": "moe-mps", "version": 0, "license": "BSD-3-Clause", "python-depends": []},
         **{"backend": {"type": "metal"}, "digest": {"algorithm": "sha256", "files": hashes}},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata))
@@ -173,7 +218,7 @@ def test_operators_have_a_namespace_of_their_own(kernel, simulated):
     with pytest.raises(ValueError, match="top_k must be between 1 and 16, the smaller of E and 64, got 17"):
         kernel.moe_router_topk_softmax(logits, 17, True)
     x, scale = random(3, 64).to("mps"), random(8).abs().to("mps")
-    gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2, 1e-6)
+    gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2, 1e-6, True)
     for found, expected in zip(kernel.moe_gate(*gate), torch_moe_mps.ops.moe_gate(*gate), strict=True):
         assert torch.equal(found.cpu(), expected.cpu())
 
@@ -209,6 +254,47 @@ def test_functions_refuse_what_the_packages_operators_refuse(kernel, simulated):
             assert found == expected and expected is not None, (name, changes)
     residual, slots, weights = zeros(2, 64), random(2, 3, 64).to("mps"), random(2, 3).to("mps")
     assert kernel.weighted_sum_residual_stacked_(residual, slots, weights) is residual
+
+
+@pytest.mark.sweep
+def test_fake_operators_have_the_shapes_of_results(kernel, simulated):
+    """And torch.compile takes them whole."""
+    functions = {name: getattr(kernel.operators, name) for name in vars(kernel.operators)["DECLARED"]}
+    for name, function in functions.items():
+        for changes in ({}, *more_samples(name, "mps", torch.float32)):
+            arguments = sample_arguments(name, "mps", torch.float32) | changes
+            with FakeTensorMode() as mode:
+                fakes = {
+                    n: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()
+                }
+                found = function(**fakes)
+            expected = function(**copies(arguments))
+            pairs = zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, expected)), strict=True)
+            assert all((a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs), name
+    compiled = torch.compile(kernel.moe_router_topk_softmax, backend="aot_eager", fullgraph=True)
+    logits = random(5, 16).to("mps")
+    for found, expected in zip(
+        compiled(logits, 4, True), kernel.moe_router_topk_softmax(logits, 4, True), strict=True
+    ):
+        assert torch.equal(found.cpu(), expected.cpu())
+
+
+@pytest.mark.sweep
+def test_benchmarks(project, kernel, simulated):
+    """Each workload gives what PyTorch gives, within the bound of `kernels benchmark`."""
+    classes = runpy.run_path(str(project / "benchmarks" / "benchmark.py"))
+    workloads = 0
+    for cls in classes.values():
+        if not (isinstance(cls, type) and issubclass(cls, Benchmark) and cls is not Benchmark):
+            continue
+        for name in (each.removeprefix("benchmark_") for each in dir(cls) if each.startswith("benchmark_")):
+            case = cls()
+            case.kernel, case.device = kernel, "mps"
+            getattr(case, f"setup_{name}", case.setup)()
+            getattr(case, f"benchmark_{name}")()
+            torch.testing.assert_close(case.out, getattr(case, f"verify_{name}")(), atol=1e-2, rtol=1e-5)
+            workloads += 1
+    assert workloads == 5
 
 
 def refusal(function, arguments: dict) -> str | None:
@@ -341,12 +427,9 @@ def test_rotary_embedding(layers, own):
             close(result, expected)
 
 
-# By transformers' own `set_use_kernels`, which asks for a version of `kernels` that PyPI does not have.
+# By transformers' own `set_use_kernels`.
 WHOLE = """
     import json, sys
-    import transformers.utils
-    for module in (transformers.utils, transformers.utils.import_utils):
-        module.is_kernels_available = lambda *args, **kwargs: True
     import simulator
     simulator.install(strict=True)
     import torch
@@ -389,12 +472,15 @@ OF_MODELS = {
     ),
     "qwen3_5_moe": (
         [f"{name}={name}" for name in BY_THEIR_NAMES],
-        {"rms_norm", "rms_norm_gated", "moe_router", "linear_attention_", "causal_conv1d_update_"},
+        {"rms_norm", "rms_norm_gated", "moe_router", "gated_delta_rule_", "causal_conv1d_update_"},
     ),
 }
 
 
 @pytest.mark.sweep
+@pytest.mark.skipif(
+    not is_kernels_available(), reason=f"transformers asks for {deps['kernels']}, which PyPI does not have"
+)
 @pytest.mark.parametrize("architecture", sorted(OF_MODELS))
 def test_whole_model(folder, architecture):
     """Logits and tokens are those of transformers' own layers on the CPU; no stack is copied in a call."""

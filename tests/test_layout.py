@@ -230,7 +230,7 @@ GGUF = [name for name, row in ROWS.items() if not row.is_of_mlx]
 # Product files that name formats beside those that name each: a user's choice, an example, a type of its own.
 CHOICES = {
     *("commands/arguments.py", "commands/recipes.py", "ops/_formats.py", "ops/quantized.py"),
-    *("shaders/matmul/grids.txt", "transformers/checkpoints/gguf/file.py"),
+    *("shaders/matmul/grids.txt", "checkpoints/gguf/file.py"),
 }
 
 

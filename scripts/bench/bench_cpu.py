@@ -6,6 +6,8 @@ copies the weights of every selected expert: it is left out where that takes mor
 
 With --modules ARCHITECTURE... instead: the CPU time of a call of each kind of replaced module of these small
 models, by its operators and by its own code, for a token and for a prompt; the least of several turns.
+
+With --attention instead: `attention` beside torch's scaled_dot_product_attention of the same inputs.
 """
 
 import argparse
@@ -125,6 +127,36 @@ def compare_modules(architecture: str, turns: int = 9) -> None:
                 print(f"{architecture:12} T {tokens:2} {ratio}  {done} ({cls})", flush=True)
 
 
+# Query heads, key heads, tokens, keys, width.
+ATTENTIONS = ((32, 4, 1, 4096, 128), (32, 4, 512, 512, 128), (32, 4, 128, 2048, 128))
+
+
+@torch.inference_mode()
+def compare_attention(dtype: torch.dtype, seconds: float) -> None:
+    for heads, key_heads, tokens, keys, width in ATTENTIONS:
+        q = torch.randn(1, heads, tokens, width).to(dtype)
+        k, v = (torch.randn(1, key_heads, keys, width).to(dtype) for _ in range(2))
+        mask, scale = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens), width**-0.5
+        calls = {
+            "ours": lambda q=q, k=k, v=v, scale=scale: torch.ops.moe_mps.attention(q, k, v, scale),
+            "torch": lambda q=q, k=k, v=v, mask=mask, scale=scale: (
+                torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+                ).transpose(1, 2)
+            ),
+        }
+        difference = (calls["ours"]().float() - calls["torch"]().float()).abs().max()
+        if not difference <= TOLERANCE[dtype]:
+            raise SystemExit(f"the result differs from torch's by {difference:.2e} in {dtype}")
+        times = measure(calls, seconds, least=5)
+        print(
+            f"{heads} heads, {key_heads} of keys, T {tokens}, S {keys}, {str(dtype).removeprefix('torch.')}: "
+            f"ours {times['ours']:.2f} ms, torch {times['torch']:.2f} ms, "
+            f"ratio {times['ours'] / times['torch']:.2f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,8 +165,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="per row")
     parser.add_argument("--modules", nargs="+", metavar="ARCHITECTURE", help="compare modules instead")
+    parser.add_argument("--attention", action="store_true", help="compare attention instead")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.attention:
+        for name in options.dtype:
+            compare_attention(DTYPES[name], options.seconds)
+        return
     if options.modules is not None:
         with all_operators():
             for architecture in options.modules:

@@ -11,10 +11,12 @@ if __name__ == "__main__":
 import torch
 
 from torch_moe_mps import ops
+from torch_moe_mps.ops._registry import WITH_BACKWARD
 
 DOCUMENT = paths.REPOSITORY / "docs" / "operators.md"
-MARK = "<!-- scripts/make/make_operators_table.py writes what follows -->\n"
-HEAD = "| operator | computes | used by | stands for |\n| --- | --- | --- | --- |\n"
+BEGIN = "<!-- scripts/make/make_operators_table.py writes this table -->\n"
+END = "<!-- end of the table -->\n"
+HEAD = "| operator | computes | gradients | used by | source kernel |\n| --- | --- | --- | --- | --- |\n"
 USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 NAMED = 3  # architectures by name; of more, their number
 
@@ -36,11 +38,21 @@ def row(name: str, family: str, users: list[str]) -> str:
         users_text = ", ".join(users) if len(users) <= NAMED else f"{len(users)} architectures"
     elif replaced:
         users_text = " ".join(f"in {replaced[1]}".split())
-    return f"| [`{name}`](../torch_moe_mps/ops/{family}.py) | {summary} | {users_text} | {named or '-'} |\n"
+    backward = WITH_BACKWARD.get(name)
+    reached = ", ".join(f"`{argument}`" for argument in backward.reads) if backward else "-"
+    cells = f"[`{name}`]({docstring(name, family)})", summary, reached, users_text, named or "-"
+    return f"| {' | '.join(cells)} |\n"
+
+
+def docstring(name: str, family: str) -> str:
+    """The link from docs/ to the line where an operator begins."""
+    path = f"torch_moe_mps/ops/{family}.py"
+    before, _, _ = (paths.REPOSITORY / path).read_text().partition(f"\ndef {name}(")
+    return f"../{path}#L{before.count(chr(10)) + 2}"
 
 
 def document() -> str:
-    """The text that docs/operators.md should have: its introduction, then a row for each operator.
+    """The text that docs/operators.md should have: what it has, with a row for each operator.
 
     Raises: SystemExit where scripts/make/make_used_by.py did not run since an operator was added.
     """
@@ -50,10 +62,11 @@ def document() -> str:
             "make_operators_table: tests/pinned/used_by.txt must have each operator, got no "
             f"{', '.join(missing)}: run scripts/make/make_used_by.py first"
         )
-    text = DOCUMENT.read_text().partition(MARK)[0] + MARK + HEAD
+    before, begin, others = DOCUMENT.read_text().partition(BEGIN)
+    text = before + begin + HEAD
     for family, module in sorted(ops.FAMILIES.items()):
         text += "".join(row(name, family, users[name]) for name in ops.PUBLIC if name in module.CALLS)
-    return text
+    return text + END + others.partition(END)[2]
 
 
 if __name__ == "__main__":

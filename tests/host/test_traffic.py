@@ -115,7 +115,7 @@ def test_router_reads_its_logits_once(simulated, num_experts):
 def test_gate_reads_the_router_once_for_four_tokens(simulated):
     hidden, router = tensor(1024, 128), tensor(16, 128)
     with simulated.counters() as dispatches:
-        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, EPS)
+        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, EPS, True)
     assert len(dispatches) == 2
     assert dispatches[0].buffers[1].bytes_read == 1024 // 4 * nbytes(router)
 
@@ -123,7 +123,7 @@ def test_gate_reads_the_router_once_for_four_tokens(simulated):
 def test_delta_moves_its_state_once(simulated):
     q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
     state = tensor(1, 4, 128, 128, dtype=torch.float32)
-    run = partial(ops.linear_attention_, q, q, v, gate, state, 0.1, beta=gate)
+    run = partial(ops.gated_delta_rule_, q, q, v, gate, state, 0.1, beta=gate)
     dispatch = only_dispatch(simulated, run)
     assert dispatch.buffers[8].bytes_read == dispatch.buffers[8].bytes_written == nbytes(state)
 

@@ -310,6 +310,33 @@ def test_nan_stays_in_its_head(device):
     assert out[0, 1, :2].isfinite().all() and out[0, 0].isfinite().all()
 
 
+def test_torch_computes_what_it_has_on_a_cpu(monkeypatch):
+    """Its results stay if they are finite: keys that no token sees may hold NaN, and rows may be empty."""
+    finite, own = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spied(*args, **kwargs):
+        out = own(*args, **kwargs)
+        finite.append(bool(out.isfinite().all()))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    q, k, v = tensors("cpu", torch.bfloat16, 2, 8, 2, 3, 40, 16, 24)
+    mask = numbers(2, 2, 3, 40, dtype=torch.bfloat16) > -0.5
+    for options in ({}, {"lookahead": 40}, {"mask": mask}, {"mask": torch.where(mask, 0.5, -torch.inf)}):
+        checked("attention", q, k, v, 0.2, **options)
+    checked("attention", q[:, :, :1], k, v, 0.2)
+    assert finite == [True] * 5
+    sinks = numbers(8)
+    for options in ({"window": 9}, {"softcap": 5.0}, {"sinks": sinks}):
+        checked("attention", q, k, v, 0.2, **options)
+    assert len(finite) == 5
+    mask[0, :, 1] = False
+    mask[..., 7] = False
+    k[:, :, 7], v[:, :, 7] = torch.nan, torch.inf
+    out = checked("attention", q, k, v, 0.2, mask=mask)
+    assert finite[5:] == [False] and out.isfinite().all() and (out[0, 1] == 0.0).all()
+
+
 def test_the_same_bits_again(every_order, device):
     q, k, v = tensors(device, torch.float32, 1, 4, 1, 2, 1100, 24)
     results = [attend(q, k, v, 0.3).cpu() for _ in every_order()]

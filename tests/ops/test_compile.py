@@ -27,7 +27,7 @@ class Layer(torch.nn.Module):
         weights, ids = ops.moe_router(
             normed @ self.router.T, K, scoring="sigmoid", correction_bias=self.bias, norm_topk_prob=True
         )
-        _, gate_ids = ops.moe_gate(stream, self.router, self.norm_weight, self.scale, K, 1e-6)
+        _, gate_ids = ops.moe_gate(stream, self.router, self.norm_weight, self.scale, K, 1e-6, False)
         order, offsets = ops.moe_bucket(ids, E)
         out = ops.moe_experts(normed, self.gate_up, self.down, ids, weights, residual=stream)
         slots = ops.expert_mm(normed, self.down.mT.contiguous(), gate_ids)

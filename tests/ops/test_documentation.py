@@ -12,6 +12,7 @@ from support.processes import REPOSITORY
 
 from torch_moe_mps import ops
 from torch_moe_mps.ops import OPERATORS, PUBLIC
+from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.ops._samples import packet
 
 
@@ -50,10 +51,15 @@ def test_operators_table_is_current():
 
 def test_operators_table_has_every_public_operator():
     text = (REPOSITORY / "docs" / "operators.md").read_text()
-    lines = text.partition("writes what follows -->")[2].splitlines()
+    lines = text.partition("writes this table -->")[2].partition("<!-- end")[0].splitlines()
     rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| [`")]
     links = dict(re.fullmatch(r"\[`(\w+)`\]\(\.\./(.+)\)", row[0]).groups() for row in rows)
     assert sorted(links) == sorted(PUBLIC)
-    assert all(row[2].strip("- ") for row in rows), "an operator without a caller says what replaces it"
-    for name, path in links.items():
-        assert f"\ndef {name}(" in (REPOSITORY / path).read_text()
+    assert all(row[3].strip("- ") for row in rows), "an operator without a caller says what replaces it"
+    for name, link in links.items():
+        path, line = link.split("#L")
+        assert (REPOSITORY / path).read_text().splitlines()[int(line) - 1].startswith(f"def {name}(")
+    reached = {row[0].split("`")[1]: re.findall(r"`(\w+)`", row[2]) for row in rows}
+    assert {name: names for name, names in reached.items() if names} == {
+        name: [*backward.reads] for name, backward in WITH_BACKWARD.items()
+    }

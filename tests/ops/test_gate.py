@@ -65,5 +65,5 @@ def test_gate_whose_scales_sum_to_zero(device):
         torch.ones(32),
         torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0]),
     )
-    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6)
+    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6, True)
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.5, -0.5]]

@@ -32,6 +32,9 @@ WRONG = {
     ),
     "missing": ("rms_norm", (X, W), {}, "eps must be a number, got nothing"),
     "missing tensor": ("rms_norm", (), {"eps": 1e-6}, "x must be a tensor, got nothing"),
+    "missing option": (
+        "moe_gate", (X, X, W, W, 2, 1e-6), {}, "renormalize_after_scale must be True or False, got nothing"
+    ),
     "too many": (
         "rms_norm", (X, W, 1e-6, 0.0, 1.0, 1), {},
         "arguments must be at most 5 (x, weight, eps, weight_offset, factor), got 6",

@@ -11,7 +11,6 @@ from support.oracles_operators import checked
 from support.routing import ROUTERS, random_ids, router_options
 from support.values import random
 
-from torch_moe_mps import ops
 from torch_moe_mps.ops.routing import moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
@@ -184,11 +183,3 @@ def test_ties_of_any_shape_on_cpu(tokens, num_experts, data):
 def test_finite_of_the_oracle():
     """How the oracle reads degenerate values, on which the tests above rely."""
     assert finite(np.array([NAN, INF, -INF, 1.0])).tolist() == [-LARGEST, LARGEST, -LARGEST, 1.0]
-
-
-def test_saturated_logits_choose_by_themselves(device):
-    """Their probabilities are all 0 but for one: the docstring says where the source kernel differs."""
-    logits = torch.full((1, 8), -300.0)
-    logits[0, 2], logits[0, 6], logits[0, 1] = 0.0, -200.0, -250.0
-    _, ids = ops.moe_router_topk_softmax(logits.to(device), 3, True)
-    assert ids.tolist() == [[2, 6, 1]]

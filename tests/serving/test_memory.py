@@ -15,6 +15,7 @@ from support.serving import said
 from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.macs import machine_memory
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
@@ -23,7 +24,6 @@ from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache
-from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 

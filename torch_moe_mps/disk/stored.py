@@ -13,7 +13,7 @@ from .file import Layer, dtype_of, fill, opened, stamp_of
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRows:
     """Rows of a tensor behind each other in a file.
 
     Attributes:
@@ -26,13 +26,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredTensor:
     """A tensor [experts, ...]: its parts, and its dtype in the files, where 16 bits may be others."""
 
-    parts: Sequence[Part]
+    parts: Sequence[FileRows]
     dtype: torch.dtype
 
-    def place(self, row: int) -> tuple[Part, int]:
+    def place(self, row: int) -> tuple[FileRows, int]:
         """The part with a row, and the number of the row in it."""
         for part in self.parts:
             if row < part.rows:
@@ -51,7 +51,9 @@ class StoredExperts:
         path, layers, fingerprint: as of an `ExpertsFile`; the path is the checkpoint's.
     """
 
-    def __init__(self, path: Path, key: str, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Rows]]):
+    def __init__(
+        self, path: Path, key: str, layers: Sequence[Layer], tensors: Sequence[Mapping[str, StoredTensor]]
+    ):
         self.path, self.layers = path, list(layers)
         self._tensors = [
             [own[name] for name in layer.tensors] for layer, own in zip(layers, tensors, strict=True)

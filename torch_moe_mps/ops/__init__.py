@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 from ._registry import OPERATORS as OPERATORS
 from .attention import attention as attention
 from .attention import write_cache_quantized_ as write_cache_quantized_
+from .causal_conv1d import causal_conv1d_update_ as causal_conv1d_update_
 from .combine import expert_activation as expert_activation
 from .combine import moe_weighted_reduce as moe_weighted_reduce
 from .combine import silu_mul_stacked as silu_mul_stacked
@@ -18,6 +19,7 @@ from .combine import weighted_sum_residual_stacked_ as weighted_sum_residual_sta
 from .combine import weighted_sum_stacked as weighted_sum_stacked
 from .experts import expert_mm as expert_mm
 from .experts import moe_experts as moe_experts
+from .gated_delta_rule import gated_delta_rule_ as gated_delta_rule_
 from .heads import heads_mm as heads_mm
 from .heads import heads_quantized as heads_quantized
 from .hyper_connection import hyper_connection as hyper_connection
@@ -25,9 +27,6 @@ from .hyper_connection import hyper_update as hyper_update
 from .linear import embedding_quantized as embedding_quantized
 from .linear import linear_quantized as linear_quantized
 from .linear import mlp_quantized as mlp_quantized
-from .linear_attention import causal_conv1d_update_ as causal_conv1d_update_
-from .linear_attention import linear_attention_ as linear_attention_
-from .linear_attention import selective_scan_ as selective_scan_
 from .lora import expert_lora as expert_lora
 from .lora import linear_lora as linear_lora
 from .norms import fused_norm_add as fused_norm_add
@@ -51,6 +50,7 @@ from .routing import moe_router as moe_router
 from .routing import moe_router_topk_softmax as moe_router_topk_softmax
 from .routing import router_logits as router_logits
 from .sampling import sample as sample
+from .selective_scan import selective_scan_ as selective_scan_
 
 # The families by name; other modules of this folder begin with "_".
 FAMILIES = {

@@ -170,6 +170,22 @@ def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Te
     return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
 
 
+def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor | None:
+    """[B, T, Hq, Dv] by torch's attention in float32; None where a number is not finite.
+
+    What hidden keys hold reaches its results as NaN.
+    """
+    (batch, heads, tokens, width), (key_heads, width_of_values) = q.shape, values.shape[1::2]
+    group = heads // key_heads
+    rows = q.float().reshape(batch, key_heads, group * tokens, width)
+    if tokens > 1:
+        bias = bias.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+    if not out.isfinite().all():
+        return None
+    return out.reshape(batch, heads, tokens, width_of_values).transpose(1, 2)
+
+
 @operator(
     f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any mask[_, _, T, _]:mask "
     "key_range[B, 2]:int32 sinks[Hq] k_scales[B, Hk, S, _]:q k_biases[B, Hk, S, _]:q "
@@ -277,10 +293,10 @@ def attention(
         >>> ops.attention(q, k, v, scale=0.5).flatten().tolist()
         [1.0, 2.0]
     """
-    batch, heads, tokens, width = q.shape
-    key_heads, keys = k.shape[1:3]
+    tokens, keys = q.shape[2], k.shape[2]
     keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
-    queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
+    own = (window, key_range, softcap, sinks, indices, k_tail)
+    is_torchs = q.is_cpu and all(option is None for option in own)
     if indices is not None and k_tail is None:
         bias = _times_selected(indices, index_block, keys).log_()
     else:
@@ -294,9 +310,29 @@ def attention(
         shape = torch.broadcast_shapes(bias.shape[:3], seen.shape[:3])
         bias = torch.cat((bias.expand(*shape, -1), seen.expand(*shape, -1)), 3)
         keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
+    out = _by_torch(q, keys_, values, bias, scale) if is_torchs else None
+    if out is None:
+        out = _attended(q, keys_, values, bias, scale, softcap, sinks)
+    if gate is not None:
+        out = out * GATES[gate_activation](gate.float())
+    return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
+
+
+def _attended(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, T, Hq, Dv] in float32. What hidden keys and values hold has no effect."""
+    (batch, heads, tokens, width), key_heads = q.shape, keys.shape[1]
+    queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
     bias = bias.unsqueeze(2)
     hidden = bias == -torch.inf
-    logits = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
+    logits = torch.matmul(queries, keys.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
         logits = (logits / softcap).tanh_() * softcap
     logits = (logits + bias).masked_fill(hidden, -torch.inf)  # a hidden key may hold NaN
@@ -306,10 +342,7 @@ def attention(
     probabilities = torch.cat((logits, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
-    out = out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
-    if gate is not None:
-        out = out * GATES[gate_activation](gate.float())
-    return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
+    return out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
 
 
 # The cache in 8 bits

@@ -39,7 +39,7 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 
     In models the experts' first product applies the activation: `moe_experts`, `moe_experts_quantized`.
 
-    Stands for the source kernel silu_mul_stacked_f32.
+    Stands for the source kernel silu_mul_stacked_f32; docs/operators.md has the differences.
 
     Example:
         >>> ops.silu_mul_stacked(torch.tensor([[0.0, 100.0]]), torch.tensor([[5.0, 2.0]])).tolist()
@@ -148,7 +148,7 @@ def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
 
     In models `moe_experts` and `moe_weighted_reduce` sum.
 
-    Stands for the source kernel weighted_sum_stacked_f32.
+    Stands for the source kernel weighted_sum_stacked_f32; docs/operators.md has the differences.
 
     Example:
         >>> expert_out = torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
@@ -175,7 +175,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weight
 
     In models `moe_experts` adds the residual itself.
 
-    Stands for the source kernel weighted_sum_residual_stacked_f32.
+    Stands for the source kernel weighted_sum_residual_stacked_f32; docs/operators.md has the differences.
 
     Example:
         >>> residual, expert_out = torch.tensor([[1.0, 1.0]]), torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
@@ -207,7 +207,8 @@ def weighted_sum_residual_norm_stacked_(
 
     In models `moe_experts` sums, and the operator behind it norms its input.
 
-    Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
+    Stands for the source kernel weighted_sum_residual_norm_stacked_f32;
+    docs/operators.md has the differences.
 
     Example:
         >>> residual, expert_out = torch.tensor([[0.0, 1.0]]), torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
@@ -325,7 +326,7 @@ def moe_weighted_reduce(
 
     Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
 
-    Stands for the source kernel moe_weighted_reduce_f32.
+    Stands for the source kernel moe_weighted_reduce_f32; docs/operators.md has the differences.
 
     Example:
         >>> expert_out, weights = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.5, 0.25]])

@@ -187,7 +187,7 @@ def fused_norm_add(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    Stands for the source kernel fused_norm_add_f32.
+    Stands for the source kernel fused_norm_add_f32; docs/operators.md has the differences.
 
     Example:
         >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([3.0, 4.0])
@@ -211,7 +211,7 @@ def fused_norm_add_scalar(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    Stands for the source kernel fused_norm_add_scalar_f32.
+    Stands for the source kernel fused_norm_add_scalar_f32; docs/operators.md has the differences.
 
     Example:
         >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([3.0, 4.0])
@@ -252,7 +252,7 @@ def fused_residual_norm(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    Stands for the source kernel fused_residual_norm_f32.
+    Stands for the source kernel fused_residual_norm_f32; docs/operators.md has the differences.
 
     Example:
         >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[1.0, -3.0]]), torch.tensor([3.0, 4.0])
@@ -319,7 +319,7 @@ def fused_residual_norm_scalar(
 
     In models `fused_residual_norm` with a factor takes its place.
 
-    Stands for the source kernel fused_residual_norm_scalar_f32.
+    Stands for the source kernel fused_residual_norm_scalar_f32; docs/operators.md has the differences.
 
     Example:
         >>> residual, x, weight = torch.ones(1, 2), torch.tensor([[1.0, -3.0]]), torch.tensor([3.0, 4.0])

@@ -177,7 +177,8 @@ def moe_router(
 
     Raises: ValueError for a dtype, shape, count, name or device that does not fit.
 
-    Stands for the router of the source kernel moe_router_topk_softmax_f32, generalised.
+    Stands for the router of the source kernel moe_router_topk_softmax_f32, generalised;
+    docs/operators.md has the differences.
 
     Example:
         >>> logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
@@ -214,12 +215,8 @@ def moe_router(
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Top-k experts and their weights by softmax over all; with norm_topk_prob the weights sum to 1.
 
-    That divides by the sum of the top_k probabilities. It is at least 1 / E, so the floor of 2^-14 under it
-    in the source kernel has no effect.
-
     Logits are compared, not probabilities, which saturate: of eight logits, 0 at id 2, -200 at 6, -250 at 1
-    and -300 elsewhere, the best three are [2, 6, 1]. The source kernel compares probabilities, which are 0
-    behind the first, and chooses [2, 0, 1].
+    and -300 elsewhere, the best three are [2, 6, 1].
 
     Args:
         logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
@@ -233,7 +230,7 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
 
     In models `moe_router` chooses, which has every model's options.
 
-    Stands for the source kernel moe_router_topk_softmax_f32.
+    Stands for the source kernel moe_router_topk_softmax_f32; docs/operators.md has the differences.
 
     Example:
         >>> ops.moe_router_topk_softmax(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), top_k=2, norm_topk_prob=True)
@@ -261,7 +258,7 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     """Top-k experts and their softmax weights, which sum to 1, times per_expert_scale[id].
 
     Probabilities over all experts, divided by the sum of the selected, are the softmax over the selected
-    logits. After the scale there is no second renormalisation.
+    logits. After the scale there is no second renormalisation. Logits are compared, not probabilities.
 
     Args:
         logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the
@@ -276,7 +273,8 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
 
     In models `moe_router` chooses, with scoring="softmax_after_topk".
 
-    Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32.
+    Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32;
+    docs/operators.md has the differences.
 
     Example:
         >>> logits, scale = torch.tensor([1.0, 3.0, 3.0, 0.0]), torch.tensor([1.0, 2.0, 4.0, 1.0])
@@ -342,7 +340,7 @@ def moe_gate(
     per_expert_scale: Tensor,
     top_k: int,
     norm_eps: float,
-    renormalize_after_scale: bool = True,
+    renormalize_after_scale: bool,
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts and weights of a whole gate: RMSNorm, router matmul, softmax over them, per-expert scale.
 
@@ -364,11 +362,12 @@ def moe_gate(
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
-    Stands for the source kernel moe_gate.
+    Stands for the source kernel moe_gate; docs/operators.md has the differences.
 
     Example:
         >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]])
-        >>> weights, ids = ops.moe_gate(x, weight, torch.ones(2), torch.ones(3), top_k=2, norm_eps=0.0)
+        >>> ones = torch.ones(3)
+        >>> weights, ids = ops.moe_gate(x, weight, ones[:2], ones, 2, 0.0, renormalize_after_scale=False)
         >>> weights.tolist(), ids.tolist()
         ([[0.5, 0.5]], [[1, 2]])
     """
@@ -411,7 +410,8 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     In models with adapters on experts, `expert_lora` takes its pairs.
 
-    Stands for the source kernel moe_compute_ids_tpe_f32, in compressed form.
+    Stands for the source kernel moe_compute_ids_tpe_f32, in compressed form;
+    docs/operators.md has the differences.
 
     Example:
         >>> pair_order, offsets = ops.moe_bucket(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
@@ -451,7 +451,8 @@ def moe_compute_ids_tpe(
 
     In models `moe_bucket` sorts the pairs, and prefill kernels take its offsets in place of grids.
 
-    Stands for the source kernel moe_compute_ids_tpe_f32, which orders an expert's pairs by atomics.
+    Stands for the source kernel moe_compute_ids_tpe_f32;
+    docs/operators.md has the differences.
 
     Example:
         >>> ids = torch.tensor([[1, 0], [1, 2]])
@@ -481,7 +482,10 @@ CALLS: Calls = {
     "moe_router_topk_softmax": lambda s: {"top_k": s.K, "norm_topk_prob": True},
     "fused_moe_routing": lambda s: {"top_k": s.K},
     "router_logits": lambda s: {"bias": s.values(s.E)},
-    "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "norm_eps": 1e-6},
+    "moe_gate": lambda s: {
+        **{"per_expert_scale": s.values(s.E).abs(), "top_k": s.K},
+        **{"norm_eps": 1e-6, "renormalize_after_scale": True},
+    },
     "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
         **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}

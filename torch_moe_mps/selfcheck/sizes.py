@@ -455,7 +455,7 @@ SIZES: Changes = {
     ],
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
-    "linear_attention_": _many_tokens,
+    "gated_delta_rule_": _many_tokens,
     **dict.fromkeys(("selective_scan_", "causal_conv1d_update_"), lambda s: [s.of("x[1, 150, 6]")]),
     "_pointwise": _formulas,
     "_pool_window_": _pooled,

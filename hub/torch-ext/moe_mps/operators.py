@@ -5,15 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._checks import MAX_TOP_K, Check
 from ._declared import Declared
-from ._ops import ops
+from ._ops import add_op_namespace_prefix, ops
 from ._summands import ExpertSum
 from ._tables import DECLARED
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
 MOST = 4096  # signatures of an operator that are remembered
+
+
+def _of_routing(logits: Tensor, top_k: int, **_: Any) -> tuple[Tensor, Tensor]:
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _of_residual_norm(residual: Tensor, write_sum: bool, **_: Any) -> tuple[Tensor, Tensor]:
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
+
+
+def _of_matrices(x: Tensor, weight: Tensor, ids: Tensor, transposed: bool, **_: Any) -> Tensor:
+    return x.new_empty((*ids.shape, weight.shape[2 if transposed else 1]))
+
+
+def _of_activation(x: Tensor, gated: bool, **_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1]))
+
+
+def _of_rope(q: Tensor, k: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
+    made = (q.new_empty(0) if x is None else x.transpose(1, 2) for x in (q, k))
+    return tuple(x.new_empty(x.shape) for x in made)
+
+
+# Results that a declaration does not have, by their shapes and dtypes.
+_RESULTS: dict[str, Callable[..., Any]] = {
+    "fused_moe_routing": _of_routing,
+    "fused_residual_norm": _of_residual_norm,
+    "expert_mm": _of_matrices,
+    "expert_activation": _of_activation,
+    "rope": _of_rope,
+}
 
 
 def operator(name: str) -> Callable[..., Any]:
@@ -27,7 +61,7 @@ def operator(name: str) -> Callable[..., Any]:
     written = [argument for argument in types if argument.endswith("_")]
     good: set[tuple[Any, ...]] = set()  # dtypes and shapes that fit
 
-    def checked(given: dict[str, Any]) -> None:
+    def checked(given: dict[str, Any]) -> Check:
         check = Check(name)
         check.values(types, given)
         declared.check(check, given)
@@ -37,11 +71,25 @@ def operator(name: str) -> Callable[..., Any]:
         if "shared_out" in given:
             ExpertSum(**{field: given[field] for field in ExpertSum._fields}).check(check)
         check.same_device(**{each: given[each] for each, kind in types.items() if "Tensor" in kind})
+        return check
+
+    @torch.library.register_fake(add_op_namespace_prefix(name))
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(types, args)), **kwargs}
+        check = checked(given)
+        if not overload._schema.returns:
+            return None
+        return _RESULTS[name](**given) if name in _RESULTS else declared.outputs(check, given)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(types, args)), **kwargs}
         if given.keys() != types.keys() or len(args) > len(types):
             raise TypeError(f"moe_mps::{name}: arguments must be {', '.join(types)}")
+        tensors = [each for each in given.values() if isinstance(each, Tensor)]
+        if torch.compiler.is_compiling() or not all(type(each) in _PLAIN for each in tensors):
+            # The fake operator checks.
+            out = overload(**given)
+            return given[written[0]] if out is None else out
         signature = tuple(
             (each.dtype, each.shape, each.device) if isinstance(each, Tensor) else each
             for each in given.values()
@@ -86,4 +134,4 @@ expert_mm = operator("expert_mm")
 expert_activation = operator("expert_activation")
 rope = operator("rope")
 causal_conv1d_update_ = operator("causal_conv1d_update_")
-linear_attention_ = operator("linear_attention_")
+gated_delta_rule_ = operator("gated_delta_rule_")

@@ -88,7 +88,7 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
 
     @property
     def options(self):
-        return {"top_k": self.top_k, "norm_eps": EPS}
+        return {"top_k": self.top_k, "norm_eps": EPS, "renormalize_after_scale": True}
 
 
 class Bucket(OperatorCase, fields="operator tokens experts top_k dtype"):

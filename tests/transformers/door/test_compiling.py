@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, core_model_loading, modeling_util
 import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps._environment import ONE_THREAD
+from torch_moe_mps.checkpoints.quantize import streaming
 from torch_moe_mps.commands.sources import usable_device
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers import compiling
-from torch_moe_mps.transformers.checkpoints.quantize import streaming
 from torch_moe_mps.transformers.compiling import libraries_of
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 

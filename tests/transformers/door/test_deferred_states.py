@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches import deferred_states as layers
-from torch_moe_mps.transformers.caches.deferred_states import Kind, Selective
+from torch_moe_mps.transformers.caches.deferred_states import Selective, StateKind
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.models import LinearAttentionLayer
 
-RULE, CHANNELS = Kind(delta=True), Kind(delta=True, is_wide=True)
-MAMBA, SELECTIVE = Kind(delta=False, is_transposed=True), Selective
+RULE, CHANNELS = StateKind(delta=True), StateKind(delta=True, is_wide=True)
+MAMBA, SELECTIVE = StateKind(delta=False, is_transposed=True), Selective
 # The layers that may, and how they take tokens in; convolutions alone have no recurrence whose kind counts,
 # nor has one with a number for each channel.
 LAGGING = {
@@ -32,7 +32,7 @@ LAGGING = {
     "lfm3": {0: None},
     "mamba": {0: SELECTIVE, 1: SELECTIVE},
     "mamba2": {0: MAMBA, 1: MAMBA},
-    "minimax": {1: Kind(delta=False)},
+    "minimax": {1: StateKind(delta=False)},
     "nemotron_h": {0: MAMBA},
     "olmo_hybrid": {0: RULE},
     "qwen3_5_moe": {0: RULE},

@@ -15,8 +15,8 @@ from support.models import assert_close, operators_of, output, prompt, tiny
 from support.processes import python
 
 import torch_moe_mps
-from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
-from torch_moe_mps.transformers.checkpoints.source import class_for
+from torch_moe_mps.checkpoints.own.config import QuantizationConfig
+from torch_moe_mps.checkpoints.source import class_for
 
 transformers.logging.set_verbosity_error()
 
