@@ -1,5 +1,5 @@
-"""Limits of requests: what one may be, what it gets from a server that has stopped generating, and that hostile
-ones change and delay no other answer.
+"""Limits of requests: what one may be, what it gets from a server that has stopped, and that hostile ones
+change and delay no other answer.
 """
 
 import asyncio
