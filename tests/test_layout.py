@@ -165,6 +165,12 @@ def test_no_test_imports_another():
         assert not others & tests, path
 
 
+def test_no_file_of_tests_is_long():
+    """At most 700 lines: what a file tests is in its name."""
+    lines = {path: len(path.read_text().splitlines()) for path in (REPOSITORY / "tests").rglob("*.py")}
+    assert len(lines) > 300 and not {path.name: count for path, count in lines.items() if count > 700}
+
+
 @pytest.mark.parametrize(
     ("file", "name", "value"),
     [
