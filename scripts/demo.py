@@ -40,8 +40,8 @@ import transformers  # noqa: E402
 from support import trained, trained_models  # noqa: E402
 
 import torch_moe_mps  # noqa: E402
+from torch_moe_mps.checkpoints.quantize.sizes import total_bytes  # noqa: E402
 from torch_moe_mps.commands.sources import usable_device  # noqa: E402
-from torch_moe_mps.transformers.checkpoints.quantize.sizes import total_bytes  # noqa: E402
 
 
 def random_model(device: str):

@@ -22,8 +22,14 @@ from pathlib import Path
 import pytest
 import torch
 from support import trained
+from support.cpu import (  # noqa: F401  # hooks
+    pytest_runtest_logreport,
+    pytest_runtest_logstart,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from support.slow import pytest_runtest_call  # noqa: F401  # a hook
-from support.sweep import in_sweep
+from support.sweep import in_part, in_sweep
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
@@ -32,9 +38,16 @@ SIMULATED = sys.platform != "darwin"
 
 def pytest_addoption(parser):
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
+    parser.addoption("--cpu", metavar="FILE", help="write the CPU seconds of files and tests")
+    parser.addoption("--part", metavar="N/M", help="run one of M parts of the tests")
 
 
 def pytest_configure(config):
+    if part := config.getoption("part"):
+        try:
+            in_part("", part)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
@@ -90,6 +103,8 @@ def leave_out_sweep(metafunc):
 def pytest_collection_modifyitems(config, items):
     """A case that runs only in the sweep is not run there in another order, too."""
     others = {i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1}
+    if part := config.getoption("part"):
+        others |= {item for item in items if not in_part(item.nodeid, part)}
     config.hook.pytest_deselected(items=[*others])
     items[:] = [item for item in items if item not in others]
 

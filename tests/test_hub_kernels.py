@@ -472,7 +472,7 @@ OF_MODELS = {
     ),
     "qwen3_5_moe": (
         [f"{name}={name}" for name in BY_THEIR_NAMES],
-        {"rms_norm", "rms_norm_gated", "moe_router", "linear_attention_", "causal_conv1d_update_"},
+        {"rms_norm", "rms_norm_gated", "moe_router", "gated_delta_rule_", "causal_conv1d_update_"},
     ),
 }
 

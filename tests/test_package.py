@@ -25,8 +25,8 @@ def test_what_an_import_registers():
     assert python(code).split("\n") == [
         "[]",
         "moe_mps.rms_norm True",
-        "torch_moe_mps.transformers.checkpoints.quantizer",
-        "torch_moe_mps.transformers.checkpoints.own.config",
+        "torch_moe_mps.checkpoints.quantizer",
+        "torch_moe_mps.checkpoints.own.config",
         "torch_moe_mps.transformers.modules.experts",
         "torch_moe_mps.transformers.attention.attention",
         "torch_moe_mps.transformers.attention.attention",

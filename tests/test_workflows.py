@@ -1,5 +1,6 @@
 """The workflows of GitHub, as far as they can be checked without it."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import yaml
 from compile_shaders import is_released
 from macos import SUPPORTED
 from support.processes import REPOSITORY
+from support.sweep import in_part
 
 from torch_moe_mps._versions import TORCH, TRANSFORMERS, minor, refused
 from torch_moe_mps.ops import OPERATORS
@@ -57,6 +59,9 @@ def test_what_jobs_name_exists(path):
     for script in re.findall(r"scripts/[\w.]*\w", text):
         file = REPOSITORY / script
         assert file.exists() and (file.suffix or os.access(file, os.X_OK)), script
+    for file, test in re.findall(r"(tests/[\w/.]*\w)(?:::(\w+))?", text):
+        assert (REPOSITORY / file).exists(), file
+        assert not test or f"\ndef {test}(" in (REPOSITORY / file).read_text(), test
     for name, job in jobs(path).items():
         assert {*([job["needs"]] if "needs" in job else [])} <= jobs(path).keys(), name
         assert job["timeout-minutes"] <= 120 and job["runs-on"], name
@@ -122,6 +127,53 @@ def test_a_variable_replaces_a_pinned_version(variable, package):
     plain, changed = required(), required(**{f"{variable}_VERSION": "9.8.7"})
     differs = {name for name in plain if plain[name] != changed.get(name)}
     assert changed[package] == "9.8.7" and differs <= {package, "nvidia-cuda-nvrtc"}
+
+
+def part_of(day: int, nights: int) -> str:
+    """The part that the nightly sweep runs on a day since 1970, by the commands of its step."""
+    steps = jobs(FOLDER / "nightly.yml")["sweep"]["steps"]
+    (command,) = (step["run"] for step in steps if "PART=" in step.get("run", ""))
+    command = command.replace("${{ matrix.nights }}", str(nights)).replace(
+        "date +%s", f"echo {day * 86400 + 11_820}"
+    )
+    program = ["bash", "-ec", command.replace('"$GITHUB_ENV"', "/dev/stdout")]
+    return subprocess.run(program, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_nights_run_the_sweep_in_parts():
+    """Each test of the sweep in one of ten nights, and each kernel is broken in one of seven."""
+    job = jobs(FOLDER / "nightly.yml")["sweep"]
+    rows = {row["name"]: row for row in of_matrix(job)}
+    assert {name: row["nights"] for name, row in rows.items()} == {"sweep": 10, "kernels": 7}
+    assert rows["kernels"]["tests"] == "tests/selfcheck" and "tests" not in rows["sweep"]
+    assert 'scripts/test --sweep --part "$PART" ${{ matrix.tests }}' in commands(job)
+    tests = [f"tests/selfcheck/test_kernels.py::test_each_kernel[{number}]" for number in range(60)]
+    for nights in (7, 10):
+        parts = [part_of(20_000 + day, nights).removeprefix("PART=") for day in range(nights)]
+        assert sorted(parts) == [f"{part}/{nights}" for part in range(nights)]
+        ran = [[test for test in tests if in_part(test, part)] for part in parts]
+        assert sorted(itertools.chain(*ran)) == sorted(tests) and all(ran)
+
+
+@pytest.mark.parametrize("part", ["10/10", "3", "-1/10", "a/b", "0/0"])
+def test_a_part_that_is_none(part):
+    with pytest.raises(ValueError, match=f"^--part: expected N/M with N below M, as 3/10, got {part}$"):
+        in_part("", part)
+
+
+def test_the_gpu_job_decides_as_the_page_says():
+    """`check --quick` on macos-15, at its second try; nothing else, and nothing on macos-26."""
+    job = jobs(FOLDER / "test.yml")["gpu"]
+    assert job["continue-on-error"] == "${{ matrix.runner != 'macos-15' }}"
+    decide = [step for step in job["steps"] if "run" in step and not step.get("continue-on-error")]
+    checks = [step for step in decide if "check " in step["run"]]
+    assert [step["run"].split(" --json")[0] for step in checks] == [".venv/bin/torch-moe-mps check --quick"]
+    (first,) = (step for step in job["steps"] if step.get("id") == "quick")
+    assert first["run"] == checks[0]["run"] and first["continue-on-error"] is True
+    assert checks[0]["if"] == "always() && steps.quick.outcome == 'failure'"
+    assert not any("scripts/test" in step["run"] for step in decide)
+    page = (REPOSITORY / "RELEASE.md").read_text()
+    assert "On macos-15 `check --quick` decides, at its second try; on macos-26 nothing does" in page
 
 
 ISSUES = """#!/bin/sh

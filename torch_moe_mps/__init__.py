@@ -19,10 +19,10 @@ __all__ = [
 
 # Imported when first used: most of it needs transformers, and all of it torch.
 _LAZY = {
-    "Importance": ".transformers.checkpoints.quantize.importance",
+    "Importance": ".checkpoints.quantize.importance",
     "accelerate": ".transformers",
-    "collect_importance": ".transformers.checkpoints.quantize.importance",
-    "read_importance": ".transformers.checkpoints.quantize.importance",
+    "collect_importance": ".checkpoints.quantize.importance",
+    "read_importance": ".checkpoints.quantize.importance",
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
     "generate_batch": ".serving.generate_batch",
@@ -32,9 +32,9 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import ops
     from ._faults import synchronize
+    from .checkpoints.quantize.importance import Importance, collect_importance, read_importance
     from .serving.generate_batch import generate_batch
     from .transformers.accelerate import accelerate, restore
-    from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance
     from .transformers.loading import from_pretrained
 
 

@@ -84,7 +84,7 @@ class Codebook(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatRow:
     """Storage of a format's weights.
 
     Attributes:
@@ -136,32 +136,36 @@ class Row:
 
 # "Add a format" in CONTRIBUTING.md says what a new one needs beside its row.
 ROWS = {
-    **{f"affine{b}_{g}": Row(b, g, LikeActivations()) for b in (1, 2, 3, 4, 5, 6, 8) for g in (32, 64, 128)},
-    "mxfp4": Row(4, 32, Floats("e2m1", "e8m0")),
-    "mxfp8": Row(8, 32, Floats("e4m3", "e8m0")),
-    "nvfp4": Row(4, 16, Floats("e2m1", "e4m3")),
-    "q1_0": Row(1, 128, Halves(), offset=1, step=2),
-    "q2_0": Row(2, 64, Halves(), offset=1),
-    "q4_0": Row(4, 32, Halves(), offset=8),
-    "q4_1": Row(4, 32, Halves(minima=True)),
-    "q5_0": Row(5, 32, Halves(), offset=16),
-    "q5_1": Row(5, 32, Halves(minima=True)),
-    "q8_0": Row(8, 32, Halves(), offset=128),
-    "q2_k": Row(2, 16, Integers(4, minima=True), groupwise_bits=4),
-    "q3_k": Row(3, 16, Integers(6, centre=32), offset=4, groupwise_bits=4),
-    "q4_k": Row(4, 32, Integers(6, minima=True), groupwise_bits=5),
-    "q5_k": Row(5, 32, Integers(6, minima=True), groupwise_bits=6),
-    "q6_k": Row(6, 16, Integers(8, centre=128), offset=32, groupwise_bits=8),
-    "iq4_nl": Row(4, 32, Halves(), levels=True),
-    "iq4_xs": Row(4, 32, Integers(6, centre=32), levels=True, groupwise_bits=4),
-    "tq2_0": Row(2, 256, Halves(), offset=1),
-    "iq1_s": Row(1, 32, Codebook(3, 3, 1, 16)),
-    "iq1_m": Row(1, 16, Codebook(3, 3, 4, 22)),
-    "iq2_xxs": Row(2, 32, Codebook(4, 0, 0, 0)),
-    "iq2_xs": Row(2, 16, Codebook(4, 1, 0, 8)),
-    "iq2_s": Row(2, 16, Codebook(4, 2, 0, 16)),
-    "iq3_xxs": Row(3, 32, Codebook(4, 0, 0, 0)),
-    "iq3_s": Row(3, 32, Codebook(4, 1, 0, 12)),
+    **{
+        f"affine{b}_{g}": FormatRow(b, g, LikeActivations())
+        for b in (1, 2, 3, 4, 5, 6, 8)
+        for g in (32, 64, 128)
+    },
+    "mxfp4": FormatRow(4, 32, Floats("e2m1", "e8m0")),
+    "mxfp8": FormatRow(8, 32, Floats("e4m3", "e8m0")),
+    "nvfp4": FormatRow(4, 16, Floats("e2m1", "e4m3")),
+    "q1_0": FormatRow(1, 128, Halves(), offset=1, step=2),
+    "q2_0": FormatRow(2, 64, Halves(), offset=1),
+    "q4_0": FormatRow(4, 32, Halves(), offset=8),
+    "q4_1": FormatRow(4, 32, Halves(minima=True)),
+    "q5_0": FormatRow(5, 32, Halves(), offset=16),
+    "q5_1": FormatRow(5, 32, Halves(minima=True)),
+    "q8_0": FormatRow(8, 32, Halves(), offset=128),
+    "q2_k": FormatRow(2, 16, Integers(4, minima=True), groupwise_bits=4),
+    "q3_k": FormatRow(3, 16, Integers(6, centre=32), offset=4, groupwise_bits=4),
+    "q4_k": FormatRow(4, 32, Integers(6, minima=True), groupwise_bits=5),
+    "q5_k": FormatRow(5, 32, Integers(6, minima=True), groupwise_bits=6),
+    "q6_k": FormatRow(6, 16, Integers(8, centre=128), offset=32, groupwise_bits=8),
+    "iq4_nl": FormatRow(4, 32, Halves(), levels=True),
+    "iq4_xs": FormatRow(4, 32, Integers(6, centre=32), levels=True, groupwise_bits=4),
+    "tq2_0": FormatRow(2, 256, Halves(), offset=1),
+    "iq1_s": FormatRow(1, 32, Codebook(3, 3, 1, 16)),
+    "iq1_m": FormatRow(1, 16, Codebook(3, 3, 4, 22)),
+    "iq2_xxs": FormatRow(2, 32, Codebook(4, 0, 0, 0)),
+    "iq2_xs": FormatRow(2, 16, Codebook(4, 1, 0, 8)),
+    "iq2_s": FormatRow(2, 16, Codebook(4, 2, 0, 16)),
+    "iq3_xxs": FormatRow(3, 32, Codebook(4, 0, 0, 0)),
+    "iq3_s": FormatRow(3, 32, Codebook(4, 1, 0, 12)),
 }
 
 _AFFINE = [row for row in ROWS.values() if isinstance(row.scales, LikeActivations)]

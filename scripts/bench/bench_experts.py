@@ -32,9 +32,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints.quantize.importance import Importance
+from torch_moe_mps.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from torch_moe_mps.commands.recipes import MIXED, arguments_of_recipe
-from torch_moe_mps.transformers.checkpoints.quantize.importance import Importance
-from torch_moe_mps.transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 
 KEPT = paths.REPOSITORY / "docs" / "quality_moe.json"
 PLOT = KEPT.with_suffix(".svg")

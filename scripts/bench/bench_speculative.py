@@ -27,7 +27,7 @@ from support.trained import needed
 from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
-from torch_moe_mps.serving.speculative.drafter import Drafter, Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence, Drafter
 from torch_moe_mps.serving.speculative.prompt_lookup import Lookup
 from torch_moe_mps.serving.speculative.width import MOST
 
@@ -112,7 +112,7 @@ def row_of(model: Any, ids: torch.Tensor, plain: Timed, speculative: Any, option
 
 def looked_up(ids: list[int], answer: list[int]) -> list[list[int]]:
     """The drafts of look-up for what follows each token of an answer."""
-    row, source, found = Row([*ids], len(ids), max_drafts=MOST), Lookup(None), []
+    row, source, found = DraftedSequence([*ids], len(ids), max_drafts=MOST), Lookup(None), []
     for token in answer:
         row.tokens.append(token)
         found += [list(source.draft([row])[0])]

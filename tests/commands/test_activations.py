@@ -14,12 +14,12 @@ from support.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints import activations
+from torch_moe_mps.checkpoints.activations import largest
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.transformers.basics.logits import wide_logits
-from torch_moe_mps.transformers.checkpoints import activations
-from torch_moe_mps.transformers.checkpoints.activations import largest
 
 
 def loaded(model, device: str, **own):

@@ -26,9 +26,10 @@ COMMANDS = sorted(next(a.choices for a in parser()._actions if a.dest == "comman
 
 
 def module(*arguments: str) -> subprocess.CompletedProcess:
-    """A fresh `python -m torch_moe_mps`, which says what it imported."""
+    """A fresh process of the script `torch-moe-mps`, which says what it imported."""
+    script = "import sys; from torch_moe_mps_command import run; sys.exit(run())"
     return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "torch_moe_mps", *arguments],
+        [sys.executable, "-X", "importtime", "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -121,7 +122,7 @@ def test_a_cheap_error_waits_for_no_torch(tmp_path):
         "chat {here} --set nothing=1", "convert {here} {here}",
     ]  # fmt: skip
     source = """
-        import contextlib, io, sys
+        import contextlib, io, sys, torch_moe_mps_command
         from torch_moe_mps.commands import main
         for line in sys.argv[1:]:
             with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -191,8 +192,8 @@ def test_the_formats_of_convert(tmp_path):
         ("--group-size", "64", "--mode", "nvfp4"): "--group-size must be 16 with --mode nvfp4, got 64",
         ("--bits", "8", "--mode", "mxfp4"): "--bits must be 4 with --mode mxfp4, got 8",
     }.items():
-        line = "import sys; from torch_moe_mps.commands import main; code = main(sys.argv[1:]); "
-        line += "assert 'torch' not in sys.modules; sys.exit(code)"
+        line = "import sys, torch_moe_mps_command; from torch_moe_mps.commands import main; "
+        line += "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
         words = [sys.executable, "-c", line, "convert", "none", tmp_path / "new", *arguments]
         result = subprocess.run(words, capture_output=True, text=True, env=environment())
         assert (result.returncode, result.stderr) == (1, f"torch-moe-mps: error: {expected}\n")

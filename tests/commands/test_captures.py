@@ -9,7 +9,7 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
-from torch_moe_mps.transformers.capture.calls import Captures
+from torch_moe_mps.transformers.capture.replay import Captures
 
 REQUESTS, TOKENS = 10, 5
 QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "otherone", "zyx", "last"]
@@ -20,7 +20,7 @@ def captured(monkeypatch):
     """The kinds of calls that are captured, in their order, and how often a program runs."""
     monkeypatch.setenv(CAPTURE, "1")
     kinds, runs = [], []
-    own, run = Captures._captured, Captures._run
+    own, run = Captures._record, Captures._replayed
 
     def capture(self, model, forward, reading, kind):
         kinds.append(reading.key)
@@ -31,8 +31,8 @@ def captured(monkeypatch):
         runs.append(result is not None)
         return result
 
-    monkeypatch.setattr(Captures, "_captured", capture)
-    monkeypatch.setattr(Captures, "_run", counted)
+    monkeypatch.setattr(Captures, "_record", capture)
+    monkeypatch.setattr(Captures, "_replayed", counted)
     return kinds, runs
 
 

@@ -289,12 +289,12 @@ def test_a_fault_of_one_kernel_is_found_on_the_gpu_that_runs_it(
 
 
 def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
-    """What linear_attention_ writes in place is compared, not only what it returns."""
+    """What gated_delta_rule_ writes in place is compared, not only what it returns."""
     plain = compare.packet
 
     def without_state(name):
         def call(**arguments):
-            if name == "linear_attention_" and arguments["q"].device.type == "mps":
+            if name == "gated_delta_rule_" and arguments["q"].device.type == "mps":
                 arguments["state_"] = arguments["state_"].clone()  # the caller's stays as it was
             return plain(name)(**arguments)
 
@@ -302,14 +302,14 @@ def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
         return call
 
     monkeypatch.setattr(compare, "packet", without_state)
-    monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "linear_attention_"])
+    monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "gated_delta_rule_"])
     monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
     monkeypatch.setattr(check, "libraries", lambda *arguments: [])
     assert main(ONE) == 1
     out = capsys.readouterr().out
-    assert "FAILED: linear_attention_ (float32) differs (largest error " in out
+    assert "FAILED: gated_delta_rule_ (float32) differs (largest error " in out
     failure, *_ = report()["failures"]  # of each width of heads
-    assert failure["subject"] == "linear_attention_"
+    assert failure["subject"] == "gated_delta_rule_"
     assert failure["arguments"]["state_"].startswith("float32[2, 4, 16, 8]")
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from support.models import tiny
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints.layouts import files
+from torch_moe_mps.checkpoints.write.parts import Parts
 from torch_moe_mps.commands import convert, main
 from torch_moe_mps.commands.results import locked
-from torch_moe_mps.transformers.checkpoints.layouts import files
-from torch_moe_mps.transformers.checkpoints.write.parts import Parts
 
 transformers.logging.set_verbosity_error()
 

@@ -8,8 +8,8 @@ from support.checkpoints import add_tokenizer
 from support.models import tiny
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints import calibration
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.checkpoints import calibration
 
 transformers.logging.set_verbosity_error()
 

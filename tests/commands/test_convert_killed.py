@@ -9,8 +9,8 @@ from support.killed import Killed, killed_at
 from support.models import tiny
 from support.sweep import in_sweep
 
+from torch_moe_mps.checkpoints.layouts import files
 from torch_moe_mps.commands import convert, main
-from torch_moe_mps.transformers.checkpoints.layouts import files
 
 PARTS = 5
 

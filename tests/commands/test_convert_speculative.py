@@ -14,10 +14,10 @@ from support.mtp import with_mtp
 from support.processes import COMMAND, environment
 from support.serving import letters
 
+from torch_moe_mps.checkpoints import mtp
+from torch_moe_mps.checkpoints.mtp import left_out_mtp
+from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.checkpoints.source import Source
-from torch_moe_mps.transformers.mtp import layers as mtp
-from torch_moe_mps.transformers.mtp.layers import left_out_mtp
 
 TEXT = "thequickbrownfoxjumpsoverthelazydog" * 20
 FOUR = ("--bits", "4", "--group-size", "32")

@@ -18,13 +18,13 @@ from support.sweep import covering, in_sweep, rows_in_sweep
 
 import torch_moe_mps
 from torch_moe_mps import macs
+from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.state import parts
-from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Qwen3-30B-A3B with a quarter of its layers, where their number says nothing.

@@ -208,6 +208,7 @@ def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, refused)
 # A command that only imports torch.
 TORCH_ALONE = """
 import sys, types
+import torch_moe_mps_command
 from torch_moe_mps import commands
 sys.modules["torch_moe_mps.commands.generate"] = command = types.ModuleType("generate")
 command.run = lambda options: print(__import__("torch").__version__)

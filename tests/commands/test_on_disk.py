@@ -15,11 +15,11 @@ from support.disk import files_of
 from support.models import tiny
 from support.serving import QUANTISED, client_of, said
 
+from torch_moe_mps.checkpoints import on_disk
+from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.residency import hits_of
 from torch_moe_mps.disk.file import Layer, written
-from torch_moe_mps.transformers.checkpoints import on_disk
-from torch_moe_mps.transformers.checkpoints.quantize import sizes
 
 ON_DISK = ("--experts-memory", "1GB")
 

@@ -17,7 +17,7 @@ from torch_moe_mps.commands.speculative import draft_cache, drafts_of
 from torch_moe_mps.serving.prefix_cache import disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.dflash import DFlash
-from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.modules.linears import formats_in
 
@@ -91,7 +91,7 @@ def test_the_cache_of_a_draft_is_what_it_holds(folders):
     cache = model(asked, use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert draft_cache(options_for(checkpoint), model.dtype).at(20) == held
-    source, row = DFlash(model, block), Row(asked[0].tolist(), 20, max_drafts=2)
+    source, row = DFlash(model, block), DraftedSequence(asked[0].tolist(), 20, max_drafts=2)
     source.computed(row, 0, torch.randn(1, 19, 2 * model.config.hidden_size))
     assert source.draft([row]) != [[]]
     heads = 2 * block.config.num_key_value_heads * block.config.head_dim * 4

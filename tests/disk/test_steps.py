@@ -11,12 +11,12 @@ from support.jobs import Asked, ids_of
 from support.models import tiny
 
 from torch_moe_mps import _environment, from_pretrained
+from torch_moe_mps.checkpoints import on_disk
+from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.serving.engine import executor
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.checkpoints import on_disk
-from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.passes.routing import choose_in_experts
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools

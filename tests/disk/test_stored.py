@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from support.experts_on_disk import EXPERTS, draw, layers, same
 
+from torch_moe_mps.checkpoints.layouts.files import places_in
 from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk.pool import Pools
-from torch_moe_mps.disk.stored import Part, Rows, StoredExperts
-from torch_moe_mps.transformers.checkpoints.layouts.files import places_in
+from torch_moe_mps.disk.stored import FileRows, StoredExperts, StoredTensor
 
 CUTS = (3, 4, EXPERTS)  # of a tensor in three parts
 
@@ -32,14 +32,16 @@ def stored(folder: Path, scales: torch.dtype = torch.bfloat16) -> tuple[StoredEx
     places, cut = (places_in(path) for path in paths)
     for number in range(len(tensors)):
         own = {
-            name: Rows([Part(paths[0], places[f"{number}.{name}"].offset, EXPERTS)], tensor.dtype)
+            name: StoredTensor([FileRows(paths[0], places[f"{number}.{name}"].offset, EXPERTS)], tensor.dtype)
             for name, tensor in tensors[number].items()
             if name != "codes"
         }
         names = [
             (f"{number}.codes.{begin}", end - begin) for end, begin in zip(CUTS, (0, *CUTS), strict=False)
         ]
-        own["codes"] = Rows([Part(paths[1], cut[name].offset, count) for name, count in names], torch.int32)
+        own["codes"] = StoredTensor(
+            [FileRows(paths[1], cut[name].offset, count) for name, count in names], torch.int32
+        )
         rows.append(own)
     return StoredExperts(folder, "key", layers(), rows), tensors
 

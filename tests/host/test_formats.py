@@ -4,10 +4,12 @@ import pytest
 from support.processes import python
 
 ADDED = """
+import torch_moe_mps_command  # the script, which registers operators behind its options
 from torch_moe_mps import _weight_formats
 
-_weight_formats.ROWS["new_0"] = _weight_formats.Row(6, 32, _weight_formats.Halves(), offset=32)
-_weight_formats.ROWS["new_k"] = _weight_formats.Row(5, 32, _weight_formats.Integers(6, centre=32), offset=16)
+rows, integers = _weight_formats.ROWS, _weight_formats.Integers(6, centre=32)
+rows["new_0"] = _weight_formats.FormatRow(6, 32, _weight_formats.Halves(), offset=32)
+rows["new_k"] = _weight_formats.FormatRow(5, 32, integers, offset=16)
 
 from support import oracles_experts, simulated
 

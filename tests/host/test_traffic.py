@@ -123,7 +123,7 @@ def test_gate_reads_the_router_once_for_four_tokens(simulated):
 def test_delta_moves_its_state_once(simulated):
     q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
     state = tensor(1, 4, 128, 128, dtype=torch.float32)
-    run = partial(ops.linear_attention_, q, q, v, gate, state, 0.1, beta=gate)
+    run = partial(ops.gated_delta_rule_, q, q, v, gate, state, 0.1, beta=gate)
     dispatch = only_dispatch(simulated, run)
     assert dispatch.buffers[8].bytes_read == dispatch.buffers[8].bytes_written == nbytes(state)
 

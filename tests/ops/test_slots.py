@@ -265,7 +265,7 @@ def test_a_captured_token_asks_anew(simulated, schedule):
     pools = [Pool(f"layer {layer}") for layer in range(3)]
     program, tokens, marks = program_of(*pools), [], []
     for ids in ((5, 6), (6, 8), (5, 8)):
-        tokens.append(program.run([ids_on("mps", *ids)], [], [], []))
+        tokens.append(program.bind([ids_on("mps", *ids)], [], [], []).run([])[0])
         marks.append(Mark(torch.device("mps"), commits=True))
     for mark, slots, expected in zip(marks, tokens, ([[0, 1]], [[1, 2]], [[0, 2]]), strict=True):
         mark.wait()
@@ -457,9 +457,8 @@ def test_events_beat_a_drained_queue(simulated):
         assert 0.94 < events < 1 and drained < 0.93 * events, case
 
 
-@pytest.mark.slow("a process of its own, which loads torch and the simulator")
 def test_a_process_ends_while_a_disk_is_silent(simulated):
-    printed = processes.python(
+    printed = processes.forked(
         """
         import threading, torch
         from support.simulated import install

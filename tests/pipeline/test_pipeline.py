@@ -8,8 +8,8 @@ from support.pipeline import cases_of, launch
 from support.sweep import rows_in_sweep
 from transformers.distributed import DistributedConfig
 
-from torch_moe_mps.transformers.checkpoints.own.config import QuantizationConfig
-from torch_moe_mps.transformers.checkpoints.quantizer import Quantizer
+from torch_moe_mps.checkpoints.own.config import QuantizationConfig
+from torch_moe_mps.checkpoints.quantizer import Quantizer
 
 # Layers that read the ids; sinks and windows.
 ALWAYS = (

@@ -14,7 +14,7 @@ from support.processes import environment
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.pipeline.handing import Call
+from torch_moe_mps.pipeline.handing import ModelCall
 from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import PeerError, Timeouts
 from torch_moe_mps.pipeline.running import Running
@@ -63,7 +63,11 @@ def test_each_process_gets_one_line(outcomes, failure):
 def test_features_for_layers_of_one_process():
     """What layers get beside the tokens is part of what the processes compare."""
     ids = torch.ones(1, 2, dtype=torch.int64)
-    with_features, without, other_ids = Call(1, ids, None, ["features"]), Call(1, ids), Call(1, ids + 1)
+    with_features, without, other_ids = (
+        ModelCall(1, ids, None, ["features"]),
+        ModelCall(1, ids),
+        ModelCall(1, ids + 1),
+    )
     assert len({with_features.digest, without.digest, other_ids.digest}) == 3
 
 

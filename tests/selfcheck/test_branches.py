@@ -104,11 +104,11 @@ FAULTS = {
         "sum = add_dot(sum, widen(row.normed(row.columns(column), params)), ones);",
         "sum = 0.0f;",
     ),
-    "linear attention behind token 128": Fault(
-        "linear_attention_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"
+    "gated delta rule behind token 128": Fault(
+        "gated_delta_rule_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"
     ),
     "tokens that are pending": Fault(
-        "linear_attention_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
+        "gated_delta_rule_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
     ),
     "tokens of a selective scan that are pending": Fault(
         "selective_scan_", "rows[t * width + 2 * k", "rows[0 * width + 2 * k", at_size=False

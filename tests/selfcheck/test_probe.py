@@ -14,7 +14,7 @@ from torch_moe_mps.commands import check, main
 from torch_moe_mps.selfcheck import machine, probe
 
 pytestmark = linux_only
-SMALL = probe.Sizes(
+SMALL = probe.ProbeSizes(
     **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18)},
     **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1},
     **{"expert_groups": 1, "expert_steps": 1},
@@ -42,7 +42,7 @@ def numbers(value) -> list[float]:
 
 
 def test_a_page(simulated, monkeypatch, capsys):
-    monkeypatch.setattr(probe, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(probe, "ProbeSizes", lambda: SMALL)
     monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f32", "bucket_i32"])
     assert main(["check", "--probe"]) == 0
     page = json.loads(capsys.readouterr().out)
@@ -146,7 +146,7 @@ def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):
     def fails(sizes):
         raise RuntimeError("no pipeline for probe_fma\n/Users/jane/x")
 
-    monkeypatch.setattr(probe, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(probe, "ProbeSizes", lambda: SMALL)
     monkeypatch.setattr(probe, "PARTS", {"nan": probe.nan_rules, "fma_tmacs": fails})
     monkeypatch.setattr(check, "libraries", lambda *arguments: [])
     assert main(["check", "--probe"]) == 1

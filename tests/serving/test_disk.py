@@ -16,9 +16,9 @@ from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
-from torch_moe_mps.serving.prefix_cache.files import Files, Writer
+from torch_moe_mps.serving.prefix_cache.files import Files, WriterThread
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.transformers.caches.parts import Joined
+from torch_moe_mps.transformers.caches.parts import JoinedCache
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 MEMORY = 1 << 30
@@ -208,7 +208,7 @@ def test_memory_that_runs_out_between_two_layers(architecture, tmp_path, monkeyp
     """What was read whole before is used, and no file is taken for damaged."""
     model, first = model_of(architecture), Asked(LONG)
     answer(model, Disk(tmp_path, MEMORY), first)
-    own, files, calls = Joined._longer, {*tmp_path.glob("*/*")}, []
+    own, files, calls = JoinedCache._longer, {*tmp_path.glob("*/*")}, []
 
     def short(*given):
         calls.append(None)
@@ -216,7 +216,7 @@ def test_memory_that_runs_out_between_two_layers(architecture, tmp_path, monkeyp
             raise RuntimeError("MPS backend out of memory")
         return own(*given)
 
-    monkeypatch.setattr(Joined, "_longer", short)
+    monkeypatch.setattr(JoinedCache, "_longer", short)
     ids, failing = turn(first, 5), []
     expected = Asked(ids).expected(model)
     answer(model, Disk(tmp_path, MEMORY), Asked(ids, 1))
@@ -257,14 +257,14 @@ def test_an_end_in_the_middle_of_a_write(tmp_path, monkeypatch):
 def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
     """Answers end while the writer is in its first file; all is written once it goes on."""
     model, goes_on, calls = model_of("qwen3_moe"), threading.Event(), []
-    own = Writer._write
+    own = WriterThread._write
 
     def slow(self, *given):
         calls.append(len(calls))
         assert goes_on.wait(60)
         own(self, *given)
 
-    monkeypatch.setattr(Writer, "_write", slow)
+    monkeypatch.setattr(WriterThread, "_write", slow)
     engine = EngineThread(model, PrefixCache(MEMORY, disk=Disk(tmp_path, MEMORY)), 4)
     asked = [Asked(LONG[:, n:], 20) for n in range(4)]
     for each in asked:
@@ -282,13 +282,13 @@ def test_a_slow_disk_delays_no_step(tmp_path, monkeypatch):
 @pytest.mark.slow("nine answers")
 def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
     """Prompts that no memory is left for are given up, written or not; the last ones are written."""
-    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), Writer._write
+    model, goes_on, own = model_of("qwen3_moe"), threading.Event(), WriterThread._write
 
     def slow(self, *given):
         assert goes_on.wait(60)
         own(self, *given)
 
-    monkeypatch.setattr(Writer, "_write", slow)
+    monkeypatch.setattr(WriterThread, "_write", slow)
     octets = octets_of(answer(model, None, Asked(LONG)).kept[0])
     disk = Disk(tmp_path, MEMORY)
     prompts = PrefixCache(int(2.5 * octets), disk=disk)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import EngineThread
-from torch_moe_mps.serving.engine.scheduler import Times
+from torch_moe_mps.serving.engine.scheduler import StepTimes
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.caches import growing
@@ -236,7 +236,7 @@ def test_short_prompts_that_wait_are_read_in_the_time_of_one_piece(monkeypatch):
 def test_a_long_prompt_is_read_between_tokens(monkeypatch):
     """Between two tokens of the others, one piece at most is read."""
     model = model_of()
-    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
+    monkeypatch.setattr(StepTimes, "chunk", lambda self, is_decoding: 100)
     events: list[str] = []
     talks = Asked(ids_of(1, 4), 12, until=lambda token: events.append("token"))
     reads = Asked(ids_of(2, 350), 1)
@@ -256,7 +256,7 @@ def told(events: list[str], name: str, asked: Asked) -> Asked:
 
 def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
     """One before a long one that waits, and one between two pieces. All answers are those alone."""
-    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
+    monkeypatch.setattr(StepTimes, "chunk", lambda self, is_decoding: 100)
     model, events = model_of(), list[str]()
     long = [told(events, name, Asked(ids_of(n, 350), 2)) for n, name in enumerate("ab")]
     short = [told(events, name, Asked(ids_of(3 + n, 20), 2)) for n, name in enumerate("xyz")]
@@ -270,7 +270,7 @@ def test_a_short_prompt_overtakes_a_long_one(monkeypatch):
 @pytest.mark.parametrize(("who", "how"), covering(("long", "short"), ("leaves", "fails", "all end")))
 def test_a_prompt_that_ends_while_two_are_read(who, how, monkeypatch):
     """The short one has two pieces, as states are kept before its end; the other answer is that alone."""
-    monkeypatch.setattr(Times, "chunk", lambda self, is_decoding: 100)
+    monkeypatch.setattr(StepTimes, "chunk", lambda self, is_decoding: 100)
     model, events = model_of("qwen3_next"), list[str]()
     long = told(events, "a", Asked(ids_of(1, 250), 2))
     short = told(events, "x", Asked(ids_of(2, 90), 2))

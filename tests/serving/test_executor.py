@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from torch_moe_mps.serving.engine.abilities import Abilities
 from torch_moe_mps.serving.engine.executor import Executor
-from torch_moe_mps.serving.engine.groups import Batched, Single
+from torch_moe_mps.serving.engine.groups import BatchedGroup, Single
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sequence import Sequence
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
@@ -59,7 +59,7 @@ def test_a_prompt_in_chunks(chunk):
 def test_a_step_of_sequences_of_two_lengths_and_of_one_alone():
     executor, prompts, next_tokens = executor_of(), [ids_of(1, 5), ids_of(2, 9)], torch.tensor([[3], [4]])
     wholes = [torch.cat((ids, token[None]), 1) for ids, token in zip(prompts, next_tokens, strict=True)]
-    group = Batched(executor.rows(SimpleNamespace(deferrable={})))
+    group = BatchedGroup(executor.rows(SimpleNamespace(deferrable={})))
     for ids in prompts:
         sequence = sequence_of(executor, ids)
         prefilled(executor, sequence)

@@ -8,13 +8,14 @@ from support.images import as_url, picture
 
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.media import loading
-from torch_moe_mps.serving.media.decoding import File, Limits, decoded
+from torch_moe_mps.serving.media.decoding import Limits, MediaFile, decoded
 
 
 def opened(url: str) -> Any:
     """The picture of a URL."""
     return decoded(
-        [File("image", "image", loading.opened({"type": "image", "url": url, "field": "image"}))], Limits()
+        [MediaFile("image", "image", loading.opened({"type": "image", "url": url, "field": "image"}))],
+        Limits(),
     )[0]
 
 

@@ -80,8 +80,8 @@ def test_twelve_small_files_of_many_pixels_are_refused(here):
 LIMITS = decoding.Limits(pixels=1 << 22, samples=1 << 16, largest=1 << 16, rate=16000)
 
 
-def files(kind: str, *contents: bytes) -> list[decoding.File]:
-    return [decoding.File(kind, f"f{n}", io.BytesIO(content)) for n, content in enumerate(contents)]
+def files(kind: str, *contents: bytes) -> list[decoding.MediaFile]:
+    return [decoding.MediaFile(kind, f"f{n}", io.BytesIO(content)) for n, content in enumerate(contents)]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from support.serving import said
 from transformers import DynamicCache, GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.macs import machine_memory
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
@@ -23,7 +24,6 @@ from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache
-from torch_moe_mps.transformers.checkpoints.quantize.sizes import prompt_bytes
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
 
@@ -224,7 +224,7 @@ def test_new_answers_wait_where_it_is_out_of_memory():
 
 
 def test_a_context_is_no_longer_than_memory(monkeypatch, tmp_path, capsys):
-    """Of the 256 tokens that the model reads; the line at the door is one that agents know."""
+    """Of the 256 tokens that the model reads; the line that refuses more is one that agents know."""
     checkpoint = serving.printable_checkpoint(tmp_path / "model")
     model = serving.quantised(checkpoint)
     token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * 32 * 4  # bytes

@@ -15,7 +15,7 @@ from torch_moe_mps.serving.engine.groups import Single
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.pool import Pool
 from torch_moe_mps.serving.engine.sampling import Sampled
-from torch_moe_mps.serving.engine.scheduler import Times
+from torch_moe_mps.serving.engine.scheduler import StepTimes
 from torch_moe_mps.serving.engine.sequence import Sequence
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix
 
@@ -212,7 +212,7 @@ def test_what_each_step_computes(case, monkeypatch):
     for number, (each, most) in enumerate(zip(sequences, longest, strict=True)):
         each.sampler = SimpleNamespace(ends={1}, max_tokens=1 + most, is_late=False)
         each.job.processors.extend([object()] if number in processed else [])
-    steps = decoding.Decoding(pool, executor, drafts, None, None, Times())
+    steps = decoding.Decoding(pool, executor, drafts, None, None, StepTimes())
     steps.reads_late, found = late, []
     while pool.is_decoding:
         steps.step()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from torch_moe_mps.serving.engine.scheduler import Budget, Scheduler, Times
+from torch_moe_mps.serving.engine.scheduler import Budget, Scheduler, StepTimes
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ def budget(most: int = 8, memory: int | None = None) -> Budget:
     return Budget(most, memory, lambda rows, tokens: rows * tokens, lambda rows: rows, token=1.0)
 
 
-MEASURED = Times(step=0.025, token=0.001)  # chunks of 100 tokens beside decoding sequences
+MEASURED = StepTimes(step=0.025, token=0.001)  # chunks of 100 tokens beside decoding sequences
 LONG = {"prompt_tokens": 500}
 
 # {case: (sequences, most, admitted, whose chunk comes if it is not admitted)}
@@ -138,7 +138,7 @@ def test_turns_go_on_from_what_has_begun():
 
 
 def test_a_chunk_takes_as_long_as_some_steps():
-    times = Times()
+    times = StepTimes()
     assert times.chunk(is_decoding=False) == 2048  # nobody waits
     assert times.chunk(is_decoding=True) == 256  # nothing is measured yet
     times.step, times.token = 0.025, 0.001

@@ -12,7 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sequence import Sequence
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix
-from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 
 PROMPT = torch.tensor([[7, 8, 9]])
 
@@ -47,6 +47,6 @@ def test_the_last_token_is_not_computed_yet():
 def test_drafters_see_each_token():
     sequence = sequence_of("decoding", 3)
     sequence.append(4)
-    sequence.row = Row([7, 8, 9, 4], 3)
+    sequence.row = DraftedSequence([7, 8, 9, 4], 3)
     sequence.append(5)
     assert sequence.tokens == [4, 5] and sequence.row.tokens == [7, 8, 9, 4, 5]

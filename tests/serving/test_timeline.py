@@ -24,7 +24,8 @@ from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps._faults import Mark
-from torch_moe_mps.disk.pool import Pool
+from torch_moe_mps.checkpoints import on_disk
+from torch_moe_mps.disk.pool import ExpertPool
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -32,7 +33,6 @@ from torch_moe_mps.serving.engine.sampling import Sampled
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.checkpoints import on_disk
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch
@@ -302,7 +302,7 @@ def test_the_gpu_waits_for_a_disk_alone(simulated, tmp_path, monkeypatch):
     eager(tiny_models.tiny_model("qwen3_moe")).save_pretrained(tmp_path)
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
     model = torch_moe_mps.from_pretrained(str(tmp_path), device_map="mps", experts_memory="1GB")
-    ssd, an_event, slots, taken = simulated.Ssd(1e-3, 1e9, depth=8), 5e-5, Pool.slots, []
+    ssd, an_event, slots, taken = simulated.Ssd(1e-3, 1e9, depth=8), 5e-5, ExpertPool.slots, []
 
     def timed_slots(self, ids):
         counters = self.reader.counters
@@ -313,7 +313,7 @@ def test_the_gpu_waits_for_a_disk_alone(simulated, tmp_path, monkeypatch):
         return result
 
     generate(Answer(0), model=model)  # captures
-    monkeypatch.setattr(Pool, "slots", timed_slots)
+    monkeypatch.setattr(ExpertPool, "slots", timed_slots)
     with costs_on(simulated).timeline(simulated, an_event) as times:
         answer = Answer(0, 1e-3, times)
         generate(answer, model=model)

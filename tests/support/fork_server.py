@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 IMPORTED = (
     "transformers.generation",
@@ -28,6 +29,7 @@ IMPORTED = (
     "support.recipes",
 )
 NUMBER = struct.Struct("i")
+SECONDS = struct.Struct("d")
 ON_MAC = sys.platform == "darwin"
 
 
@@ -40,6 +42,7 @@ def serve(listener: int, owner: int) -> str:
         for name in IMPORTED:
             importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the new processes
+    counted = 0.0  # CPU seconds of this process that requests were told of
     with socket.socket(fileno=listener) as requests:
         path = requests.getsockname()
         while _lives(owner):
@@ -47,9 +50,10 @@ def serve(listener: int, owner: int) -> str:
                 continue
             connection, _ = requests.accept()
             with connection:
+                spent, counted = time.process_time() - counted, time.process_time()
                 if os.fork() == 0:
                     requests.close()
-                    return _begun(connection)
+                    return _begun(connection, spent)
     os.unlink(path)
     os.unlink(f"{path}.lock")
     os._exit(0)
@@ -63,8 +67,11 @@ def _lives(process: int) -> bool:
     return True
 
 
-def _begun(connection: socket.socket) -> str:
-    """In a process that waits for a new one, and in the new one, where it returns."""
+def _begun(connection: socket.socket, spent: float) -> str:
+    """In a process that waits for a new one, and in the new one, where it returns.
+
+    The first sends the pid, then the exit code and the CPU seconds, with those that were `spent` before.
+    """
     header, files, _, _ = socket.recv_fds(connection, NUMBER.size, 3)
     (length,) = NUMBER.unpack(header)
     request = json.loads(connection.recv(length, socket.MSG_WAITALL))
@@ -76,8 +83,9 @@ def _begun(connection: socket.socket) -> str:
     for file in files:
         os.close(file)
     connection.sendall(NUMBER.pack(process))
-    _, status = os.waitpid(process, 0)
+    _, status, used = os.wait4(process, 0)
     connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    connection.sendall(SECONDS.pack(spent + used.ru_utime + used.ru_stime))
     os._exit(0)
 
 

@@ -12,7 +12,7 @@ from transformers import modeling_gguf_pytorch_utils as first
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
 from support.gguf_blocks import random_blocks, type_of, values_of
-from torch_moe_mps.transformers.checkpoints.source import Source
+from torch_moe_mps.checkpoints.source import Source
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, EXPERTS = 2, 256, 4, 2, 96, 4
 WIDTH = HIDDEN // HEADS

@@ -1,12 +1,22 @@
-"""Small functions as recorded graphs, what passes leave of them, and what these compute."""
+"""Small functions as recorded graphs, what passes leave of them, and what these compute.
+
+Functions of one token x and another one r are built of the layers at the end of this file.
+"""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 from support.models import assert_close
+from support.values import numbers as random
+from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.graphs import passes
+from torch_moe_mps.transformers.graphs.fusion import Fusion
 from torch_moe_mps.transformers.graphs.passes import simplify
 from torch_moe_mps.transformers.graphs.tracing import ITEM, TENSOR, Recorder, is_operator
 
@@ -66,3 +76,87 @@ def assert_left(
     simplify(graph, without)
     assert operators(graph) == left, graph
     assert_computes(graph, function, *inputs, **options)
+
+
+def name_of(case: Any) -> str:
+    """The name of a function or pass; a text is its own."""
+    return case if isinstance(case, str) else case.__name__
+
+
+def function_of(case: Callable | str, names: str = "x, r", **scope: Any) -> Callable:
+    """A case that is a text, as a function of `names`. It sees the layers below, and `scope`."""
+    return eval(f"lambda {names}: ({case})", globals() | scope) if isinstance(case, str) else case
+
+
+def passes_of(module: str) -> list[Callable[[fx.Graph], None]]:
+    """The passes of a module that are functions: those that are formulas have cases of their own."""
+    functions = dict.fromkeys(each for each in passes.PASSES if not isinstance(each, Fusion))
+    found = [each for each in functions if module in each.__module__.split(".")]
+    assert found, module
+    return found
+
+
+def assert_needed(left_out: Callable, cases: Iterable[tuple[Callable, tuple, dict[str, int]]]) -> None:
+    """Without a pass, the others leave other operators of one of some functions, or a graph that is none."""
+    others = [each for each in passes.PASSES if each is not left_out]
+    with mock.patch.object(passes, "PASSES", others):
+        for function, inputs, left in cases:
+            graph = recorded(function, *inputs)
+            simplify(graph)
+            try:
+                graph.lint()
+            except RuntimeError:  # something is read before it is there
+                return
+            if operators(graph) != left:
+                return
+    pytest.fail("all patterns are found without it")
+
+
+ops = torch.ops.moe_mps
+H, E, K, I = 64, 8, 2, 32  # widths, experts, experts of a token
+FORMAT = "affine4_32"
+QUANTIZED = quantize(random(H, H, seed=2) / 8, 4, 32)
+MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
+NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
+WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
+GATE = random(1, H)
+
+
+def linear(x: Tensor, **options) -> Tensor:
+    return ops.linear_quantized(x, *MATRIX, FORMAT, **options)
+
+
+PARAMETERS = [
+    [torch.nn.Parameter(each, requires_grad=False) for each in (one.packed, one.scales, one.biases)]
+    for one in (quantize(random(rows, H), 4, 32) for rows in (H, 2 * H))
+]
+ROWS = [torch.nn.Parameter(random(rows, H) / 8, requires_grad=False) for rows in (E, 1, 514, 515)]
+
+
+def projected(x: Tensor, number: int) -> Tensor:
+    return ops.linear_quantized(x, *PARAMETERS[number], FORMAT)
+
+
+def norm(x: Tensor, weight: Tensor | None = NORM) -> Tensor:
+    return ops.rms_norm(x, weight, 1e-6)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return ops.moe_experts(x, *WEIGHTS, ids, weights)
+
+
+def routed(x: Tensor) -> Tensor:
+    """Experts behind a router that casts its results."""
+    logits = torch.nn.functional.linear(x, ROUTER)
+    weights, ids = ops.moe_router(logits, K, scoring="softmax", norm_topk_prob=True)
+    return experts(x, ids.long(), weights.half())
+
+
+def changed(value: Tensor) -> Tensor:
+    """In place, by an operator that stays one: its arguments differ in dtype."""
+    return value.masked_fill_(value > value.mean(), 0)
+
+
+LINEAR = {"linear_quantized": 1}
+CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
+TOKEN = random(1, 1, H), random(1, 1, H, seed=1)

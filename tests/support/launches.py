@@ -19,7 +19,7 @@ from torch_moe_mps.transformers.basics.interface import is_experts
 from torch_moe_mps.transformers.caches.deferred_states import deferred
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache, takes_layers
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import CACHE, cache_among, cache_name
 
 from . import tiny_models

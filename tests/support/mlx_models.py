@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import torch_moe_mps
 from support import tiny_models
 from support.models import output, prompt
-from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.checkpoints.mlx.writing import save_mlx
 
 NULL = "null"  # what a config must say, where None among the keys below stands for no such key
 # Architectures that mlx-lm's model code and transformers' compute alike, and what their configs need for it.

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from support import tiny_models
-from torch_moe_mps.transformers.checkpoints.quantize.in_place import quantize_model
-from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
+from torch_moe_mps.checkpoints.quantize.in_place import quantize_model
+from torch_moe_mps.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Architectures whose class here has no generate: their logits or hidden states are compared.

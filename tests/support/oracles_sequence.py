@@ -129,7 +129,7 @@ def selective_scan(a) -> tuple[np.ndarray, ...]:
 
 
 def recurrence(a) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """What linear_attention_ computes of its arguments, head by head: result, state, pending tokens."""
+    """What gated_delta_rule_ computes of its arguments, head by head: result, state, pending tokens."""
     q, k, v, state = map(exact, (a.q, a.k, a.v, a.state_))
     keys, factors = k, np.ones(k.shape[:3])
     if a.l2norm_eps is not None:

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from support import tiny_models
 from support.checkpoints import changed
+from torch_moe_mps.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.ops._formats import QuantizedWeight
-from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import formats_in
 
 E4M3 = torch.float8_e4m3fn

@@ -364,17 +364,17 @@ def not_batchable() -> Any:
 @contextlib.contextmanager
 def second_raises() -> Any:
     """A process that follows fails in its third step of a batch."""
-    from torch_moe_mps.pipeline.following import Following
+    from torch_moe_mps.pipeline import following
 
-    step, steps = Following._step, list[int]()
+    step, steps = following.step_of, list[int]()
 
-    def failing(self: Any, *given: Any) -> None:
+    def failing(*given: Any) -> None:
         steps.append(1)
         if len(steps) == 3:
             _raise()
-        step(self, *given)
+        step(*given)
 
-    with patch.object(Following, "_step", failing):
+    with patch.object(following, "step_of", failing):
         yield
 
 

@@ -13,7 +13,7 @@ import textwrap
 import threading
 from pathlib import Path
 
-from support.fork_server import NUMBER
+from support.fork_server import NUMBER, SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = "import runpy; runpy.run_module('torch_moe_mps', run_name='__main__')"  # python -m torch_moe_mps
@@ -58,6 +58,15 @@ def _start_server() -> None:
         )
 
 
+class Spent:
+    """CPU seconds of forked processes, which are no children of this one."""
+
+    seconds = 0.0
+
+
+spent = Spent()
+
+
 class Forked:
     """A process that runs `source` as `python -c` does, and has imported torch, transformers and the package.
 
@@ -91,6 +100,8 @@ class Forked:
         if self.returncode is None:
             self._connection.settimeout(max(seconds, 1e-3))
             self.returncode = self._number()
+            (seconds,) = SECONDS.unpack(self._connection.recv(SECONDS.size, socket.MSG_WAITALL))
+            spent.seconds += seconds
         return self.returncode
 
     def kill(self) -> None:

@@ -7,7 +7,7 @@ Tests of that default have the fixture `shipped_defaults`.
 
 from collections.abc import Mapping
 
-from torch_moe_mps.transformers.checkpoints.quantize.recipe import Recipe
+from torch_moe_mps.checkpoints.quantize.recipe import Recipe
 
 SHIPPED = Recipe.of_sizes
 LARGEST = 10_000_000  # weights of a tiny model

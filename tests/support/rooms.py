@@ -40,7 +40,7 @@ FLOORS = (
     "transformers.attention",
     "transformers.families",
     "transformers.capture",
-    "transformers.checkpoints",
+    "checkpoints",
     "transformers.mtp",
     "transformers",
     "serving",

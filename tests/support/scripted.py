@@ -18,7 +18,7 @@ from tokenizers import decoders
 from support.checkpoints import tokenizer_of
 from torch_moe_mps.serving.engine.job import Counts, Job
 from torch_moe_mps.serving.http.app import Access, Server
-from torch_moe_mps.serving.http.reading import Reading
+from torch_moe_mps.serving.http.reading import RequestReading
 from torch_moe_mps.serving.http.served import Served
 from torch_moe_mps.serving.http.template import ChatTemplate
 
@@ -115,7 +115,7 @@ def ask(here: "Here", path: str, body: object = None) -> tuple[int, dict]:
 class Here:
     """A server in this process."""
 
-    def __init__(self, url: str, generator: Scripted, served: Served, reading: Reading):
+    def __init__(self, url: str, generator: Scripted, served: Served, reading: RequestReading):
         self.url, self.generator, self.served, self.reading = url, generator, served, reading
 
     def says(self, *texts: str, cached: int = 0, disk: int = 0) -> Scripted:

@@ -1,6 +1,7 @@
 """Which cases of a test run for every change, and which only in the sweep."""
 
 import itertools
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -33,3 +34,14 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
         )
         for case in cases
     ]
+
+
+def in_part(test: str, part: str) -> bool:
+    """True if a test is in a part such as "3/10": each is in one of the parts 0/10 to 9/10.
+
+    Raises: ValueError for other texts.
+    """
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise ValueError(f"--part: expected N/M with N below M, as 3/10, got {part}")
+    return zlib.crc32(test.encode()) % int(count) == int(number)

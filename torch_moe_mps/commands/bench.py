@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 
 from .._environment import processes
 from .._faults import gpu_busy, synchronize
+from ..checkpoints.source import Source
 from ..macs import this_mac
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
@@ -32,7 +33,6 @@ from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative.drafting import Drafting
 from ..transformers.caches.prompt_cache import new_cache
 from ..transformers.capture.classes import tokens_of
-from ..transformers.checkpoints.source import Source
 from ..transformers.modules.experts_on_disk import reads_of
 from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS

@@ -14,7 +14,7 @@ from typing import Any
 from .._interrupts import at_ctrl_c
 from .._text import first_line
 from ..serving.engine.defaults import choice
-from ..serving.http.answer import Answer, Call, CallEnd, Event, Piece
+from ..serving.http.answer import Answer, CallEnd, Event, Piece, ToolCall
 from ..serving.http.answers import Answers
 from ..serving.http.preparing import prepare
 from ..serving.http.request import Chat, Refused, Request
@@ -146,7 +146,7 @@ def _show(answer: Answer, shown: "queue.SimpleQueue[Event]") -> None:
     while answer.reason is None:
         for item in answer.read(shown.get()):
             match item:
-                case Call():
+                case ToolCall():
                     text = f"\n{item.name}("
                 case CallEnd():
                     text = ")"

@@ -208,7 +208,7 @@ def _probe(path: str | None) -> int:
     """Prints the page alone, so that it can be sent to a file."""
     names = [name for name in libraries([torch.bfloat16], [Format.named("affine4_64")]) if "_i" not in name]
     with Progress("Probing", len(probe.PARTS), "part") as bar:
-        result = probe.probe(probe.Sizes(), names, lambda name: bar.update())
+        result = probe.probe(probe.ProbeSizes(), names, lambda name: bar.update())
     page = anonymous(json.dumps(result, indent=1, allow_nan=False))
     print(page)
     if path is not None:

@@ -19,21 +19,21 @@ from transformers import GenerationConfig
 from .. import __version__
 from .._text import split_gguf
 from .._weight_formats import ROWS
+from ..checkpoints.activations import chosen, range_of
+from ..checkpoints.calibration import importance_for
+from ..checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progress_file
+from ..checkpoints.mlx.names import check_architecture
+from ..checkpoints.mlx.older_keys import with_older_keys
+from ..checkpoints.mlx.writing import save_mlx, sizes_in_mlx
+from ..checkpoints.mtp import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
+from ..checkpoints.quantize.importance import Importance
+from ..checkpoints.source import Source
+from ..checkpoints.write.parts import Parts
+from ..checkpoints.write.plan import LoadPlan, planned
+from ..checkpoints.write.saving import save_parts
 from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
-from ..transformers.checkpoints.activations import chosen, range_of
-from ..transformers.checkpoints.calibration import importance_for
-from ..transformers.checkpoints.layouts.files import LARGEST, Shards, checkpoint_files, progress_file
-from ..transformers.checkpoints.mlx.names import check_architecture
-from ..transformers.checkpoints.mlx.older_keys import with_older_keys
-from ..transformers.checkpoints.mlx.writing import save_mlx, sizes_in_mlx
-from ..transformers.checkpoints.quantize.importance import Importance
-from ..transformers.checkpoints.source import Source
-from ..transformers.checkpoints.write.parts import Parts
-from ..transformers.checkpoints.write.plan import LoadPlan, planned
-from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
-from ..transformers.mtp.layers import MTP, converted_mtp, has_mtp, left_out_mtp, planned_mtp
 from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import check_packed, requests_format
@@ -70,11 +70,8 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
-    if options.importance is None and (few := _fewest_bits(plan)) is not None:
-        print(
-            f"{few} bits have less error in as many bytes with --importance auto, which runs the model "
-            "over a text first"
-        )
+    if options.importance is None:
+        _print_hint_of_importance(plan)
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
@@ -150,6 +147,15 @@ def _sizes(plan: LoadPlan) -> str:
         f"{token(plan.token_after)} of the new one\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
+
+
+def _print_hint_of_importance(plan: LoadPlan) -> None:
+    """Prints that an importance matrix helps, if weights become so few bits."""
+    if (few := _fewest_bits(plan)) is not None:
+        print(
+            f"{few} bits have less error in as many bytes with --importance auto, which runs the model "
+            "over a text first"
+        )
 
 
 def _fewest_bits(plan: LoadPlan) -> int | None:

@@ -13,6 +13,25 @@ import torch
 from torch import nn
 
 from .._limits import LARGEST_CHUNK
+from ..checkpoints.layouts.files import checkpoint_files
+from ..checkpoints.mtp import bytes_of_mtp, empty_mtp
+from ..checkpoints.own.config import QuantizationConfig
+from ..checkpoints.quantize.decision import weights_of
+from ..checkpoints.quantize.recipe import (
+    SAME,
+    Recipe,
+    recipe_of,
+    requested_recipe,
+)
+from ..checkpoints.quantize.sizes import (
+    bytes_a_token,
+    prompt_bytes,
+    quantized_sizes,
+    total_bytes,
+)
+from ..checkpoints.quantize.target import Target
+from ..checkpoints.quantizer import layout_of
+from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.families.attention import CACHE_BITS
@@ -23,25 +42,6 @@ from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
 from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.basics.report import aligned, unit_of
-from ..transformers.checkpoints.layouts.files import checkpoint_files
-from ..transformers.checkpoints.own.config import QuantizationConfig
-from ..transformers.checkpoints.quantize.decision import weights_of
-from ..transformers.checkpoints.quantize.recipe import (
-    SAME,
-    Recipe,
-    recipe_of,
-    requested_recipe,
-)
-from ..transformers.checkpoints.quantize.sizes import (
-    bytes_a_token,
-    prompt_bytes,
-    quantized_sizes,
-    total_bytes,
-)
-from ..transformers.checkpoints.quantize.target import Target
-from ..transformers.checkpoints.quantizer import layout_of
-from ..transformers.checkpoints.source import Source
-from ..transformers.mtp.layers import bytes_of_mtp, empty_mtp
 from . import residency
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
@@ -105,50 +105,84 @@ def report(
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
     prompt, total = prompt_bytes(model, LARGEST_CHUNK), sum(p.numel() for p in model.parameters())
-    lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights", *_of_cache(cache, kv_bits)]
-    lines.append(
-        f"a prompt takes at most {prompt / 1e9:.3f} GB for {LARGEST_CHUNK:,} tokens, which are read at once"
-    )
-    size, unit = unit_of(total)
-    cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
-    lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
-    if any(s.name in NAMED for s in sizes):
-        lines += ["", f"{', '.join(NAMED)}: convert --recipe NAME"]
-    if has_mtp := any(s.speculative for s in sizes):
-        own = ", ".join(f"{s.speculative / size:.2f} ({s.name})" for s in sizes)
-        lines += ["", f"chat and serve load layers of the checkpoint for drafts, of {own} {unit};"]
-        lines += [f"contexts below have room for that and its cache. --speculative {LOOKUP} takes no memory."]
-    longest, names = context_of(model.config), [size.name for size in sizes]
-    limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
-    if mac is not None:
-        limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
+    longest = context_of(model.config)
+    limits = _limits(mac)
     contexts = {
         name: [_context(with_mtp, limit - prompt - s.weights - s.speculative, longest) for s in sizes]
         for name, limit in limits
     }
-    cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
-    lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
-    lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
     bandwidth = None if mac is None else mac.bandwidth
     on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, limits, bandwidth)
-    lines += on_disk
+    bounds, numbers_of_bounds = _of_bounds(mac, cache, context, sizes)
+    lines = [
+        f"{type(model).__name__}, {total / 1e9:.2f} billion weights",
+        *_of_cache(cache, kv_bits),
+        f"a prompt takes at most {prompt / 1e9:.3f} GB for {LARGEST_CHUNK:,} tokens, which are read at once",
+        *("", *_of_sizes(sizes, total)),
+        *("", *_of_contexts(sizes, limits, contexts)),
+        *("", _more_for_the_gpu(mac)),
+        *(*on_disk, "", *bounds),
+    ]
     data = {
         "weights": total,
         "kv_cache": None if cache is None else _bytes_of(cache),
         "prompt": {"tokens": LARGEST_CHUNK, "bytes": prompt},
-        "sizes": [
-            {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
-            | ({"speculative": s.speculative} if has_mtp else {})
-            for s in sizes
-        ],
+        "sizes": _numbers_of_sizes(sizes),
         "macs": [
-            {"name": name, "gpu": limit, "contexts": dict(zip(names, contexts[name], strict=True))}
+            {
+                "name": name,
+                "gpu": limit,
+                "contexts": {size.name: fits for size, fits in zip(sizes, contexts[name], strict=True)},
+            }
             for name, limit in limits
         ],
     }
-    more, bounds = _of_bounds(mac, cache, context, sizes)
-    return "\n".join([*lines, "", *more]), data | bounds | numbers
+    return "\n".join(lines), data | numbers_of_bounds | numbers
+
+
+def _limits(mac: Mac | None) -> list[tuple[str, int]]:
+    """Names of all Macs, or of one, and the bytes that macOS lets the GPU have."""
+    if mac is not None:
+        return [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
+    return [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
+
+
+def _of_sizes(sizes: Sequence[Size], total: int) -> list[str]:
+    """The table of a model's sizes, and what is said of recipes and of layers that draft."""
+    size, unit = unit_of(total)
+    cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
+    lines = aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)
+    if any(s.name in NAMED for s in sizes):
+        lines += ["", f"{', '.join(NAMED)}: convert --recipe NAME"]
+    if _has_mtp(sizes):
+        drafts = ", ".join(f"{s.speculative / size:.2f} ({s.name})" for s in sizes)
+        lines += ["", f"chat and serve load layers of the checkpoint for drafts, of {drafts} {unit};"]
+        lines += [f"contexts below have room for that and its cache. --speculative {LOOKUP} takes no memory."]
+    return lines
+
+
+def _numbers_of_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
+    return [
+        {"name": s.name, "bytes": s.weights, "bytes_a_token": s.token}
+        | ({"speculative": s.speculative} if _has_mtp(sizes) else {})
+        for s in sizes
+    ]
+
+
+def _has_mtp(sizes: Sequence[Size]) -> bool:
+    return any(s.speculative for s in sizes)
+
+
+def _of_contexts(
+    sizes: Sequence[Size],
+    limits: Sequence[tuple[str, int]],
+    contexts: Mapping[str, Sequence[int | bool | None]],
+) -> list[str]:
+    """The table of the contexts that fit on each Mac."""
+    cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
+    lines = ["Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
+    return [*lines, *aligned([["Mac", "GPU's GB", *(size.name for size in sizes)], *cells], 1)]
 
 
 def _of_bounds(

@@ -18,7 +18,7 @@ from ..macs import machine_memory
 from ..serving.engine.defaults import choice, settings_of_answer
 from ..serving.engine.engine import Engine
 from ..serving.engine.job import Job
-from ..serving.generate_batch import Answer, generate_all
+from ..serving.generate_batch import BatchAnswer, generate_all
 from ..serving.prefix_cache.memory import PrefixCache
 from .arguments import NO_DRAFTS
 from .prefixes import disk_of
@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> None:
         drafting = drafts_of(options, model, folder, device, cache)
     engine = Engine(model, cache, options.batch, drafting=drafting)
     streamer = _Streamer(tokenizer, lengths[0]) if options.prompts is None else None
-    answers, jobs = list[Answer](), list[Job]()
+    answers, jobs = list[BatchAnswer](), list[Job]()
     for given, length in zip(inputs, lengths, strict=True):
         config = settings_of_answer(model, tokenizer, asked, length, limit)
-        answer = Answer(given["input_ids"][0].tolist(), config, tokenizer, streamer, lambda: None)
+        answer = BatchAnswer(given["input_ids"][0].tolist(), config, tokenizer, streamer, lambda: None)
         config.stop_strings = None  # the answer looks for them
         answers.append(answer)
         jobs.append(Job(dict(given), config, answer.take, answer.end))

@@ -31,7 +31,7 @@ _OF_THE_SERVER = (
 )  # fmt: skip
 
 
-class Server(NamedTuple):
+class RunningServer(NamedTuple):
     """A running server.
 
     Attributes:
@@ -52,7 +52,7 @@ class Start(NamedTuple):
     variables: dict[str, str]
 
 
-def _codex(server: Server, key: str | None) -> Start:
+def _codex(server: RunningServer, key: str | None) -> Start:
     about = {"name": _NAME, "base_url": f"{server.url}/v1", "wire_api": "responses"}
     if key is not None:
         about["env_key"] = API_KEY
@@ -64,14 +64,14 @@ def _codex(server: Server, key: str | None) -> Start:
     return Start([*words, "-m", server.model], {})
 
 
-def _claude(server: Server, key: str | None) -> Start:
+def _claude(server: RunningServer, key: str | None) -> Start:
     kinds = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
     own = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": key or "none", "ANTHROPIC_API_KEY": ""}
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     return Start([], {**own, **dict.fromkeys(kinds, server.model), **quiet})
 
 
-def _opencode(server: Server, key: str | None) -> Start:
+def _opencode(server: RunningServer, key: str | None) -> Start:
     model: dict[str, Any] = {"name": server.model}
     if server.context is not None:
         # Its history may have what an answer leaves of the context: with all of it for one there is none.
@@ -88,7 +88,7 @@ def _opencode(server: Server, key: str | None) -> Start:
 
 
 # {agent: the package of npm that has it, and what it is started with}
-_AGENTS: dict[str, tuple[str, Callable[[Server, str | None], Start]]] = {
+_AGENTS: dict[str, tuple[str, Callable[[RunningServer, str | None], Start]]] = {
     "codex": ("@openai/codex", _codex),
     "claude": ("@anthropic-ai/claude-code", _claude),
     "opencode": ("opencode-ai", _opencode),
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _server(options: argparse.Namespace, key: str | None) -> Iterator[Server]:
+def _server(options: argparse.Namespace, key: str | None) -> Iterator[RunningServer]:
     """Context with the server at --port, which is started if none answers.
 
     Raises: ValueError if none answers and no model is named, or if the new server exits.
@@ -182,7 +182,7 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _answering(port: int, key: str | None) -> Server | None:
+def _answering(port: int, key: str | None) -> RunningServer | None:
     """The server of this package at a port; None for none, and for one of another program."""
     url = f"http://localhost:{port}"
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -192,7 +192,9 @@ def _answering(port: int, key: str | None) -> Server | None:
         ) as page:
             told = json.load(page)
         (model,) = told["data"]
-        return Server(url, model["id"], model["context_length"]) if model["owned_by"] == _NAME else None
+        return (
+            RunningServer(url, model["id"], model["context_length"]) if model["owned_by"] == _NAME else None
+        )
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

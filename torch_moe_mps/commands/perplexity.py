@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._faults import synchronize
+from .._faults import free, synchronize
 from .._progress import with_progress
+from ..checkpoints.calibration import SAMPLE
 from ..ops.families.attention import CACHE_BITS
 from ..transformers.basics.logits import wide_logits
 from ..transformers.basics.report import aligned
-from ..transformers.checkpoints.calibration import SAMPLE
-from ..transformers.checkpoints.quantize.weights import free
 from ..transformers.upstream.calls import cache_argument
 from .places import utf8_text
 from .results import write_json

@@ -85,18 +85,18 @@ def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
     return model
 
 
-class Sizes(NamedTuple):
+class WeightBytes(NamedTuple):
     """Bytes of a model's weights, and bytes read per token."""
 
     total: int
     a_token: int
 
 
-def sizes_of(model: Any) -> Sizes:
+def sizes_of(model: Any) -> WeightBytes:
     """The sizes of a model, in all processes together."""
     if processes() == 1:
-        from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
+        from ..checkpoints.quantize.sizes import bytes_a_token, total_bytes
 
-        return Sizes(total_bytes(model), bytes_a_token(model))
+        return WeightBytes(total_bytes(model), bytes_a_token(model))
     parts = model.pipeline.parts
-    return Sizes(sum(part["bytes"] for part in parts), sum(part["bytes_a_token"] for part in parts))
+    return WeightBytes(sum(part["bytes"] for part in parts), sum(part["bytes_a_token"] for part in parts))

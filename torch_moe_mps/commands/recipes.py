@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._weight_formats import LARGE_BLOCK
+from ..checkpoints.quantize.decision import weights_of
+from ..checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
+from ..checkpoints.quantize.target import quantizable
 from ..quantization import Format
-from ..transformers.checkpoints.quantize.decision import weights_of
-from ..transformers.checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
-from ..transformers.checkpoints.quantize.target import quantizable
 from .arguments import MIXED
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..checkpoints.quantize.sizes import large_tables, room_for_experts, top_k
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned
-from ..transformers.checkpoints.quantize.sizes import large_tables, room_for_experts, top_k
 
 # Share of the experts that is in memory -> share of a token's experts that is found there: owners' figures
 # for Qwen3-30B-A3B with a least recently used cache a layer. Those of gpt-oss-120b and of Qwen3.8 are near.

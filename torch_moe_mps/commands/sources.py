@@ -11,14 +11,14 @@ import torch
 
 from .._environment import is_first_process, processes
 from .._text import first_line, split_gguf
+from ..checkpoints.activations import load_in_best
+from ..checkpoints.gguf.file import check_file
+from ..checkpoints.layouts.files import check_files
+from ..checkpoints.on_disk import DiskPlan, planned
+from ..checkpoints.quantize.recipe import ARGUMENTS
+from ..checkpoints.source import Source, read_tokenizer
 from ..macs import refusal
 from ..serving.prefix_cache.memory import LONGEST
-from ..transformers.checkpoints.activations import load_in_best
-from ..transformers.checkpoints.gguf.file import check_file
-from ..transformers.checkpoints.layouts.files import check_files
-from ..transformers.checkpoints.on_disk import Plan, planned
-from ..transformers.checkpoints.quantize.recipe import ARGUMENTS
-from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of, place_of_adapter
 from .processes import load_spread
 
@@ -167,7 +167,7 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     return adapted.eval().get_base_model()
 
 
-def _check_adapter_beside(plan: Plan, adapter: str) -> None:
+def _check_adapter_beside(plan: DiskPlan, adapter: str) -> None:
     """Raises: ValueError for an --adapter of experts that will be on the disk, before these are written."""
     from peft import LoraConfig
 

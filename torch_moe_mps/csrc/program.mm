@@ -12,7 +12,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
+#include <sstream>
 #include <string>
+#include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -24,14 +28,104 @@ namespace {
 
 using Places = std::vector<int64_t>;
 
-// A number that is always `value`, or that of a symbol, which each call gives.
+// A number that is always `value`, or that of a symbol.
 struct Number {
   int64_t value, symbol;
+};
 
-  int64_t of(c10::ArrayRef<int64_t> symbols) const {
-    return symbol < 0 ? value : symbols[static_cast<size_t>(symbol)];
+// The numbers of a call's symbols: the first place where a symbol stands says what it is, and all others must
+// agree.
+class Symbols {
+ public:
+  explicit Symbols(size_t count) : values_(count, kUnknown) {}
+
+  bool agree(const Number& number, int64_t found) {
+    if (number.symbol < 0) return found == number.value;
+    int64_t& value = values_[static_cast<size_t>(number.symbol)];
+    if (value == kUnknown) value = found;
+    return value == found;
   }
-  bool is(int64_t number, c10::ArrayRef<int64_t> symbols) const { return number == of(symbols); }
+
+  int64_t operator[](size_t symbol) const { return values_[symbol]; }
+
+ private:
+  static constexpr int64_t kUnknown = std::numeric_limits<int64_t>::min();
+
+  c10::SmallVector<int64_t, 8> values_;
+};
+
+int64_t floor_quotient(int64_t a, int64_t b) {
+  TORCH_CHECK(b != 0, "moe_mps::Program: a divisor of a captured token must not be 0");
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+int64_t power(int64_t base, int64_t exponent) {
+  TORCH_CHECK(exponent >= 0, "moe_mps::Program: an exponent of a captured token must not be negative");
+  int64_t result = 1;
+  for (; exponent > 0; --exponent) result *= base;
+  return result;
+}
+
+using Operation = int64_t (*)(int64_t, int64_t);
+
+// As Python computes with integers.
+const std::unordered_map<std::string, Operation>& operations() {
+  static const auto& known = *new std::unordered_map<std::string, Operation>{
+      {"+", [](int64_t a, int64_t b) { return a + b; }},
+      {"*", [](int64_t a, int64_t b) { return a * b; }},
+      {"//", floor_quotient},
+      {"%", [](int64_t a, int64_t b) { return a - b * floor_quotient(a, b); }},
+      {"**", power},
+      {"max", [](int64_t a, int64_t b) { return std::max(a, b); }},
+      {"min", [](int64_t a, int64_t b) { return std::min(a, b); }},
+      {"==", [](int64_t a, int64_t b) { return int64_t{a == b}; }},
+      {"!=", [](int64_t a, int64_t b) { return int64_t{a != b}; }},
+      {"<", [](int64_t a, int64_t b) { return int64_t{a < b}; }},
+      {"<=", [](int64_t a, int64_t b) { return int64_t{a <= b}; }},
+      {">", [](int64_t a, int64_t b) { return int64_t{a > b}; }},
+      {">=", [](int64_t a, int64_t b) { return int64_t{a >= b}; }},
+      {"and", [](int64_t a, int64_t b) { return a & b; }},
+      {"or", [](int64_t a, int64_t b) { return a | b; }},
+  };
+  return known;
+}
+
+// An integer that is computed from symbols, in postfix: "s0 2 // 1 +" has symbol 0.
+class Expression {
+ public:
+  explicit Expression(const std::string& postfix) {
+    std::istringstream words(postfix);
+    int64_t depth = 0;
+    for (std::string word; words >> word;) {
+      if (const auto found = operations().find(word); found != operations().end()) {
+        steps_.push_back({found->second, {}});
+        --depth;
+      } else {
+        const bool is_symbol = word[0] == 's';
+        const int64_t number = std::stoll(word.substr(is_symbol));
+        steps_.push_back({nullptr, is_symbol ? Number{0, number} : Number{number, -1}});
+        ++depth;
+      }
+      TORCH_CHECK_VALUE(depth > 0, "moe_mps::Program: an expression must be in postfix, got ", postfix);
+    }
+    TORCH_CHECK_VALUE(depth == 1, "moe_mps::Program: an expression must have one value, got ", postfix);
+  }
+
+  int64_t of(const Symbols& symbols) const {
+    c10::SmallVector<int64_t, 16> stack;
+    for (const auto& [operation, number] : steps_) {
+      if (operation == nullptr) {
+        stack.push_back(number.symbol < 0 ? number.value : symbols[static_cast<size_t>(number.symbol)]);
+      } else {
+        const int64_t right = stack.pop_back_val();
+        stack.back() = operation(stack.back(), right);
+      }
+    }
+    return stack.back();
+  }
+
+ private:
+  std::vector<std::pair<Operation, Number>> steps_;  // without an operation: the number
 };
 
 // Shape, dtype and place that a tensor must have for the calls to be right.
@@ -46,11 +140,11 @@ struct Layout {
     if (!tensor.is_contiguous()) strides = tensor.strides().vec();
   }
 
-  bool fits(const at::Tensor& tensor, c10::ArrayRef<int64_t> symbols) const {
+  bool fits(const at::Tensor& tensor, Symbols& symbols) const {
     if (tensor.scalar_type() != dtype || tensor.device() != device) return false;
     if (tensor.dim() != static_cast<int64_t>(sizes.size())) return false;
     for (size_t i = 0; i < sizes.size(); ++i) {
-      if (!sizes[i].is(tensor.sizes()[i], symbols)) return false;
+      if (!symbols.agree(sizes[i], tensor.sizes()[i])) return false;
     }
     return strides.empty() ? tensor.is_contiguous() : tensor.strides() == strides;
   }
@@ -62,7 +156,7 @@ struct InputView {
   Number start, tokens;
   int64_t column, width;
 
-  bool fits(const at::Tensor& view, const at::Tensor& memory, c10::ArrayRef<int64_t> symbols) const {
+  bool fits(const at::Tensor& view, const at::Tensor& memory, Symbols& symbols) const {
     const int64_t dim = memory.dim() - 2;
     if (view.dim() != memory.dim() || view.scalar_type() != memory.scalar_type()) return false;
     for (int64_t i = 0; i < dim; ++i) {
@@ -70,8 +164,13 @@ struct InputView {
     }
     const int64_t offset = view.storage_offset() - memory.storage_offset(), stride = memory.stride(dim);
     return view.is_alias_of(memory) && view.strides() == memory.strides() && view.size(-1) == width &&
-           tokens.is(view.size(dim), symbols) && offset % stride == column &&
-           start.is(offset / stride, symbols);
+           symbols.agree(tokens, view.size(dim)) && offset % stride == column &&
+           symbols.agree(start, offset / stride);
+  }
+
+  // The token behind the last one of a view that fits.
+  int64_t end_of(const at::Tensor& view, const at::Tensor& memory) const {
+    return (view.storage_offset() - memory.storage_offset()) / view.stride(-2) + view.size(-2);
   }
 };
 
@@ -139,11 +238,27 @@ class Program : public torch::CustomClassHolder {
     weights_.push_back({tensor, tensor.storage(), tensor.storage_offset()});
   }
 
+  // The next symbol stands for numbers from `least` on.
+  void add_symbol(int64_t least) { least_.push_back(least); }
+
+  // The next number of a call is that of a symbol.
+  void add_number(int64_t symbol) { numbers_.push_back({0, symbol}); }
+
+  // What a call computes from its symbols: a condition of all calls, or the next integer of the operators.
+  void add_guard(const std::string& postfix) { guards_.emplace_back(postfix); }
+  void add_integer(const std::string& postfix) { integers_.emplace_back(postfix); }
+
   // The next input is like `example`, with the number of a symbol in each of these dimensions.
   void add_input(const at::Tensor& example, const Places& dims, const Places& symbols) {
     inputs_.emplace_back(example);
     for (size_t i = 0; i < dims.size(); ++i) inputs_.back().sizes.at(dims[i]).symbol = symbols.at(i);
   }
+
+  // The next input behind those of the call comes from another process when the call is bound.
+  void add_arriving(const at::Tensor& example) { arriving_.emplace_back(example); }
+
+  // The next buffer must be written as far as this view shows it.
+  void add_buffer(int64_t view) { buffers_.push_back(static_cast<size_t>(view)); }
 
   // The next view is of `width` columns of an input and of `tokens` tokens; a symbol below 0 stands for none.
   void add_view(int64_t input, int64_t start, int64_t start_symbol, int64_t tokens, int64_t tokens_symbol,
@@ -178,16 +293,74 @@ class Program : public torch::CustomClassHolder {
     results_ = results;
   }
 
-  // Returns: the results, or nothing where the tensors are not like those that the calls are for.
-  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& views,
-                              const Places& symbols, const Places& integers) const {
-    if (!fits(inputs, views, symbols)) return {};
+  // What differs between a call and the captured one, empty if nothing does; and the call's symbols.
+  //
+  // `numbers` are those of the cache, `ends` of its buffers.
+  std::string difference(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& views,
+                         const Places& numbers, const Places& ends, Symbols& symbols) const {
+    if (inputs.size() != inputs_.size() || views.size() != views_.size() ||
+        numbers.size() != numbers_.size() || ends.size() != buffers_.size()) {
+      return "it has other tensors";
+    }
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      if (!symbols.agree(numbers_[i], numbers[i])) {
+        return "numbers that were equal in the captured call differ";
+      }
+    }
+    const bool takes_inference = c10::InferenceMode::is_enabled();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!inputs_[i].fits(inputs[i], symbols)) {
+        return "a tensor has another shape, dtype or device than in the captured call";
+      }
+      if (!takes_inference && inputs[i].is_inference()) {  // it may be written
+        return "a tensor of inference mode is used outside of it";
+      }
+    }
+    for (size_t i = 0; i < views.size(); ++i) {
+      if (!views_[i].fits(views[i], inputs[views_[i].input], symbols)) {
+        return "a tensor of the cache shows another part of its buffer than in the captured call";
+      }
+    }
+    for (size_t i = 0; i < ends.size(); ++i) {
+      const size_t view = buffers_[i];
+      if (ends[i] != views_[view].end_of(views[view], inputs[views_[view].input])) {
+        return "somebody else has written behind the cache's last token";
+      }
+    }
+    if (!holds_for(symbols)) return "the call has sizes for which the model runs other operators";
+    const bool in_place = std::all_of(weights_.begin(), weights_.end(), [](const Weight& weight) {
+      return weight.tensor.storage().data() == weight.storage.data() &&
+             weight.tensor.storage_offset() == weight.offset;
+    });
+    if (!in_place) return "a weight lies elsewhere in memory than in the captured call";
+    return constants_fit() ? "" : "a weight has another shape, dtype or device than in the captured call";
+  }
+
+  Symbols symbols() const { return Symbols(least_.size()); }
+
+  Places integers(const Symbols& symbols) const {
+    Places result;
+    for (const Expression& integer : integers_) result.push_back(integer.of(symbols));
+    return result;
+  }
+
+  bool arriving_fits(const std::vector<at::Tensor>& arriving) const {
+    Symbols none(0);
+    return std::equal(
+        arriving.begin(), arriving.end(), arriving_.begin(), arriving_.end(),
+        [&](const at::Tensor& tensor, const Layout& layout) { return layout.fits(tensor, none); });
+  }
+
+  // The results of a call that is bound.
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& arriving,
+                              const Places& integers) const {
     const int64_t begun = checks_begun();
     const WithoutChecks unchecked(checked_ == begun);
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below;  // where the calls were recorded
     std::vector<c10::IValue> values(static_cast<size_t>(places_));
     auto next = std::copy(inputs.begin(), inputs.end(), values.begin());
+    next = std::copy(arriving.begin(), arriving.end(), next);
     std::copy(integers.begin(), integers.end(), next);
     torch::jit::Stack stack;
     for (const Call& call : calls_) {
@@ -211,28 +384,17 @@ class Program : public torch::CustomClassHolder {
     return results;
   }
 
-  int64_t size() const { return static_cast<int64_t>(calls_.size()); }
-
  private:
-  bool fits(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& views,
-            const Places& symbols) const {
-    if (inputs.size() != inputs_.size() || views.size() != views_.size()) return false;
-    const bool takes_inference = c10::InferenceMode::is_enabled();
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!inputs_[i].fits(inputs[i], symbols)) return false;
-      if (!takes_inference && inputs[i].is_inference()) return false;  // it may be written
+  bool holds_for(const Symbols& symbols) const {
+    for (size_t i = 0; i < least_.size(); ++i) {
+      if (symbols[i] < least_[i]) return false;
     }
-    for (size_t i = 0; i < views.size(); ++i) {
-      if (!views_[i].fits(views[i], inputs[views_[i].input], symbols)) return false;
-    }
-    const bool in_place = std::all_of(weights_.begin(), weights_.end(), [](const Weight& weight) {
-      return weight.tensor.storage().data() == weight.storage.data() &&
-             weight.tensor.storage_offset() == weight.offset;
-    });
-    return in_place && constants_fit();
+    return std::all_of(guards_.begin(), guards_.end(),
+                       [&](const Expression& guard) { return guard.of(symbols) != 0; });
   }
 
   bool constants_fit() const {
+    Symbols none(0);
     const auto constant = [this](size_t i) -> const at::Tensor& {
       return constants_[layouts_[i].first].toTensor();
     };
@@ -241,7 +403,7 @@ class Program : public torch::CustomClassHolder {
         const auto* ahead = reinterpret_cast<const char*>(constant(i + kAhead).unsafeGetTensorImpl());
         for (size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64) __builtin_prefetch(ahead + byte);
       }
-      if (!layouts_[i].second.fits(constant(i), {})) return false;
+      if (!layouts_[i].second.fits(constant(i), none)) return false;
     }
     return true;
   }
@@ -296,8 +458,12 @@ class Program : public torch::CustomClassHolder {
   std::vector<c10::IValue> constants_;
   std::vector<std::pair<size_t, Layout>> layouts_;  // for the tensors among the constants
   std::vector<Weight> weights_;
-  std::vector<Layout> inputs_;
+  Places least_;  // of the symbols
+  std::vector<Number> numbers_;
+  std::vector<Expression> guards_, integers_;
+  std::vector<Layout> inputs_, arriving_;
   std::vector<InputView> views_;
+  std::vector<size_t> buffers_;  // for each a view of it
   std::vector<Call> calls_;
   std::vector<Argument> arguments_;
   Places listed_;
@@ -306,22 +472,55 @@ class Program : public torch::CustomClassHolder {
   mutable std::atomic<int64_t> checked_ = 0;  // checks_begun() when a run last checked all calls
 };
 
+// A call of the model that a program is for.
+class Bound : public torch::CustomClassHolder {
+ public:
+  Bound(c10::intrusive_ptr<Program> program, std::vector<at::Tensor> inputs, Places integers)
+      : program_(std::move(program)), inputs_(std::move(inputs)), integers_(std::move(integers)) {}
+
+  // The results and the integers of the call; no results where other tensors arrive than did.
+  std::tuple<std::vector<at::Tensor>, Places> run(const std::vector<at::Tensor>& arriving) const {
+    if (!program_->arriving_fits(arriving)) return {};
+    return {program_->run(inputs_, arriving, integers_), integers_};
+  }
+
+ private:
+  c10::intrusive_ptr<Program> program_;
+  std::vector<at::Tensor> inputs_;
+  Places integers_;
+};
+
+// The call, bound; text that says what differs where the program is for other calls.
+c10::IValue bind(const c10::intrusive_ptr<Program>& program, std::vector<at::Tensor> inputs,
+                 const std::vector<at::Tensor>& views, const Places& numbers, const Places& ends) {
+  Symbols symbols = program->symbols();
+  std::string difference = program->difference(inputs, views, numbers, ends, symbols);
+  if (!difference.empty()) return difference;
+  return c10::make_intrusive<Bound>(program, std::move(inputs), program->integers(symbols));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.class_<Bound>("Bound").def(
+      "run", [](const c10::intrusive_ptr<Bound>& self, const std::vector<at::Tensor>& arriving) {
+        return self->run(arriving);
+      });
   m.class_<Program>("Program")
       .def(torch::init<>())
       .def("add_constant", &Program::add_constant)
       .def("add_weight", &Program::add_weight)
+      .def("add_symbol", &Program::add_symbol)
+      .def("add_number", &Program::add_number)
+      .def("add_guard", &Program::add_guard)
+      .def("add_integer", &Program::add_integer)
       .def("add_input", &Program::add_input)
+      .def("add_arriving", &Program::add_arriving)
       .def("add_view", &Program::add_view)
+      .def("add_buffer", &Program::add_buffer)
       .def("add_call", &Program::add_call)
       .def("finish", &Program::finish)
-      .def("run",
-           [](const c10::intrusive_ptr<Program>& self, const std::vector<at::Tensor>& inputs,
-              const std::vector<at::Tensor>& views, const std::vector<int64_t>& symbols,
-              const std::vector<int64_t>& integers) { return self->run(inputs, views, symbols, integers); })
-      .def("size", &Program::size);
+      .def("bind", bind);
 }
 
 }  // namespace moe_mps

@@ -60,7 +60,7 @@ class Late(TimeoutError):
 class Patience:
     """When reads are late: once the disk is silent for SILENT; where a GPU waits, at LIMIT in any case."""
 
-    def __init__(self, reader: "Reader", is_awaited_by_gpu: bool = False):
+    def __init__(self, reader: "ExpertReader", is_awaited_by_gpu: bool = False):
         self._reader, self._begun, self._is_short = reader, time.monotonic(), is_awaited_by_gpu
 
     def left(self) -> float:
@@ -74,14 +74,14 @@ class Patience:
         return Late(f"the disk of {self._reader.file.path} {said}")
 
 
-class Reading:
+class ExpertRead:
     """Reads of some experts that have begun.
 
     Attributes:
         reads: several of one expert, or one of several small experts.
     """
 
-    def __init__(self, reader: "Reader", layer: int, experts: Mapping[int, Views]):
+    def __init__(self, reader: "ExpertReader", layer: int, experts: Mapping[int, Views]):
         self._reader, self._layer, self._experts = reader, layer, experts
         self._size = sum(len(view) for views in experts.values() for view in views)
         if len(experts) > 1:
@@ -110,7 +110,7 @@ class Reading:
         self._reader.counters.bytes_read += self._size
 
 
-class Reader:
+class ExpertReader:
     """A file of experts, the threads that read it, and what they have read."""
 
     def __init__(self, file: ExpertsFile | StoredExperts):
@@ -164,7 +164,7 @@ def _pieces(views: Views) -> Iterable[list[memoryview]]:
         yield piece
 
 
-class Pool:
+class ExpertPool:
     """The slots of one layer: the experts that were needed last, of all sequences together.
 
     Args:
@@ -177,7 +177,7 @@ class Pool:
         number: what the operator `_expert_slots` calls this pool.
     """
 
-    def __init__(self, reader: Reader, layer: int, slots: int, device: torch.device):
+    def __init__(self, reader: ExpertReader, layer: int, slots: int, device: torch.device):
         self.reader, self.layer, self.size = reader, layer, slots
         self.about = reader.file.layers[layer]
         self.tensors = {
@@ -231,18 +231,18 @@ class Pool:
         together = max(1, min(PIECE // sum(self.about.sizes), -(-len(into) // DEPTH)))
         readings = []
         for first in range(0, len(into), together):
-            own = dict(into[first : first + together])
-            views = {expert: self._views[slot] for expert, slot in own.items()}
-            readings.append((own, Reading(self.reader, self.layer, views)))
+            slots = dict(into[first : first + together])
+            views = {expert: self._views[slot] for expert, slot in slots.items()}
+            readings.append((slots, ExpertRead(self.reader, self.layer, views)))
         errors = []
-        for own, reading in readings:
+        for slots, reading in readings:
             try:
                 reading.finish(patience)
             except Exception as error:  # reads go on behind it
                 errors.append(error)
-                self._free_behind(reading.reads, [*own.values()])
+                self._free_behind(reading.reads, [*slots.values()])
             else:
-                self._slots.update(own)
+                self._slots.update(slots)
         note_written(self.tensors.values())
         if errors:
             raise errors[0]
@@ -262,8 +262,8 @@ class Pool:
         """Copies an expert that is in a slot; its lock is held. Returns: False for any other expert."""
         slot = self._slots.get(expert)
         if slot is not None:
-            for to, own in zip(views, self._views[slot], strict=True):
-                to[:] = own
+            for to, source in zip(views, self._views[slot], strict=True):
+                to[:] = source
         return slot is not None
 
 
@@ -289,7 +289,7 @@ class Staging:
         pools: of all layers, in the model's order.
     """
 
-    def __init__(self, pools: Sequence[Pool], device: torch.device):
+    def __init__(self, pools: Sequence[ExpertPool], device: torch.device):
         self._pools, self._device, self._reader = pools, device, pools[0].reader
         size = max(bytes_of_layer(pool.about) for pool in pools)
         self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -303,7 +303,7 @@ class Staging:
 
         What was encoded with the memory of the layer before the last is awaited on mps.
 
-        Raises: as `Pool.slots`.
+        Raises: as `ExpertPool.slots`.
         """
         begun = time.perf_counter()
         self._stream = follow_stream(self._stream, self._device)
@@ -329,7 +329,7 @@ class Staging:
         views = views_of(self.tensors[layer].values(), pool.about.experts)
         with pool.lock:
             readings = [
-                Reading(pool.reader, pool.layer, {expert: views[expert]})
+                ExpertRead(pool.reader, pool.layer, {expert: views[expert]})
                 for expert in sorted(needed or range(pool.about.experts))
                 if not pool.copy(expert, views[expert])
             ]
@@ -391,10 +391,10 @@ class Pools:
     """
 
     def __init__(self, file: ExpertsFile | StoredExperts, slots: int | None, device: torch.device):
-        reader = Reader(file)
+        reader = ExpertReader(file)
         self.counters = reader.counters
         self.layers = [
-            Pool(reader, number, slots or _rows_in_memory(layer), device)
+            ExpertPool(reader, number, slots or _rows_in_memory(layer), device)
             for number, layer in enumerate(file.layers)
             if slots is None or layer.experts > slots
         ]

@@ -13,7 +13,7 @@ from .file import Layer, dtype_of, fill, opened, stamp_of
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRows:
     """Rows of a tensor behind each other in a file.
 
     Attributes:
@@ -26,13 +26,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StoredTensor:
     """A tensor [experts, ...]: its parts, and its dtype in the files, where 16 bits may be others."""
 
-    parts: Sequence[Part]
+    parts: Sequence[FileRows]
     dtype: torch.dtype
 
-    def place(self, row: int) -> tuple[Part, int]:
+    def place(self, row: int) -> tuple[FileRows, int]:
         """The part with a row, and the number of the row in it."""
         for part in self.parts:
             if row < part.rows:
@@ -51,12 +51,15 @@ class StoredExperts:
         path, layers, fingerprint: as of an `ExpertsFile`; the path is the checkpoint's.
     """
 
-    def __init__(self, path: Path, key: str, layers: Sequence[Layer], tensors: Sequence[Mapping[str, Rows]]):
+    def __init__(
+        self, path: Path, key: str, layers: Sequence[Layer], tensors: Sequence[Mapping[str, StoredTensor]]
+    ):
         self.path, self.layers = path, list(layers)
         self._tensors = [
-            [own[name] for name in layer.tensors] for layer, own in zip(layers, tensors, strict=True)
+            [of_layer[name] for name in layer.tensors]
+            for layer, of_layer in zip(layers, tensors, strict=True)
         ]
-        names = {part.path for own in self._tensors for rows in own for part in rows.parts}
+        names = {part.path for of_layer in self._tensors for rows in of_layer for part in rows.parts}
         self._files = {name: opened(name) for name in sorted(names)}
         for file in self._files.values():
             weakref.finalize(self, os.close, file)
@@ -70,15 +73,15 @@ class StoredExperts:
             if begin >= size or not rest:
                 begin -= size
                 continue
-            own, room = [], size - begin
+            wanted, room = [], size - begin
             while rest and room:
-                own.append(rest[0][:room])
-                room -= len(own[-1])
-                rest[0] = rest[0][len(own[-1]) :]
+                wanted.append(rest[0][:room])
+                room -= len(wanted[-1])
+                rest[0] = rest[0][len(wanted[-1]) :]
                 if not len(rest[0]):
                     del rest[0]
             part, row = rows.place(expert)
-            if not fill(self._files[part.path], own, part.offset + row * size + begin):
+            if not fill(self._files[part.path], wanted, part.offset + row * size + begin):
                 raise ValueError(f"{part.path} is truncated")
             begin = 0
 

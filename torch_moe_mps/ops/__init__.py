@@ -11,6 +11,7 @@ from . import families
 from ._registry import OPERATORS as OPERATORS
 from .families.attention import attention as attention
 from .families.attention import write_cache_quantized_ as write_cache_quantized_
+from .families.causal_conv1d import causal_conv1d_update_ as causal_conv1d_update_
 from .families.combine import expert_activation as expert_activation
 from .families.combine import moe_weighted_reduce as moe_weighted_reduce
 from .families.combine import silu_mul_stacked as silu_mul_stacked
@@ -19,6 +20,7 @@ from .families.combine import weighted_sum_residual_stacked_ as weighted_sum_res
 from .families.combine import weighted_sum_stacked as weighted_sum_stacked
 from .families.experts import expert_mm as expert_mm
 from .families.experts import moe_experts as moe_experts
+from .families.gated_delta_rule import gated_delta_rule_ as gated_delta_rule_
 from .families.heads import heads_mm as heads_mm
 from .families.heads import heads_quantized as heads_quantized
 from .families.hyper_connection import hyper_connection as hyper_connection
@@ -26,9 +28,6 @@ from .families.hyper_connection import hyper_update as hyper_update
 from .families.linear import embedding_quantized as embedding_quantized
 from .families.linear import linear_quantized as linear_quantized
 from .families.linear import mlp_quantized as mlp_quantized
-from .families.linear_attention import causal_conv1d_update_ as causal_conv1d_update_
-from .families.linear_attention import linear_attention_ as linear_attention_
-from .families.linear_attention import selective_scan_ as selective_scan_
 from .families.lora import expert_lora as expert_lora
 from .families.lora import linear_lora as linear_lora
 from .families.norms import fused_norm_add as fused_norm_add
@@ -52,6 +51,7 @@ from .families.routing import moe_router as moe_router
 from .families.routing import moe_router_topk_softmax as moe_router_topk_softmax
 from .families.routing import router_logits as router_logits
 from .families.sampling import sample as sample
+from .families.selective_scan import selective_scan_ as selective_scan_
 
 FAMILIES = {
     module.name: import_module(f"{families.__name__}.{module.name}")

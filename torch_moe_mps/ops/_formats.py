@@ -19,10 +19,10 @@ from .._weight_formats import (
     ROWS,
     Codebook,
     Floats,
+    FormatRow,
     Halves,
     Integers,
     LikeActivations,
-    Row,
 )
 from ._checks import ACTIVATION_DTYPES, Check
 
@@ -68,7 +68,7 @@ class Format:
             object.__setattr__(self, field, value)
 
     @classmethod
-    def _of_row(cls, name: str, row: Row) -> "Format":
+    def _of_row(cls, name: str, row: FormatRow) -> "Format":
         """Also for a row that nothing is quantised to, so that no mode of a user's names it."""
         format = object.__new__(cls)
         is_affine = isinstance(row.scales, LikeActivations)
@@ -77,7 +77,7 @@ class Format:
         return format
 
     @property
-    def row(self) -> Row:
+    def row(self) -> FormatRow:
         return ROWS[self.name]
 
     def to_dict(self) -> dict[str, Any]:

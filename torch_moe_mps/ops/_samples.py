@@ -25,7 +25,7 @@ OF_HEADS = {
     "rope": ("q", "q"),
     "rope_cache_": ("k", "v"),
     "_rope_attention_": ("q", "v"),
-    "linear_attention_": ("q", "v"),
+    "gated_delta_rule_": ("q", "v"),
     "write_cache_quantized_": ("states", "states"),
 }
 # Where several results are right: what of them must agree, of the arguments and the results.

@@ -9,7 +9,8 @@
     handing   hidden states of a call, from each stage to the next
     running   calls of the model: equal inputs in all processes, and logits for all
     executor  steps of the engine, which runs in the first process
-    following what the other processes do for it
+    orders    what the first process tells the others to do to their caches
+    following a handler for each order
 
 Every process calls the model with the same inputs and runs its whole `forward`. Stand-ins for other
 processes' layers return hidden states unchanged; the last one before a process's own layers returns the

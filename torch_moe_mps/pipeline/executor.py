@@ -1,7 +1,7 @@
 """The executor of a model that is spread over processes: the engine runs in the first one, the others follow.
 
 Each process has the caches of its own layers, and all change them alike. The first one does to its own what
-the engine wants, and notes an order. Orders go out with the next call of the model, so that a step is one
+the engine wants, and queues an order. Orders go out with the next call of the model, so that a step is one
 message to each process: see `following` for what they do there.
 """
 
@@ -22,7 +22,8 @@ from ..serving.engine.prefill import Prefill
 from ..serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from ..transformers.basics.state import Beside
 from ..transformers.caches.batched import BatchedCache, NotBatchable
-from .peers import PeerError, as_bytes, from_bytes
+from . import orders
+from .peers import PeerError, from_bytes
 from .running import Running
 
 _LEADERS: "list[Leader]" = []
@@ -36,21 +37,20 @@ class Leader(Beside):
     """
 
     def __init__(self, running: Running):
-        self.running, self._orders, self._tensors = running, list[dict[str, Any]](), list[Tensor]()
+        self.running, self._orders = running, list[orders.CacheOrder]()
         self._numbers: weakref.WeakKeyDictionary[Prefill, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count(1)
         layers = len(running.stage.own)
         self.room = min(part["free"] * layers // part["layers"] for part in running.parts)
         _LEADERS.append(self)
 
-    def note(self, do: str, tensors: Mapping[str, Tensor] = {}, **arguments: Any) -> None:
-        """Notes an order with tensors on the CPU. The others hear of it before the next call."""
-        self._orders.append({"do": do, **arguments, "tensors": [*tensors]})
-        self._tensors += tensors.values()
+    def queue(self, order: orders.CacheOrder) -> None:
+        """Queues an order, which is sent with the next call."""
+        self._orders.append(order)
 
     def send(self) -> None:
-        """Sends the orders that were noted."""
-        values, self._orders, self._tensors = [as_bytes(self._orders), *self._tensors], [], []
+        """Sends the queued orders."""
+        values, self._orders = orders.encode(self._orders), []
         for rank in range(1, self.running.peers.size):
             self.running.peers.send(rank, "orders", "", values)
 
@@ -74,11 +74,13 @@ class Leader(Beside):
             self.running.peers.failed(error)
             raise
 
-    def begun(self, prefill: Prefill, inputs: Mapping[str, Tensor], **how: Any) -> None:
+    def begun(
+        self, prefill: Prefill, inputs: dict[str, Tensor], held: list[int] | None, reads_whole: bool
+    ) -> None:
         """Registers a new prefill, and drops those that no longer exist."""
-        self._numbers[prefill] = next(self._count)
-        others = sorted(self._numbers.values())
-        self.note("begin", inputs, number=self.number(prefill), known=others, **how)
+        number = self._numbers[prefill] = next(self._count)
+        known, cached = sorted(self._numbers.values()), len(prefill.cached.ids)
+        self.queue(orders.Begin(inputs, number, known, held, cached, reads_whole))
 
     def number(self, prefill: Prefill) -> int:
         return self._numbers[prefill]
@@ -89,7 +91,7 @@ class Leader(Beside):
 
     def end(self) -> None:
         """Lets the others go."""
-        self.note("end")
+        self.queue(orders.End())
         with contextlib.suppress(PeerError):
             self.send()
             for rank in range(1, self.running.peers.size):
@@ -125,36 +127,36 @@ class LeadingRows(BatchedCache):
 
     def admit(self, cache: Any, tokens: int, moved: int = 0) -> None:
         super().admit(cache, tokens, moved)
-        self._leader.note("admit", number=self._leader.number_of(cache))
+        self._leader.queue(orders.Admit(self._leader.number_of(cache)))
         replies = self._leader.replies()
         self._others_have = any(each["are_states"] for each in replies)
         if reason := next(filter(None, (each["reason"] for each in replies)), None):
             super().finish(len(self) - 1)
-            self._leader.note("unadmit", rows=len(self))
+            self._leader.queue(orders.Unadmit(len(self)))
             raise NotBatchable(reason)
 
     def finish(self, row: int) -> None:
         super().finish(row)
-        self._leader.note("finish", row=row)
+        self._leader.queue(orders.Finish(row))
 
     def alone(self, row: int) -> Any:
         copy = super().alone(row)
-        self._leader.note("alone", row=row)
+        self._leader.queue(orders.CopyRow(row))
         return copy
 
     def reserve(self, tokens: int) -> None:
         if self.is_full(tokens):
-            self._leader.note("reserve", count=tokens)
+            self._leader.queue(orders.Reserve(tokens))
         super().reserve(tokens)
 
     def hold(self) -> None:
         if self._has_states:  # else those of others are held
             super().hold()
-        self._leader.note("hold")
+        self._leader.queue(orders.HoldStates())
 
     def take_back(self, tokens: Any) -> None:
         super().take_back(tokens)
-        self._leader.note("take_back", counts=[*tokens])
+        self._leader.queue(orders.TakeBack([*tokens]))
 
 
 class PipelineExecutor(Executor):
@@ -170,35 +172,30 @@ class PipelineExecutor(Executor):
         return None if memory is None else min(memory, self._leader.room)
 
     def rows(self, drafts: Drafts) -> BatchedCache:
-        self._leader.note("new_rows", defers=drafts.drafting is not None)
+        self._leader.queue(orders.NewRows(drafts.drafting is not None))
         return LeadingRows(self._leader, self._model, drafts.deferrable)
 
     def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
         """The next chunk of a prompt. `beside` is not called: the others are inside of the same call."""
-        self._leader.note("chunk", number=self._leader.number(prefill), tokens=chunk)
+        self._leader.queue(orders.Chunk(self._leader.number(prefill), chunk))
         with self._leader.calling():
             return prefill.compute(self._call, chunk)
 
     def step(self, group: Group, ids: Tensor) -> Any:
-        tensors = {"ids": ids.cpu().reshape(-1)}
+        tokens = ids.cpu().reshape(-1)
         if isinstance(group, Single):
-            number, start = self._leader.number(group.prefill), group.lengths[0]
-            self._leader.note("single", tensors, number=number, start=start)
+            number = self._leader.number(group.prefill)
+            self._leader.queue(orders.StepSingle(tokens, number, group.lengths[0]))
         else:
-            self._leader.note("step", tensors)
+            self._leader.queue(orders.Step(tokens))
         with self._leader.calling():
             return super().step(group, ids)
 
     def keep(self, prefill: Prefill, prefix: CachedPrefix) -> None:
         super().keep(prefill, prefix)
-        self._leader.note(
-            "keep",
-            number=self._leader.number(prefill),
-            kept=prefix.number,
-            more=None if prefix is prefill.cached else prefix.ids[prefill.ids.shape[1] :].tolist(),
-            is_copy=prefix.cache is not prefill.cached.cache,
-            held=_numbers(prefill.prefix_cache),
-        )
+        more = None if prefix is prefill.cached else prefix.ids[prefill.ids.shape[1] :].tolist()
+        is_copy, held = prefix.cache is not prefill.cached.cache, _numbers(prefill.prefix_cache)
+        self._leader.queue(orders.Keep(self._leader.number(prefill), prefix.number, more, is_copy, held))
 
     def _begun(
         self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None
@@ -206,8 +203,7 @@ class PipelineExecutor(Executor):
         held = None if prefix_cache is None else _numbers(prefix_cache)
         prefill = super()._begun(inputs, prefix_cache, images)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        cached, whole = len(prefill.cached.ids), self._abilities.reads_whole
-        self._leader.begun(prefill, tensors, held=held, cached=cached, reads_whole=whole)
+        self._leader.begun(prefill, tensors, held, self._abilities.reads_whole)
         return prefill
 
 

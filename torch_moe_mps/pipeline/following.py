@@ -2,19 +2,20 @@
 
 import functools
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..serving.engine.executor import call_model, prefill_of, step_of
 from ..serving.engine.inputs import images_of
 from ..serving.engine.prefill import Prefill, turning
 from ..serving.prefix_cache.memory import PrefixCache
 from ..transformers.caches.batched import BatchedCache, NotBatchable
-from ..transformers.deferred_states import deferrable_layers
-from .peers import as_bytes, from_bytes
+from ..transformers.deferrable import deferrable_layers
+from . import orders
+from .peers import as_bytes
 from .running import Running
 
 _FOREVER = 1e9  # seconds
@@ -36,61 +37,54 @@ class Following:
         """Executes orders until the first process releases this one. A failure ends the pipeline."""
         peers = self._running.peers
         try:
-            while self._do(*peers.receive(0, "orders", "", _FOREVER)):
+            while self._do(orders.decode(peers.receive(0, "orders", "", _FOREVER))):
                 pass
         except BaseException as error:
             peers.failed(error)
             raise
 
-    def _do(self, orders: Tensor | None, *values: Tensor | None) -> bool:
-        """Does what a message orders. Returns: whether to go on."""
-        tensors = iter(values)
-        for order in from_bytes(orders):
-            if (do := order.pop("do")) == "end":
+    def _do(self, message: Iterable[orders.CacheOrder]) -> bool:
+        """Executes the orders of a message. Returns: False once the first process releases this one."""
+        for order in message:
+            if isinstance(order, orders.End):
                 return False
-            given = {name: next(tensors) for name in order.pop("tensors")}
-            getattr(self, f"_{do}")(given, **order)
+            HANDLERS[type(order)](self, order)
         return True
 
-    def _begin(
-        self,
-        inputs: dict[str, Tensor],
-        number: int,
-        known: list[int],
-        held: list[int] | None,
-        cached: int,
-        reads_whole: bool,
-    ) -> None:
-        self._prefills = {n: prefill for n, prefill in self._prefills.items() if n in known}
-        if held is not None:
-            self._evict(held)
-        images, prefix_cache = images_of(self._model, inputs), None if held is None else self._prefix_cache
-        prefill = prefill_of(self._model, inputs, prefix_cache, images, self._turning, reads_whole)
-        if len(prefill.cached.ids) != cached:
-            here = f"{len(prefill.cached.ids)} tokens here, {cached} in the first process"
+    def _begin(self, order: orders.Begin) -> None:
+        self._prefills = {n: prefill for n, prefill in self._prefills.items() if n in order.known}
+        prefix_cache = None if order.held is None else self._prefix_cache
+        if order.held is not None:
+            self._evict(order.held)
+        images = images_of(self._model, order.inputs)
+        how = prefix_cache, images, self._turning, order.reads_whole
+        prefill = prefill_of(self._model, order.inputs, *how)
+        if len(prefill.cached.ids) != order.cached:
+            here = f"{len(prefill.cached.ids)} tokens here, {order.cached} in the first process"
             raise RuntimeError(
                 f"moe_mps::pipeline: a prefix must be cached in all processes alike, got {here}"
             )
-        self._prefills[number] = prefill
+        self._prefills[order.number] = prefill
 
-    def _chunk(self, tensors: dict[str, Tensor], number: int, tokens: int) -> None:
+    def _chunk(self, order: orders.Chunk) -> None:
         with self._running.without_logits():
-            self._prefills[number].compute(self._call, tokens)
+            self._prefills[order.number].compute(self._call, order.tokens)
 
-    def _single(self, tensors: dict[str, Tensor], number: int, start: int) -> None:
+    def _single(self, order: orders.StepSingle) -> None:
         with self._running.without_logits():
-            self._prefills[number].decode(self._call, tensors["ids"][None], start)
+            self._prefills[order.number].decode(self._call, order.ids[None], order.start)
 
-    def _step(self, tensors: dict[str, Tensor]) -> None:
-        ids = tensors["ids"].reshape(len(self._rows), -1).to(self._model.device)
+    def _step(self, order: orders.Step) -> None:
+        ids = order.ids.reshape(len(self._rows), -1).to(self._model.device)
         with self._running.without_logits():
             step_of(self._rows, self._call, ids)
 
-    def _new_rows(self, tensors: dict[str, Tensor], defers: bool) -> None:
-        self._rows = BatchedCache(self._model, deferrable_layers(self._model) if defers else {})
+    def _new_rows(self, order: orders.NewRows) -> None:
+        """Begins an empty batch; with `defers`, layers that can do so defer updates of their states."""
+        self._rows = BatchedCache(self._model, deferrable_layers(self._model) if order.defers else {})
 
-    def _admit(self, tensors: dict[str, Tensor], number: int) -> None:
-        prefill, reason = self._prefills[number], ""
+    def _admit(self, order: orders.Admit) -> None:
+        prefill, reason = self._prefills[order.number], ""
         try:
             self._rows.admit(prefill.cached.cache, len(prefill.cached.ids), prefill.moved)
         except NotBatchable as error:
@@ -98,45 +92,55 @@ class Following:
         reply = {"reason": reason, "are_states": self._rows.are_states}
         self._running.peers.send(0, "reply", "", [as_bytes(reply)])
 
-    def _unadmit(self, tensors: dict[str, Tensor], rows: int) -> None:
-        if len(self._rows) > rows:
-            self._rows.finish(rows)
+    def _unadmit(self, order: orders.Unadmit) -> None:
+        if len(self._rows) > order.rows:
+            self._rows.finish(order.rows)
 
-    def _finish(self, tensors: dict[str, Tensor], row: int) -> None:
-        self._rows.finish(row)
+    def _finish(self, order: orders.Finish) -> None:
+        self._rows.finish(order.row)
 
-    def _alone(self, tensors: dict[str, Tensor], row: int) -> None:
-        self._copy = self._rows.alone(row)
+    def _alone(self, order: orders.CopyRow) -> None:
+        self._copy = self._rows.alone(order.row)
 
-    def _reserve(self, tensors: dict[str, Tensor], count: int) -> None:
-        self._rows.reserve(count)
+    def _reserve(self, order: orders.Reserve) -> None:
+        self._rows.reserve(order.count)
 
-    def _hold(self, tensors: dict[str, Tensor]) -> None:
+    def _hold(self, order: orders.HoldStates) -> None:
         if self._rows.are_states:  # else their update is deferred, and taken back so
             self._rows.hold()
 
-    def _take_back(self, tensors: dict[str, Tensor], counts: list[int]) -> None:
-        self._rows.take_back(counts)
+    def _take_back(self, order: orders.TakeBack) -> None:
+        self._rows.take_back(order.counts)
 
-    def _keep(
-        self,
-        tensors: dict[str, Tensor],
-        number: int,
-        kept: int,
-        more: list[int] | None,
-        is_copy: bool,
-        held: list[int],
-    ) -> None:
-        prefill = self._prefills[number]
+    def _keep(self, order: orders.Keep) -> None:
+        prefill = self._prefills[order.number]
         prefix = prefill.cached
-        if more is not None:
-            ids = torch.cat((prefill.ids[0], prefill.ids.new_tensor(more)))
-            prefix = replace(prefix, ids=ids, cache=self._copy if is_copy else prefix.cache)
+        if order.more is not None:
+            ids = torch.cat((prefill.ids[0], prefill.ids.new_tensor(order.more)))
+            prefix = replace(prefix, ids=ids, cache=self._copy if order.is_copy else prefix.cache)
         self._copy = None
         self._prefix_cache.put(prefix)
-        prefix.number = kept
-        self._evict(held)
+        prefix.number = order.kept
+        self._evict(order.held)
 
     def _evict(self, held: list[int]) -> None:
         """Evicts the prefixes that the first process does not hold."""
         self._prefix_cache.kept = [each for each in self._prefix_cache.kept if each.number in held]
+
+
+# The handler of each kind of order; `End` ends the loop.
+HANDLERS: dict[type[orders.CacheOrder], Callable[[Following, Any], None]] = {
+    orders.Begin: Following._begin,
+    orders.Chunk: Following._chunk,
+    orders.StepSingle: Following._single,
+    orders.Step: Following._step,
+    orders.NewRows: Following._new_rows,
+    orders.Admit: Following._admit,
+    orders.Unadmit: Following._unadmit,
+    orders.Finish: Following._finish,
+    orders.CopyRow: Following._alone,
+    orders.Reserve: Following._reserve,
+    orders.HoldStates: Following._hold,
+    orders.TakeBack: Following._take_back,
+    orders.Keep: Following._keep,
+}

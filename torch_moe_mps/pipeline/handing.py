@@ -22,7 +22,7 @@ def refuse(argument: str, expected: str, got: Any) -> Any:
 
 
 @dataclass
-class Call:
+class ModelCall:
     """A call of the model.
 
     Args:
@@ -68,7 +68,7 @@ class Handing:
     """
 
     def __init__(self, stage: Stage, peers: Peers):
-        self.stage, self.peers, self.call = stage, peers, Call(0, torch.empty(0))
+        self.stage, self.peers, self.call = stage, peers, ModelCall(0, torch.empty(0))
         self._arrived: list[Tensor | None] | None = None
         self._sent: list[Tensor | None] = []
         self._device: torch.device | None = None
@@ -79,7 +79,7 @@ class Handing:
         if not stage.first:
             stage.layers[stage.own.start - 1].arrives = self._receive  # the stand-in in front of its layers
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ModelCall) -> None:
         self.call, self._arrived = call, None
 
     def end(self) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 
+from ..checkpoints.cutting import cutting
+from ..checkpoints.layouts.files import sample_of
+from ..checkpoints.quantize.sizes import bytes_a_token, total_bytes
+from ..checkpoints.source import Source
 from ..serving.engine.memory import Memory
 from ..transformers import loading
-from ..transformers.checkpoints.cutting import cutting
-from ..transformers.checkpoints.layouts.files import sample_of
-from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
-from ..transformers.checkpoints.source import Source
 from ..transformers.upstream.models import cached_file
 from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache
 
 from .._text import first_line
+from ..checkpoints.absent import around_text
+from ..checkpoints.quantize.sizes import total_bytes
 from ..transformers.basics.interface import weights_in
-from ..transformers.checkpoints.absent import around_text
-from ..transformers.checkpoints.quantize.sizes import total_bytes
 from ..transformers.upstream.calls import cache_among, cache_argument, call_on_shapes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it

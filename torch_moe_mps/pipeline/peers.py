@@ -97,7 +97,10 @@ class Peers:
         }
         data = as_bytes(head)
         if len(data) > _HEAD:
-            raise ValueError(f"moe_mps::pipeline: a layer must return fewer tensors, got {len(tensors)}")
+            raise ValueError(
+                f"moe_mps::pipeline: {kind} must be tensors that {_HEAD} bytes describe, got {len(tensors)} "
+                f"tensors in {len(data)} bytes: run this model in one process"
+            )
         whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8, device="cpu")
         whole[: len(data)] = data
         for tensor, part in zip(tensors, _parts(whole, sizes), strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..transformers.basics.state import PIPELINE, Beside
-from .handing import Call, Handing, refuse
+from .handing import Handing, ModelCall, refuse
 from .peers import Peers
 from .stages import Stage
 
@@ -64,7 +64,7 @@ class Running(Beside):
         if ids is None:
             raise ValueError("moe_mps::pipeline: input_ids must be given, got None")
         self.calls += 1
-        self.handing.begin(Call(self.calls, ids, named.get("attention_mask")))
+        self.handing.begin(ModelCall(self.calls, ids, named.get("attention_mask")))
         unused: tuple[str, ...] = () if self.stage.first else _FOR_TOWERS
         unused += () if self.stage.last else ("labels",)  # only the process with the output head has logits
         return args, {name: value for name, value in kwargs.items() if name not in unused}

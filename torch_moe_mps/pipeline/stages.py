@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.absent import beside_text, leave_out
 from ..transformers.caches.separate import Separate
-from ..transformers.checkpoints.absent import beside_text, leave_out
 from ..transformers.upstream.calls import cache_among
 from ..transformers.upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from .loop import Loop

@@ -50,11 +50,11 @@ HEADS = {
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
     "_rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
-    "linear_attention_": (HEAD, (128, 128), (256, 256)),
+    "gated_delta_rule_": (HEAD, (128, 128), (256, 256)),
 }
 # Heads of most models.
 _COMMON_HEADS = {
-    name: tuple(head for head in heads if name == "linear_attention_" or head[1] <= 256)
+    name: tuple(head for head in heads if name == "gated_delta_rule_" or head[1] <= 256)
     for name, heads in HEADS.items()
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
@@ -148,7 +148,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
-    if name == "linear_attention_" and arguments["norm_weight"] is not None:
+    if name == "gated_delta_rule_" and arguments["norm_weight"] is not None:
         result.append(Subject("rms_norm_gated", dtype))  # prompts of few heads have it in one of its own
     return result
 

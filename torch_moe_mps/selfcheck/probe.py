@@ -35,7 +35,7 @@ MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
 TINY = 2.0**-127  # a subnormal number in single precision
 
 
-class Sizes(NamedTuple):
+class ProbeSizes(NamedTuple):
     """Sizes of what is measured; the tests' simulator takes smaller ones."""
 
     dispatches: int = 1000
@@ -49,11 +49,11 @@ class Sizes(NamedTuple):
     chunk: tuple[int, int, int] = (2048, 8192, 128)  # tokens, keys, and elements of a head
     repeats: int = 5
     asked: int = 100  # requests for slots
-    late: tuple[float, ...] = (0.5, 4.0)  # seconds
+    late: tuple[float, ...] = (0.5, 3.0, 4.0, 6.0)  # seconds
 
 
 def probe(
-    sizes: Sizes, libraries: Iterable[str], told: Callable[[str], object] = lambda name: None
+    sizes: ProbeSizes, libraries: Iterable[str], told: Callable[[str], object] = lambda name: None
 ) -> dict[str, Any]:
     """{part: its results}, with `machine`. A part that fails has its error in its place.
 
@@ -86,7 +86,7 @@ def compiling(libraries: Iterable[str]) -> dict[str, float]:
 # --- how it computes
 
 
-def matrix_layout(sizes: Sizes) -> dict[str, Any]:
+def matrix_layout(sizes: ProbeSizes) -> dict[str, Any]:
     """`as_assumed`, as MatrixPlace has it; else `elements`: two of each lane (8 * row + column)."""
     matrix, held = torch.arange(64.0).to("mps"), torch.empty(64, device="mps")
     _run("probe_layout", [matrix, held], groups=1, threads=32)
@@ -96,7 +96,7 @@ def matrix_layout(sizes: Sizes) -> dict[str, Any]:
     return {"as_assumed": True} if same else {"as_assumed": False, "elements": held.cpu().int().tolist()}
 
 
-def nan_rules(sizes: Sizes) -> dict[str, Any]:
+def nan_rules(sizes: ProbeSizes) -> dict[str, Any]:
     """Results of operations on a NaN and a 1, "nan" where one is none."""
     out = torch.zeros(9, dtype=torch.int32, device="mps")
     _run("probe_nan", [torch.tensor([math.nan, 1.0]).to("mps"), out], groups=1, threads=32)
@@ -108,7 +108,7 @@ def nan_rules(sizes: Sizes) -> dict[str, Any]:
     return result | {n: "nan" if math.isnan(x) else x for n, x in zip(names, numbers, strict=True)}
 
 
-def subnormals(sizes: Sizes) -> dict[str, bool]:
+def subnormals(sizes: ProbeSizes) -> dict[str, bool]:
     """True if subnormals of single and half precision survive, as operands and as results."""
     x = torch.tensor([TINY, 2 * TINY, 2.0**-20, 2.0**-14]).to("mps")
     scales = torch.tensor([2.0, 0.5, 1024.0, 0.5]).to("mps")
@@ -123,7 +123,7 @@ def subnormals(sizes: Sizes) -> dict[str, bool]:
     }
 
 
-def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
+def bfloat_rounding(sizes: ProbeSizes) -> dict[str, Any]:
     """True if numbers are rounded to nearest, ties to even, as torch does on the CPU, and NaN stays NaN."""
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F80FFFF, 0xBF817FFF - 2**32, 0x7F7FFFFF])
     x = torch.cat([bits.int().view(torch.float32), torch.tensor([math.nan, math.inf, 1e-30])])
@@ -138,7 +138,7 @@ def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
 # --- how fast
 
 
-def dispatches(sizes: Sizes) -> dict[str, Any]:
+def dispatches(sizes: ProbeSizes) -> dict[str, Any]:
     """Microseconds of a dispatch that does nothing but wait for the one before, by the number of command
     buffers: until all are encoded, and until the GPU has run them."""
     counter = torch.zeros(1, dtype=torch.int32, device="mps")
@@ -171,7 +171,7 @@ class _Late:
         return ids
 
 
-def slots_of_experts(sizes: Sizes) -> dict[str, Any]:
+def slots_of_experts(sizes: ProbeSizes) -> dict[str, Any]:
     """Microseconds that the GPU waits for slots of experts which are in memory; and by seconds that a pool
     takes to answer whether the GPU goes on, or why not: macOS may stop it before."""
     ids = torch.arange(EXPERTS, dtype=torch.int32, device="mps")
@@ -192,7 +192,7 @@ def slots_of_experts(sizes: Sizes) -> dict[str, Any]:
     return {"us": _digits(_best(asked, sizes.repeats) / sizes.asked * 1e6), "goes_on_after_s": goes_on}
 
 
-def reads(sizes: Sizes) -> dict[str, float]:
+def reads(sizes: ProbeSizes) -> dict[str, float]:
     """GB/s by MB; without what the memory of this machine does not hold."""
     result = {}
     for size in filter(_is_held, sizes.reads):
@@ -203,7 +203,7 @@ def reads(sizes: Sizes) -> dict[str, float]:
     return result
 
 
-def expert_reads(sizes: Sizes) -> dict[str, float]:
+def expert_reads(sizes: ProbeSizes) -> dict[str, float]:
     """GB/s of the pieces that tokens read of their experts, eight at random places for each layer: with each
     in one block, and in as many ranges as its matrices have; and of as many pieces one behind the other."""
     of_group = THREADS * 4 * 16 * sizes.expert_steps
@@ -233,7 +233,7 @@ def expert_reads(sizes: Sizes) -> dict[str, float]:
     return result
 
 
-def fma_rate(sizes: Sizes) -> float:
+def fma_rate(sizes: ProbeSizes) -> float:
     """10^12 multiply-adds a second in single precision."""
     x = torch.tensor([0.5, 1.0]).to("mps")
     out = torch.empty(sizes.groups * THREADS, device="mps")
@@ -241,7 +241,7 @@ def fma_rate(sizes: Sizes) -> float:
     return _digits(sizes.groups * THREADS * sizes.fma_steps * FMAS / seconds / 1e12)
 
 
-def matrix_rates(sizes: Sizes) -> dict[str, float]:
+def matrix_rates(sizes: ProbeSizes) -> dict[str, float]:
     """10^12 multiply-adds a second of 8 x 8 matrices in registers, added up in single precision."""
     result = {}
     work = sizes.groups * SIMDGROUPS * sizes.matrix_steps * CHAINS * MATRIX
@@ -253,7 +253,7 @@ def matrix_rates(sizes: Sizes) -> dict[str, float]:
     return result
 
 
-def chunk_of_a_prompt(sizes: Sizes) -> dict[str, Any]:
+def chunk_of_a_prompt(sizes: ProbeSizes) -> dict[str, Any]:
     """Milliseconds of attention of a prompt's last chunk to all of it, in heads as Qwen3-30B-A3B has, by our
     kernel and by torch's for tensor units. Chunks of later processes run the faster one."""
     if reason := why_no_sdpa():
@@ -320,7 +320,7 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-PARTS: dict[str, Callable[[Sizes], Any]] = {
+PARTS: dict[str, Callable[[ProbeSizes], Any]] = {
     "matrix_layout": matrix_layout,
     "nan": nan_rules,
     "subnormals": subnormals,

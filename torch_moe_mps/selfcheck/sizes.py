@@ -331,7 +331,7 @@ def _quantized_columns(s: Sample, least: int) -> int:
 
 
 def _deep(s: Sample) -> list[tuple[int, int]]:
-    """Tokens and columns of quantised weights, of each path of a matmul."""
+    """(tokens, columns of quantised weights) for each path of a matmul: one token, a few, and tiles."""
     return [(n, _quantized_columns(s, least)) for n, least in ((1, OFFSET), (9, OFFSET), (40, 2048))]
 
 
@@ -455,7 +455,7 @@ SIZES: Changes = {
     ],
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
-    "linear_attention_": _many_tokens,
+    "gated_delta_rule_": _many_tokens,
     **dict.fromkeys(("selective_scan_", "causal_conv1d_update_"), lambda s: [s.of("x[1, 150, 6]")]),
     "_pointwise": _formulas,
     "_pool_window_": _pooled,

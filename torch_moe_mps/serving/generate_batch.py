@@ -80,12 +80,12 @@ def generate_batch(
     drafting = drafting_of(model, speculative, kept, _NAME, draft_width)
     memory = Memory(model, beside=drafting.modules if drafting else ()).free
     engine = Engine(model, kept, MOST_ROWS, memory, drafting=drafting)
-    answers, jobs = list[Answer](), list[Job]()
+    answers, jobs = list[BatchAnswer](), list[Job]()
     with Progress("Generating", many, "answer", wanted=progress) as bar:
         for number, prompt in enumerate(prompts):
             config = copy.deepcopy(configs[number] or model.generation_config)
             ids = _ids(prompt, number, tokenizer)
-            answer = Answer(ids[0].tolist(), config, tokenizer, streamers[number], bar.update)
+            answer = BatchAnswer(ids[0].tolist(), config, tokenizer, streamers[number], bar.update)
             config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
             job = Job(
@@ -104,7 +104,9 @@ def generate_batch(
     return [torch.tensor(answer.tokens, dtype=torch.int64) for answer in answers]
 
 
-def generate_all(engine: Engine, answers: Sequence["Answer"], until: "Answer | None" = None) -> None:
+def generate_all(
+    engine: Engine, answers: Sequence["BatchAnswer"], until: "BatchAnswer | None" = None
+) -> None:
     """Steps the engine until all jobs, or the answer `until`, have ended.
 
     Raises: the first error of an answer, which cancels the others.
@@ -117,7 +119,7 @@ def generate_all(engine: Engine, answers: Sequence["Answer"], until: "Answer | N
             raise error
 
 
-class Answer:
+class BatchAnswer:
     """Collects the tokens of one answer and finds stop strings.
 
     Args:

@@ -4,10 +4,11 @@
 // The others need it.
 #include "geometry/attention.h"
 #include "geometry/bucket.h"
+#include "geometry/causal_conv1d.h"
 #include "geometry/combine.h"
+#include "geometry/gated_delta_rule.h"
 #include "geometry/hyper_connection.h"
 #include "geometry/index.h"
-#include "geometry/linear_attention.h"
 #include "geometry/lora.h"
 #include "geometry/matmul.h"
 #include "geometry/norms.h"
@@ -17,3 +18,4 @@
 #include "geometry/rope.h"
 #include "geometry/routing.h"
 #include "geometry/sampling.h"
+#include "geometry/selective_scan.h"

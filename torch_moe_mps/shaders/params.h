@@ -5,10 +5,11 @@
 // The others need these.
 #include "params/attention.h"
 #include "params/bucket.h"
+#include "params/causal_conv1d.h"
 #include "params/combine.h"
+#include "params/gated_delta_rule.h"
 #include "params/hyper_connection.h"
 #include "params/index.h"
-#include "params/linear_attention.h"
 #include "params/lora.h"
 #include "params/matmul.h"
 #include "params/norms.h"
@@ -19,6 +20,7 @@
 #include "params/rope.h"
 #include "params/routing.h"
 #include "params/sampling.h"
+#include "params/selective_scan.h"
 #include "params/write_cache.h"
 // They need two others each.
 #include "params/chosen.h"

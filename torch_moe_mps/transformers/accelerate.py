@@ -9,6 +9,9 @@ from typing import Any
 from torch import nn
 
 from .._faults import synchronize
+from ..checkpoints.quantize.importance import Importance, given_importance
+from ..checkpoints.quantize.in_place import keep_when_saving, quantize_model
+from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from .attention.implementations import (
     attention_layers,
     choose_implementations,
@@ -23,10 +26,7 @@ from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.state import kv_bits_of
-from .basics.unmodified import refusal, said_of, why_unmodified
-from .checkpoints.quantize.importance import Importance, given_importance
-from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
-from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
+from .basics.unmodified import eager_on_cpu, refusal, why_unmodified
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
@@ -111,7 +111,7 @@ def accelerate(
         is_unmodified = verdict.reason is not None
         capture = capture if verdict.captures else False
         report.small_model = verdict.said
-    seconds, kv_bits = begin("accelerate", model, wanted, kv_bits, check)
+    seconds, kv_bits = begin("accelerate", model, {} if wanted is None else wanted.formats(), kv_bits, check)
     check = seconds is not None
     for module in model.modules():
         drop_forward_of_class(module)
@@ -131,15 +131,20 @@ def accelerate(
         report.rows.clear()
         _replace(model, report, capture, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
-    report.own_on_cpu = said_of(model, report.done())
+    report.eager_on_cpu = eager_on_cpu(model, report.rows)
     keep_resident(model)
     for device in {weight.device for weight in weights_in(model)}:
         synchronize(device)
-    for line in report.experts_left_alone:
-        warnings.warn(f"torch_moe_mps: {line}", stacklevel=2)
-    if wanted is not None and not any(map(has_quantized_weights, model.modules())):
-        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
+    _warn_of_what_was_left(model, report, wanted is not None)
     return report
+
+
+def _warn_of_what_was_left(model: nn.Module, report: Report, quantises: bool) -> None:
+    """Warns of experts that no operator runs, and if nothing was quantised that should be."""
+    for line in report.experts_left_alone:
+        warnings.warn(f"torch_moe_mps: {line}", stacklevel=3)
+    if quantises and not any(map(has_quantized_weights, model.modules())):
+        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=3)
 
 
 def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: int | None = None) -> None:
@@ -183,7 +188,8 @@ def _replace_others(
             continue
         done, reason = rewrite(module)
         if name in attentions:
-            done = [*done, ATTENTION, *use_latents(module)]
+            is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
+            done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator == "moe_router" for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
@@ -226,9 +232,9 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     end_residency(model)
     if _is_of_transformers(model):
+        from ..checkpoints.write.saving import restore_saving
         from .caches.cache import restore_cache
         from .capture.classes import restore_calls
-        from .checkpoints.write.saving import restore_saving
         from .modules.loss import restore_losses
 
         restore_calls(model)

@@ -34,7 +34,7 @@ LIBRARY_OF = {
 # {library of operators: that of what captured steps, or calls with 256 keys or more, run in addition}
 FURTHER = {
     "norms": "norms_residual",
-    "linear_attention": "norms_gated",
+    "gated_delta_rule": "norms_gated",
     "routing": "routing_logits",
     "attention": "attention_merge",
 }

@@ -11,23 +11,24 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 
+from .._text import shown
+from ..checkpoints.calibration import importance_for
+from ..checkpoints.cutting import is_cutting, loading_class
+from ..checkpoints.mtp import note_folder
+from ..checkpoints.on_disk import planned, reading_beside_the_disk
+from ..checkpoints.own.config import QuantizationConfig
+from ..checkpoints.quantize.importance import Importance, is_file_of_importance
+from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
+from ..checkpoints.quantize.streaming import one_by_one, threads_crash
+from ..checkpoints.quantizer import Quantizer
+from ..checkpoints.source import NO_MODEL, Source
 from ..macs import machine_memory
 from .accelerate import accelerate
 from .attention.implementations import require_kv_bits
 from .basics.unmodified import why_unmodified
 from .caches.cache import grow_caches_in_place
-from .checkpoints.calibration import importance_for
-from .checkpoints.cutting import is_cutting, loading_class
-from .checkpoints.on_disk import planned, reading_beside_the_disk
-from .checkpoints.own.config import QuantizationConfig
-from .checkpoints.quantize.importance import Importance, is_file_of_importance
-from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
-from .checkpoints.quantize.streaming import one_by_one, threads_crash
-from .checkpoints.quantizer import Quantizer
-from .checkpoints.source import NO_MODEL, Source
 from .compiling import compile_kernels
 from .modules.experts import NAME
-from .mtp.layers import note_folder
 from .self_check import allowed, working_kv_bits
 
 
@@ -89,18 +90,14 @@ def from_pretrained(
         a file that is truncated, for a checkpoint of MLX of a type of model that transformers does not know,
         and for a `distributed_config` that spreads layers over processes.
     """
-    asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
-    if isinstance(given := kwargs.get("quantization_config"), QuantizationConfig) and not asked:
-        asked, importance = given.arguments(), importance or given.importance
-        del kwargs["quantization_config"]
+    asked, importance = _asked_quantization(kwargs, importance)
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
     wanted = None if recipe is None else asked
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     if experts_memory is not None:
         _refuse_beside_experts_memory(importance=importance, distributed_config=part)
-    if (file := kwargs.pop("gguf_file", None)) is not None:
-        name = str(Path(name, file)) if Path(name).is_dir() else f"{name}:{file}"
+    name = _with_gguf_file(name, kwargs.pop("gguf_file", None))
     source = Source(name, kwargs, model_class)
     if source.gguf is not None:
         kwargs = _of_gguf(source, kwargs)
@@ -115,9 +112,10 @@ def from_pretrained(
     plan = None if experts_memory is None else planned(source, wanted, experts_memory)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
-    reading = contextlib.nullcontext() if loading is None else loading.reading()
     if plan is not None:
         reading = reading_beside_the_disk(source, wanted, plan)
+    else:
+        reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()
@@ -129,6 +127,23 @@ def from_pretrained(
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
+
+
+def _asked_quantization(kwargs: dict[str, Any], importance: Any) -> tuple[dict[str, Any], Any]:
+    """Arguments of a recipe, taken out of kwargs, and the importance; a config of ours stands for both."""
+    asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
+    config = kwargs.get("quantization_config")
+    if not isinstance(config, QuantizationConfig) or asked:
+        return asked, importance
+    del kwargs["quantization_config"]
+    return config.arguments(), importance or config.importance
+
+
+def _with_gguf_file(name: str, file: str | None) -> str:
+    """The name of a checkpoint with the GGUF file in it, if one is named beside."""
+    if file is None:
+        return name
+    return str(Path(name, file)) if Path(name).is_dir() else f"{name}:{file}"
 
 
 def _of_gguf(source: Source, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -153,10 +168,13 @@ def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bi
 
 
 def _refuse_beside_experts_memory(**others: Any) -> None:
+    """Raises: ValueError for an argument that needs all experts in memory."""
     for name, value in others.items():
         if value is not None:
-            expected = "None where experts are on the disk (experts_memory)"
-            raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}")
+            expected = "None where experts are on the disk"
+            got = shown(value) if isinstance(value, str) else type(value).__name__
+            way = f"leave out {name} or experts_memory"
+            raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {got}: {way}")
 
 
 def _require_no_text(importance: Importance | str | os.PathLike | None) -> None:

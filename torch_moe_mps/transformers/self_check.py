@@ -6,7 +6,7 @@ rejected.
 
 import time
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
@@ -27,7 +27,6 @@ from .basics.interface import formats_of, is_experts, is_quantized
 from .basics.report import Report
 from .basics.scoped import having
 from .basics.unmodified import REFUSED, is_on_mps
-from .checkpoints.quantize.recipe import Recipe
 from .compiling import SOFTMAX_HEADS, cache_libraries, compile_libraries, head_widths, tensor_libraries_of
 from .graphs.passes import INTRODUCED
 from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
@@ -53,9 +52,16 @@ def reset() -> None:
 
 
 def begin(
-    function: str, model: nn.Module, recipe: Recipe | None, kv_bits: int | None, check: bool
+    function: str,
+    model: nn.Module,
+    formats: Mapping[str, Collection[Format]],
+    kv_bits: int | None,
+    check: bool,
 ) -> tuple[float | None, int | None]:
     """Sees to what must work before a model is changed.
+
+    Args:
+        formats: {kind of weights: formats that they will get}, as `Recipe.formats` has them.
 
     Returns: the seconds that are left for `check_replacements`, None where nothing is checked; and kv_bits,
         or 16 where 8 fail.
@@ -63,7 +69,7 @@ def begin(
     if not check or not _is_wanted(model):
         reset()
         return None, kv_bits
-    return _require_quantized(function, model, recipe), working_kv_bits(model, kv_bits)
+    return _require_quantized(function, model, formats), working_kv_bits(model, kv_bits)
 
 
 def is_wanted() -> bool:
@@ -76,8 +82,8 @@ def _is_wanted(model: nn.Module) -> bool:
     return is_wanted() and is_available() and is_on_mps(model)
 
 
-def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
-    """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine.
+def _require_quantized(function: str, model: nn.Module, formats: Mapping[str, Collection[Format]]) -> float:
+    """Raises the one-line error if an operator of quantised weights, present or requested, fails here.
 
     Returns: the seconds that are left for `check_replacements`.
     """
@@ -90,12 +96,9 @@ def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -
             used["linear_quantized"].add(module.format)
         elif isinstance(module, QuantizedEmbedding):
             used["embedding_quantized"].add(module.format)
-    if recipe is not None:
-        for kind, operator in _OF_KIND.items():
-            wanted = [getattr(recipe, kind), *recipe.overrides.values()]
-            used[operator].update(format for format in wanted if format is not None)
-        if recipe.embeddings is not None:
-            used["linear_quantized"].add(recipe.embeddings)  # the output head
+    for kind, wanted in formats.items():
+        used[_OF_KIND[kind]].update(wanted)
+    used["linear_quantized"].update(formats.get("embeddings", ()))  # the output head
     dtypes = _dtypes(model)
     names = libraries(dtypes, set().union(*used.values()))
     compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
@@ -178,7 +181,7 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     do not name is compared before its first call."""
     softmax = {heads for names in SOFTMAX_HEADS for heads in head_widths(model, *names)}
     linear = head_widths(model, "head_k_dim", "head_v_dim")
-    return {operator: linear if operator == "linear_attention_" else softmax for operator in OF_HEADS}
+    return {operator: linear if operator == "gated_delta_rule_" else softmax for operator in OF_HEADS}
 
 
 def _warning(finding: Finding, instead: str = "what it replaces runs unmodified") -> str:

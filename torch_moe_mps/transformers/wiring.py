@@ -10,17 +10,17 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..checkpoints.gguf.file import GGUF_ARCHITECTURES
+from ..checkpoints.quantize.in_place import LOADED
+from ..checkpoints.quantizer import register as register_quantizer
 from . import families
 from .accelerate import accelerate
 from .attention.attention import attention, attention_mask
 from .attention.implementations import MASKS_CHOICES
 from .attention.indexer import rewrite_indexer
-from .attention.latents import METHOD, promising
+from .attention.latents import METHOD, lazy_expand_kv
 from .caches.declared import GROWING_CLASSES
 from .capture.candidates import CANDIDATES
-from .checkpoints.gguf.file import GGUF_ARCHITECTURES
-from .checkpoints.quantize.in_place import LOADED
-from .checkpoints.quantizer import register as register_quantizer
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
@@ -39,17 +39,17 @@ FAMILIES = (
 )
 
 
-def _candidates(*given: Any) -> Any:
+def _candidates(model: Any, config: Any, processors: Any) -> Any:
     from .mtp.candidates import Candidates  # subclasses code of transformers, which is not complete yet
 
-    return Candidates(*given)
+    return Candidates(model, config, processors, accelerate)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, attention_mask)
 register_quantizer()
-METHODS[METHOD] = promising
+METHODS[METHOD] = lazy_expand_kv
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)

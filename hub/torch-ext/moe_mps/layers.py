@@ -184,7 +184,7 @@ def _delta_rule(
     state = query.new_zeros(batch, heads, width, value_width, dtype=torch.float32)
     if initial_state is not None:
         state.copy_(initial_state)
-    out = ops.linear_attention_(
+    out = ops.gated_delta_rule_(
         *(query, key.to(dtype), value.to(dtype), g, state, width**-0.5),
         beta=beta,
         l2norm_eps=1e-6 if l2norm else None,

@@ -33,7 +33,7 @@ def _matrices(heads: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tens
 
 @dataclass(frozen=True)
 class Latent:
-    """Queries brought to the latents, attention to these, results brought back."""
+    """Queries that absorb W_k, attention to latents, outputs that W_v projects."""
 
     model: str
     heads: int
@@ -100,7 +100,7 @@ class Delta:
         held = _values(1, self.heads, self.width, self.width, dtype=torch.float32)
         options = {"A_log": _values(self.heads), "decay_form": "softplus", "beta_activation": "sigmoid"}
         norm = {"gate": v, "norm_weight": _values(self.width), "l2norm_eps": 1e-6}
-        yield lambda: ops.linear_attention_(q, k, v, decay, held, 0.1, beta=beta, **options, **norm)
+        yield lambda: ops.gated_delta_rule_(q, k, v, decay, held, 0.1, beta=beta, **options, **norm)
 
 
 LAYERS = (

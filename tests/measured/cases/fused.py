@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.families.linear_attention import pending_width, selective_pending_shape
+from torch_moe_mps.ops.families.gated_delta_rule import pending_width
 from torch_moe_mps.ops.families.quantized import MATRICES
+from torch_moe_mps.ops.families.selective_scan import selective_pending_shape
 
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
 from .formats import DTYPES, FORMATS
@@ -223,7 +224,7 @@ class Logits(OperatorCase, fields="group rows experts width dtype"):
 class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
     """The delta rule with its norm, heads of one width."""
 
-    operator = "linear_attention_"
+    operator = "gated_delta_rule_"
     tensors = (
         "q[1, tokens, key_heads, width] v[1, tokens, heads, width] g[1, tokens, heads] beta[1, tokens, heads]"
         " A_log[heads]:f32 gate[1, tokens, heads, width] norm_weight[width]"
@@ -263,7 +264,7 @@ class DraftedDelta(Drafted, Delta):
 class DraftedScan(Drafted, OperatorCase, fields="group tokens key_heads heads states width dtype"):
     """Mamba-2."""
 
-    operator = "linear_attention_"
+    operator = "gated_delta_rule_"
     tensors = (
         "q[1, tokens, key_heads, states] v[1, tokens, heads, width] beta[1, tokens, heads] A_log[heads]:f32"
         " dt_bias[heads]:f32 skip[heads]:f32 pending_[1, heads, 8, inputs]:f32"

@@ -144,7 +144,7 @@ def delta(plan: Plan, case: Delta) -> Program:
     def wrong(before: dict, after: dict) -> str:
         given = derive(before) | {"v": before["v"], "state_": before["state_"], "scale": 1.0}
         held = {name: given[name] for name in ("q", "k", "v", "state_", "beta", "scale")}
-        value, state = oracles_operators.expected("linear_attention_", held | {"g": given["g"].log()})
+        value, state = oracles_operators.expected("gated_delta_rule_", held | {"g": given["g"].log()})
         return differs(after["result0"], value) or differs(after["state_out"].mT, state)
 
     launch = mlx_gated_delta.gated_delta_step(case)

@@ -13,7 +13,7 @@ import jinja2
 import pytest
 from support.checkpoints import tokenizer_of
 
-from torch_moe_mps.serving.http.answer import Arguments, Call, CallEnd, Items, Piece
+from torch_moe_mps.serving.http.answer import Arguments, CallEnd, Items, Piece, ToolCall
 from torch_moe_mps.serving.http.protocols.forms import form_of
 from torch_moe_mps.serving.http.protocols.reader import Reader
 from torch_moe_mps.serving.http.request import Chat
@@ -135,7 +135,7 @@ def read(name: str, *pieces: str, prompt: str = "", is_cut: bool = False) -> tup
         for kind in ("text", "reasoning")
     )
     whole = [item.call for item in items if isinstance(item, CallEnd)]
-    assert whole == [item for item in made.made if isinstance(item, Call) and item.is_whole]
+    assert whole == [item for item in made.made if isinstance(item, ToolCall) and item.is_whole]
     return text, thought, [(call.name, json.loads(call.arguments)) for call in whole], items
 
 
@@ -155,7 +155,7 @@ def test_arguments_are_shown_as_they_grow(name, answer, text, calls):
     _, _, _, items = read(name, *answer)
     grown = dict[int, str]()
     for item in items:
-        if isinstance(item, Call):
+        if isinstance(item, ToolCall):
             grown[id(item)] = ""
         if isinstance(item, Arguments):
             grown[id(item.call)] += item.text
@@ -395,7 +395,7 @@ def parts_of(items: list) -> tuple[str, str, list[tuple[str, str, bool]]]:
         "".join(i.text for i in items if isinstance(i, Piece) and i.kind == kind)
         for kind in ("text", "reasoning")
     )
-    calls = [i for i in items if isinstance(i, Call) and i.has_ended]
+    calls = [i for i in items if isinstance(i, ToolCall) and i.has_ended]
     return text, thought, [(call.name, call.arguments, call.is_whole) for call in calls]
 
 

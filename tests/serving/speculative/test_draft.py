@@ -11,7 +11,7 @@ from support.speculative import Answered, prompts, settings
 
 import torch_moe_mps
 from torch_moe_mps.serving.speculative.draft import Draft
-from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def test_drafts_are_the_likeliest_tokens_of_the_draft(architecture, length, size
     model, own = model_of(architecture), tiny_models.tiny_model(architecture, seed=1, **sizes)
     draft = Draft(model, model_of(architecture, 1, **sizes), 1 << 20)
     chance = torch.Generator().manual_seed(3)
-    row = Row(torch.randint(2, 90, (length,), generator=chance).tolist(), length, max_drafts=4)
+    row = DraftedSequence(torch.randint(2, 90, (length,), generator=chance).tolist(), length, max_drafts=4)
     for more in ([], [3], [4, 5, 6], [7]):
         row.tokens += more
         tokens = [*row.tokens]

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache
-from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 from torch_moe_mps.serving.speculative.prompt_lookup import _CANDIDATES, _LONGEST, Index, Lookup
 
 
@@ -36,8 +36,8 @@ def test_the_longest_repetition_is_found():
             assert text[place - length : place] == text[len(text) - length :]
 
 
-def row(prompt: list[int], most: int = 4) -> Row:
-    return Row([*prompt], len(prompt), most)
+def row(prompt: list[int], most: int = 4) -> DraftedSequence:
+    return DraftedSequence([*prompt], len(prompt), most)
 
 
 def test_drafts_are_what_followed():

@@ -18,7 +18,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import drafts_of
 from torch_moe_mps.serving.engine.memory import Memory
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 from torch_moe_mps.serving.speculative.drafting import Drafting
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.serving.speculative.prompt_lookup import Lookup
@@ -120,7 +120,7 @@ def test_they_are_in_the_memory_plan(models):
     more = sum(weight.nbytes for weight in layers.layers.parameters())
     beside = sum(buffer.nbytes for buffer in layers.layers.buffers())
     assert Memory(model, beside=drafts.modules).weights == own + more + beside > own
-    row = Row([1 + n % 50 for n in range(101)], 101)
+    row = DraftedSequence([1 + n % 50 for n in range(101)], 101)
     assert drafts.held(row) == 0 and drafts.layers == 2
     drafts.computed([row], [0], torch.randn(1, 100, config.hidden_size), [100])
     token = 2 * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim * 4
@@ -156,7 +156,8 @@ def test_layers_that_no_config_counts(tmp_path):
     with with_mtp("qwen3_next", folder):
         assert main(["convert", str(folder), str(quantised), "--bits", "4", "--group-size", "32"]) == 0
         loaded = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
-        (expected,), (found,) = map(mtp_steps, (loaded, torch_moe_mps.from_pretrained(quantised)))
+        models = loaded, torch_moe_mps.from_pretrained(quantised)
+        (expected,), (found,) = (mtp_steps(each, torch_moe_mps.accelerate) for each in models)
         assert not hasattr(loaded.config, "num_mtp_layers")
     expected, found = (each.layers.layers.state_dict() for each in (expected, found))
     assert found.keys() == expected.keys() and sum(name.endswith("packed") for name in found) > 5

@@ -10,7 +10,7 @@ from support.models import eager
 from support.speculative import Answered, prompts, settings
 
 import torch_moe_mps
-from torch_moe_mps.serving.speculative.drafter import Drafter, Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence, Drafter
 from torch_moe_mps.serving.speculative.drafting import Drafting
 from torch_moe_mps.serving.speculative.width import Width
 
@@ -44,7 +44,7 @@ class Fixed(Drafter):
 
 def timed(wrong: Fixed, right: Fixed, steps: int) -> list[list[int]]:
     """The drafts of a row in steps of which each token more costs a fifth; those of `right` hold."""
-    drafting, row, made = Drafting(model_of(), [wrong, right], Width()), Row([1, 2, 3], 3), []
+    drafting, row, made = Drafting(model_of(), [wrong, right], Width()), DraftedSequence([1, 2, 3], 3), []
     for _ in range(steps):
         (own,) = drafting.draft([row], [0], [7]) or [[]]
         held = len(own) if own[:1] == right.tokens[:1] else 0
@@ -71,7 +71,10 @@ def test_a_row_has_the_drafts_of_the_first_source_that_has_some():
             return [[7, 7, 7] if row.tokens[-1] == 1 else [] for row in rows]
 
     first, second = Some(), Fixed([8, 8])
-    drafting, rows = Drafting(model_of(), [first, second], Width(3)), [Row([n], 1) for n in (1, 2)]
+    drafting, rows = (
+        Drafting(model_of(), [first, second], Width(3)),
+        [DraftedSequence([n], 1) for n in (1, 2)],
+    )
     assert drafting.draft(rows, [0, 0], [7, 7]) == [[7, 7, 7], [8, 8]]
     assert (first.asked, second.asked) == (2, 1) and [row.drafter for row in rows] == [0, 1]
     drafting.verified(rows, [2, 0], [[7, 7], [8, 8]])
@@ -84,10 +87,10 @@ def test_cheap_sources_alone_are_asked_before_a_token_is_known():
     """Of others, it is enough that they would pay."""
     cheap, other = Fixed([5], is_cheap=True), Fixed([6] * 7)
     drafting = Drafting(model_of(), [cheap, other], Width(2))
-    assert drafting.may_pay([Row([1], 1)], [0], [7]) and (cheap.asked, other.asked) == (0, 0)
+    assert drafting.may_pay([DraftedSequence([1], 1)], [0], [7]) and (cheap.asked, other.asked) == (0, 0)
     alone = Drafting(model_of(), [cheap], Width(2))
-    assert alone.may_pay([Row([1], 1)], [0], [7]) and cheap.asked == 1
-    assert not Drafting(model_of(), [], Width(2)).may_pay([Row([1], 1)], [0], [7])
+    assert alone.may_pay([DraftedSequence([1], 1)], [0], [7]) and cheap.asked == 1
+    assert not Drafting(model_of(), [], Width(2)).may_pay([DraftedSequence([1], 1)], [0], [7])
 
 
 @torch.no_grad()
@@ -133,11 +136,11 @@ def test_a_source_that_raises_for_one_of_two_sequences():
             return [[7, 7] for _ in rows]
 
     bad = Bad()
-    drafting, rows = Drafting(model_of(), [bad], Width(3)), [Row([n], 1) for n in (1, 2)]
+    drafting, rows = Drafting(model_of(), [bad], Width(3)), [DraftedSequence([n], 1) for n in (1, 2)]
     for asked in (4, 5):
         assert drafting.draft(rows, [0, 0], [7, 7]) == [[], [7, 7]] and bad.asked == asked
     assert not drafting.may_pay(rows[:1], [0], [7])
-    assert drafting.draft([Row([3], 1)], [0], [7]) == [[7, 7]]
+    assert drafting.draft([DraftedSequence([3], 1)], [0], [7]) == [[7, 7]]
 
 
 def test_a_list_has_names_and_objects():

@@ -12,7 +12,7 @@ import pytest
 from measured.apple.tokens import TOKENS
 from simulator.apple.facts import GPUS, START_US
 
-from torch_moe_mps.serving.speculative.drafter import Row
+from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 from torch_moe_mps.serving.speculative.width import MOST, Width
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
@@ -46,7 +46,7 @@ def conversation(width: Width, clock: list[float], drafts: dict[str, str], token
     """Tokens a second of one of so many tokens, by those without drafts; a recorded answer that is shorter
     comes again and again.
     """
-    chance, row = random.Random(0), Row([], 0)
+    chance, row = random.Random(0), DraftedSequence([], 0)
     places = [*zip(map(int, drafts["found"]), map(int, drafts["held"]), strict=True)]
     places = [*itertools.islice(itertools.cycle(places), tokens)]
     made, seconds = 0, 0.0
@@ -85,7 +85,7 @@ def test_drafts_that_hold_pay():
 
 def test_drafters_begin_once_the_time_of_a_token_is_known():
     """For each number of rows."""
-    width, row = Width(), Row([], 0)
+    width, row = Width(), DraftedSequence([], 0)
     for _ in range(4):
         assert width.pays([row], 0) == []
         width.took(1, 1, 1.0)
@@ -94,7 +94,7 @@ def test_drafters_begin_once_the_time_of_a_token_is_known():
 
 def test_pauses_double_and_end_once_drafts_pay():
     """A drafter is tried again after 2, 4, 8 ... steps; others are not paused."""
-    width, row, other = Width(), Row([], 0), Row([], 0)
+    width, row, other = Width(), DraftedSequence([], 0), DraftedSequence([], 0)
     for tokens in (1, 1, 1, 1, 5, 5, 5):
         width.took(1, tokens, 1.0 if tokens == 1 else 2.0)
     tries = list[int]()
@@ -117,7 +117,7 @@ def test_pauses_double_and_end_once_drafts_pay():
 
 
 def test_a_width_that_is_set():
-    width, row = Width(3), Row([], 0)
+    width, row = Width(3), DraftedSequence([], 0)
     assert width.pays([row], 0) == [row]  # whether it pays or not
     assert [width.best([found]) for found in (0, 2, 3, 9)] == [0, 2, 3, 3]
     assert width.best([9, 2]) == 3

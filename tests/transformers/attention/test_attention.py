@@ -27,12 +27,13 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 import torch_moe_mps
 from torch_moe_mps.selfcheck import units
 from torch_moe_mps.selfcheck.units import chunks_run_sdpa
-from torch_moe_mps.transformers.attention.attention import attention, attention_mask, wrap_sdpa
+from torch_moe_mps.transformers.attention.attention import attention, attention_mask
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
+from torch_moe_mps.transformers.upstream.reach import hold_reach
 
 NAME = "moe_mps_test"
 
@@ -611,7 +612,7 @@ def test_summands_of_each_head(tokens, heads, mask, is_ours, device, monkeypatch
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or own(*a, **o)
     )
-    wrap_sdpa()
+    reach = hold_reach("transformers")  # noqa: F841  # while it lives
     tensors = [q, k[:, :, :keys], v[:, :, :keys], given, bias[..., :keys]]
     *arguments, summands = (x if x is None else x.to(device) for x in tensors)
     sdpa = AttentionInterface._global_mapping["sdpa"]

@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import attention, latents
-from torch_moe_mps.transformers.attention.latents import Expansion, Promised, expansion_of
+from torch_moe_mps.transformers.attention.latents import Expansion, LazyLatents, expansion_of
 from torch_moe_mps.transformers.attention.visible import Visible
 from torch_moe_mps.transformers.caches.growing import latents_together
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
@@ -221,9 +221,9 @@ def test_error_is_that_of_expanded_keys_and_values(simulated, name):
     expanded = nn.functional.scaled_dot_product_attention(query, keys, values)
     own = latents.Latents(module, type(module).expand_kv, *parts)
     latents.state_of(module).expansion = form
-    source = latents.Promised(own, 0, form.heads, form.key_rows + rotary)
+    source = latents.LazyLatents(own, 0, form.heads, form.key_rows + rotary)
     visible, scores = Visible.by(None, query.shape[2]), attention.Scores(None)
-    absorbed = attention._attend_to_promised(None, query, source, None, visible, scores).transpose(1, 2)
+    absorbed = attention._attend_to_latents(None, query, source, None, visible, scores).transpose(1, 2)
     errors = [(out.cpu().double() - right).norm() / right.norm() for out in (absorbed, expanded)]
     assert errors[0] <= errors[1] < 6e-3
 
@@ -249,25 +249,25 @@ def test_what_is_recognised():
 
 
 @torch.no_grad()
-def test_promises_are_kept(model):
+def test_lazy_latents_have_the_values_of_eager_code(model):
     """Operators see the expanded keys and values."""
     ours = accelerated(model)
     layer, own = layers_of(ours)[0], layers_of(model)[0]
     parts = [torch.randn(2, 1, 5, width, device="mps") for width in (16, 8)]
-    for promised, right in zip(layer.expand_kv(*parts), own.expand_kv(*parts), strict=True):
-        assert isinstance(promised, Promised) and "Promised" in repr(promised)
-        assert promised.shape == right.shape and promised.dtype == right.dtype
-        assert torch.equal(promised + 0, right + 0) and torch.equal(torch.cat([promised])[0], right[0])
+    for lazy, right in zip(layer.expand_kv(*parts), own.expand_kv(*parts), strict=True):
+        assert isinstance(lazy, LazyLatents) and "LazyLatents" in repr(lazy)
+        assert lazy.shape == right.shape and lazy.dtype == right.dtype
+        assert torch.equal(lazy + 0, right + 0) and torch.equal(torch.cat([lazy])[0], right[0])
 
 
 @torch.no_grad()
 def test_the_class_keeps_its_method(model, monkeypatch):
-    """The promising method is of the layer's own class; one that is put into the model's class runs."""
+    """The lazy method is of the layer's own class; one that is put into the model's class runs."""
     ours = accelerated(model)
     layer, cls = layers_of(ours)[0], type(layers_of(model)[0])
     assert type(layer) is not cls and issubclass(type(layer), cls)
     parts = [torch.randn(2, 1, 5, width, device="mps") for width in (16, 8)]
-    assert not any(isinstance(part, Promised) for part in cls.expand_kv(layer, *parts))
+    assert not any(isinstance(part, LazyLatents) for part in cls.expand_kv(layer, *parts))
     monkeypatch.setattr(cls, "expand_kv", lambda self, *parts: parts)
     assert all(part is given for part, given in zip(layer.expand_kv(*parts), parts, strict=True))
     monkeypatch.undo()

@@ -16,9 +16,9 @@ from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import replay
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.deferred_states import deferrable_layers, forgets_states
+from torch_moe_mps.transformers.deferrable import deferrable_layers, forgets_states
 from torch_moe_mps.transformers.trials.batching import reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
@@ -430,13 +430,13 @@ def test_positions_behind_images():
 @torch.no_grad()
 def test_no_recapture_while_rows_come_and_go(monkeypatch):
     monkeypatch.setenv(_environment.CAPTURE, "1")
-    captured, own = [], calls.Captures._captured
+    captured, own = [], replay.Captures._record
 
     def counted(self, model, forward, reading, kind):
         captured.extend(reading.numbers[1:2] if reading.numbers[1] == 1 else [])  # short prompts are others
         return own(self, model, forward, reading, kind)
 
-    monkeypatch.setattr(calls.Captures, "_captured", counted)
+    monkeypatch.setattr(replay.Captures, "_record", counted)
     model = model_of("qwen3_moe")
     talks = [Talk(model, number, 12) for number in range(6)]
     batch, chance = Batch(model, 2e-5), random.Random(1)

@@ -13,7 +13,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.engine import prefill as prompt_reader
 from torch_moe_mps.serving.engine.prefill import Prefill
 from torch_moe_mps.serving.prefix_cache import memory as prompts
-from torch_moe_mps.transformers.deferred_states import forgets_states
+from torch_moe_mps.transformers.deferrable import forgets_states
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from support import tiny_models
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.parts import (
-    Joined,
+    JoinedCache,
     begun_copy,
     block,
     classes_of,
@@ -66,7 +66,7 @@ def test_prefixes_and_files(kind, tmp_path):
     read(model, cache, LATER, start)
     end = start + sum(LATER)
     assert all(map(can_be_cut, cache.layers)) == KINDS[kind][3] == (not states)
-    joined = Joined(new_cache(model), end)
+    joined = JoinedCache(new_cache(model), end)
     for first, last in ((0, 40), (40, end)):
         kept = kept_states(cache) if last == end else {}
         (tmp_path / "x").write_bytes(

@@ -14,7 +14,7 @@ from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
 from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.deferred_states import deferrable_layers, forgets_states
+from torch_moe_mps.transformers.deferrable import deferrable_layers, forgets_states
 from torch_moe_mps.transformers.trials.batching import reason_against_rows, reason_for_order
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 

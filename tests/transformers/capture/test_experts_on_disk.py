@@ -11,11 +11,11 @@ from support.models import Conversation, generate, in_parts, prompt, tiny
 from torch import nn
 
 from torch_moe_mps import _environment, from_pretrained
+from torch_moe_mps.checkpoints import on_disk
+from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.disk import pool
 from torch_moe_mps.transformers.basics.interface import ON_DISK
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.checkpoints import on_disk
-from torch_moe_mps.transformers.checkpoints.quantize import sizes
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 SLOTS = 3  # of 8 experts, 2 of which a token needs
@@ -151,14 +151,14 @@ def test_threads_that_share_a_model(load, captured, monkeypatch):
     resident, model = (
         load(device_map="cpu", dtype="float32", **own) for own in ({}, {"experts_memory": "1GB"})
     )
-    slots = pool.Pool.slots
+    slots = pool.ExpertPool.slots
 
     def slowly(self, ids):
         found = slots(self, ids)
         time.sleep(0.002)  # in which other threads ask
         return found
 
-    monkeypatch.setattr(pool.Pool, "slots", slowly)
+    monkeypatch.setattr(pool.ExpertPool, "slots", slowly)
 
     def tokens(number: int) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from support.launches import AttentionIsOne, Launches, model_on_mps, prompted
 from support.models import eager
+from transformers import StoppingCriteria
 
 import torch_moe_mps
+from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 PACKAGE = (str(Path(torch_moe_mps.__file__).parent), "<torch_moe_mps")  # and the forwards that it writes
@@ -51,6 +54,23 @@ def calls_of_the_package(run: Callable[[], object]) -> Counter[str]:
     return counts
 
 
+class FilesOfToken(StoppingCriteria):
+    """The package's files that one token of `generate` crosses, between two questions whether it ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.asked, self.files = number, 0, set()
+
+    def __call__(self, ids, scores, **kwargs):
+        self.asked += 1
+        sys.setprofile(self._look if self.asked == self.number else None)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def _look(self, frame, event, argument):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE):
+            self.files.add(file.removeprefix(f"{PACKAGE[0]}/"))
+
+
 def per_layer(model, count: Callable) -> Counter[str]:
     """What one more layer adds to the counts of a step, of which the first has checked all arguments."""
     token = torch.zeros(1, 1, dtype=torch.int64, device="mps")
@@ -77,3 +97,32 @@ def test_of_a_layer(simulated):
     # model's own; norms and MLPs ask for the rank, which eager code may decide by, and a module's view of its
     # config answers by properties. A captured token makes none of these calls.
     assert python["call"] <= 147 and python["c_call"] <= 205, python
+
+
+# What a captured token of `generate` runs in Python: a batch with padding, whose tokens are sampled.
+FILES = {
+    "transformers/attention/causal_mask.py",  # the padding of the next mask
+    "transformers/basics/tensors.py",  # known of the mask before
+    "transformers/capture/classes.py",
+    "transformers/capture/fingerprint.py",
+    "transformers/capture/generate.py",
+    "transformers/capture/match.py",
+    "transformers/capture/replay.py",
+    "transformers/capture/surroundings.py",
+    "transformers/modules/lazy_scores.py",
+    "transformers/modules/sampling.py",
+}
+
+
+@pytest.mark.usefixtures("captured")
+def test_files_that_a_generated_token_crosses(simulated):
+    """More than these need a reason: whoever looks for where a token goes reads all of them."""
+    model = eager(model_on_mps("qwen3_moe"))
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    ids = torch.tensor([[0, 0, 3], [3, 4, 5]], device="mps")
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]], device="mps")
+    options = {"do_sample": True, "top_k": 20, "max_new_tokens": 9, "pad_token_id": 0}
+    crossed = FilesOfToken(7)
+    with simulated.dropped():
+        model.generate(ids, attention_mask=mask, stopping_criteria=[crossed], **options)
+    assert captures_of(model).reason is None and crossed.files == FILES

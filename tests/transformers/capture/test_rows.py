@@ -12,7 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.attention import causal_mask
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.basics.state import state_in
-from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import replay
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("captured")
 @pytest.fixture
 def count_captures(monkeypatch):
     """The calls that were captured."""
-    captured, own = [], calls.Captures._captured
+    captured, own = [], replay.Captures._record
 
     def counted(self, model, forward, reading, kind):
         program = own(self, model, forward, reading, kind)
         captured.append(reading.numbers[:2])
         return program
 
-    monkeypatch.setattr(calls.Captures, "_captured", counted)
+    monkeypatch.setattr(replay.Captures, "_record", counted)
     return captured
 
 

@@ -16,9 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.transformers.basics.state import state_of
-from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import Captures
+from torch_moe_mps.transformers.capture import replay
 from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.replay import Captures
 from torch_moe_mps.transformers.capture.user_code import is_of_library
 
 MAIN = sys.modules["__main__"]
@@ -189,7 +189,7 @@ def test_own_code_whose_error_a_library_catches(model, monkeypatch, tmp_path):
 
 
 def test_whose_files_are_whose(tmp_path):
-    for file in (os.__file__, torch.__file__, torch_moe_mps.__file__, calls.__file__, "<frozen abc>"):
+    for file in (os.__file__, torch.__file__, torch_moe_mps.__file__, replay.__file__, "<frozen abc>"):
         assert is_of_library(file)
     assert is_of_library(os.path.join(HF_MODULES_CACHE, "transformers_modules", "some", "modeling.py"))
     assert is_of_library("/opt/python/lib/python3/dist-packages/peft/model.py")

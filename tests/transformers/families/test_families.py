@@ -1,103 +1,25 @@
-"""Whole models of every architecture with experts: the accelerated model against its own eager code."""
+"""Whole models of the architectures with experts that have no file here, against their own eager code."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support import tiny_models
-from support.models import NO_GENERATE, assert_close, eager, generate, output, prompt
-from support.recognition import by_operators
+from support.families import SHORT, accelerated, check_bfloat16, check_every_call, check_tokens
+from support.models import eager, generate, prompt
 from support.sweep import in_sweep
 
 import torch_moe_mps
 
 transformers.logging.set_verbosity_error()
 
-SHORT = {"max_new_tokens": 5}
-# The families that get every check; all other architectures get logits, routers and greedy generation.
-FAMILIES = (
-    "deepseek_v3",
-    "gemma4",
-    "glm4_moe",
-    "gpt_oss",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_5_moe",
-    "qwen3_moe",
-    "qwen3_next",
-)
-
-
-def accelerated(architecture: str):
-    """A model that runs its own code, a copy that is accelerated, and the report."""
-    own = eager(tiny_models.tiny_model(architecture))
-    model = copy.deepcopy(own)
-    return own, model, torch_moe_mps.accelerate(model)
-
-
-def calls_of(model, names: list[str]) -> dict[str, tuple]:
-    """The arguments with which the model calls each of its routers."""
-    calls = {}
-
-    def record(module, args, kwargs):
-        calls[module] = (args, kwargs)
-
-    modules = {name: model.get_submodule(name) for name in names}
-    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules.values()]
-    output(model, prompt(4, 16))
-    for hook in hooks:
-        hook.remove()
-    some = next(iter(calls.values()), None)  # a router for images is not called by a prompt of text
-    return {name: calls.get(module, some) for name, module in modules.items()}
-
-
-def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tensor:
-    """Tokens whose chosen experts do not change when the hidden states change by 1e-5."""
-    hidden, *others = args
-    kept = torch.ones(ids.shape[0], dtype=torch.bool)
-    for seed in range(4):
-        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed))
-        moved = router(hidden * (1 + 1e-5 * noise), *others, **kwargs)[2]
-        kept &= (moved.sort(-1).values == ids.sort(-1).values).all(-1)
-    return kept
-
-
-def check_routers(own, model, report) -> None:
-    """The same experts and weights for the same hidden states; near ties are excluded by construction."""
-    replaced = [row for row in report.replaced if row.kind == "router"]
-    names = [row.name for row in replaced if row.done[0].operator == "moe_router"]
-    with torch.no_grad():
-        for name, (args, kwargs) in calls_of(own, names).items():
-            router = own.get_submodule(name)
-            expected = router(*args, **kwargs)
-            rows = decided(router, args, kwargs, expected[2])
-            ours = model.get_submodule(name)
-            logits, weights, ids = by_operators(lambda: ours(*args, **kwargs), "moe_router")[:3]  # noqa: B023
-            assert rows.float().mean() > 0.8
-            assert torch.equal(logits, expected[0])
-            assert (ids.dtype, weights.dtype) == (expected[2].dtype, expected[1].dtype)
-            order, own_order = ids.argsort(-1), expected[2].argsort(-1)
-            assert torch.equal(ids.gather(1, order)[rows], expected[2].gather(1, own_order)[rows])
-            assert_close(weights.gather(1, order)[rows], expected[1].gather(1, own_order)[rows], 1e-6)
-
-
-# Operators of some calls alone: of few tokens, of more keys than are chosen, or of captured tokens.
-IN_SOME_CALLS = {"_index_topk", "_pool_window_", "attention", "heads_mm", "rope_cache_", "router_logits"}
-IN_SOME_CALLS |= {"sample"}
-# {operator: architectures of which a prompt of text runs no layer with it: those of images, or that rotate}
-NOT_OF_TEXT = {
-    "layer_norm": ("deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_vl_moe", "unlimited_ocr"),
-    "rope": ("flint", "glm5_next", "granitemoehybrid"),
+FOUND = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} | {
+    "minimax_m3_vl"
 }
-
-
-def output_by_operators(architecture: str, model, report, ids, **options) -> torch.Tensor:
-    """The logits of a prompt, in which the operators of the report ran."""
-    others = {operator for operator, names in NOT_OF_TEXT.items() if architecture in names}
-    operators = report.operators() - IN_SOME_CALLS - others
-    return by_operators(lambda: output(model, ids, **options), *operators)
+# They get every check, as do families with a file here; all others get logits, routers and greedy generation.
+MORE = ("olmoe", "qwen2_moe")
 
 
 def replaced_by(report) -> frozenset:
@@ -118,67 +40,18 @@ def test_whatever_is_replaced_is_so_in_one_that_always_runs():
     assert frozenset().union(*map(found.get, FIRST)) == frozenset().union(*found.values())
 
 
-@pytest.mark.parametrize("architecture", in_sweep(tiny_models.architectures(), FIRST))
+@pytest.mark.parametrize(
+    "architecture", in_sweep([name for name in tiny_models.architectures() if name not in FOUND], FIRST)
+)
 def test_logits_routers_and_greedy_generation(architecture):
-    own, model, report = accelerated(architecture)
-    experts = [row for row in report.rows if row.kind == "experts"]
-    assert experts and all(row.replaced_by for row in experts)
-    found = output_by_operators(architecture, model, report, prompt())
-    assert_close(found, output(own, prompt()), 1e-5)
-    check_routers(own, model, report)
-    if architecture not in NO_GENERATE:
-        assert torch.equal(generate(model, prompt(), **SHORT), generate(own, prompt(), **SHORT))
+    check_tokens(architecture)
 
 
-def errors(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Of each token's logits, relative."""
-    difference = (result.float() - exact).norm(dim=-1)
-    return (difference / exact.norm(dim=-1)).flatten()
-
-
-# What computes their routing is one operator in captured tokens only.
-ROUTED_IN_TOKENS = ("gemma4", "diffusion_gemma")
-# A router of each kind; the other families in the sweep.
-ROUTERS = ("deepseek_v3", "gemma4", "gpt_oss", "qwen3_next")
-
-
-@pytest.mark.parametrize("architecture", in_sweep(FAMILIES, ("gpt_oss",)))
-def test_bfloat16_logits(architecture):
-    """No farther from float32 than the model's own code is. Near ties between experts fall either way, with
-    the whole difference of two experts: the median is what rounding makes."""
-    ids, own, ours = prompt(1, 7), [], []
-    for seed in range(4):
-        model = eager(tiny_models.tiny_model(architecture, torch.bfloat16, seed))
-        exact = output(copy.deepcopy(model).float(), ids)
-        own.append(errors(output(model, ids), exact))
-        report = torch_moe_mps.accelerate(model)
-        ours.append(errors(output_by_operators(architecture, model, report, ids), exact))
-    assert torch.cat(ours).median() <= 1.1 * torch.cat(own).median()
-
-
-@pytest.mark.parametrize("architecture", in_sweep(FAMILIES, ("deepseek_v3", "qwen3_next")))
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", MORE)
 def test_every_check(architecture, tmp_path):
-    """What is replaced, padded batches, a static cache, and a checkpoint that transformers reads."""
-    own, model, report = accelerated(architecture)
-    kinds = {"experts"} if architecture in ROUTED_IN_TOKENS else {"experts", "router"}
-    assert kinds <= {row.kind for row in report.replaced}, str(report)
-    assert not any(row.kind in kinds for row in report.left_alone), str(report)
-    ids = prompt(3, 11)
-    mask = torch.ones_like(ids)
-    mask[0, :6] = mask[2, :1] = 0  # padded on the left as for generation
-    ids, seen = ids * mask, mask.bool()
-    expected = output(own, ids, attention_mask=mask)
-    found = output_by_operators(architecture, model, report, ids, attention_mask=mask)
-    assert_close(found[seen], expected[seen], 1e-5)
-    for options in (SHORT, {"cache_implementation": "static", "disable_compile": True, **SHORT}):
-        tokens = [generate(each, ids, attention_mask=mask, **options) for each in (model, own)]
-        assert torch.equal(*tokens)
-    model.save_pretrained(tmp_path)
-    for implementation, tolerance in (("eager", 0.0), ("moe_mps", 1e-5)):
-        loaded = type(model).from_pretrained(tmp_path, experts_implementation=implementation).eval()
-        ran = [] if implementation == "eager" else ["moe_experts"]
-        run = lambda loaded=loaded: output(loaded, prompt())  # noqa: E731
-        assert_close(by_operators(run, *ran) if ran else run(), output(own, prompt()), tolerance)
+    check_bfloat16(architecture)
+    check_every_call(architecture, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", in_sweep(("recurrent_gemma", "zamba", "falcon_h1"), ("zamba",)))
@@ -186,5 +59,5 @@ def test_recurrent_layers_without_an_operator_run_unmodified(architecture):
     own, ids = eager(tiny_models.tiny_model(architecture)), prompt(1)
     model = copy.deepcopy(own)
     report = torch_moe_mps.accelerate(model)
-    assert not {"selective_scan_", "linear_attention_"} & report.operators()
+    assert not {"selective_scan_", "gated_delta_rule_"} & report.operators()
     assert torch.equal(generate(model, ids, **SHORT), generate(own, ids, **SHORT))

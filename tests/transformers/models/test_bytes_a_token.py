@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.caches.state import parts
-from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import replay
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -170,7 +170,7 @@ def captured_bytes(simulated, model, context: int, monkeypatch) -> tuple[int, in
     captures.reason = "the program does not fit the next token"
     held = sum(layer.pools.nbytes for layer in cache.layers)
     with monkeypatch.context() as patch, simulated.counters() as dispatches, MovedByAten() as moved:
-        patch.setattr(calls, "forbidden", lambda: None)  # the mode only counts
+        patch.setattr(replay, "forbidden", lambda: None)  # the mode only counts
         model(token, **cache_argument(model, cache), use_cache=True)
     assert captures.reason is None
     return moved.total + moved_by(dispatches), held

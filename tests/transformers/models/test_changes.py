@@ -165,7 +165,7 @@ CHANGES = {
 }
 # May give the same logits.
 SILENT = ("config", "attention implementation", "experts implementation", "training", "restored", "offloaded")
-# With captured tokens; the others without. The fingerprint tells all of them (capture/test_capture.py).
+# With captured tokens; the others without. The fingerprint tells all of them (capture/test_fingerprint.py).
 TOLD_BY_TOKENS = (
     *("data of joined layers replaced", "hook", "hook of an activation", "module replaced", "restored"),
     *("class of a module", "number of a module", "training"),
@@ -563,9 +563,7 @@ def test_dense_experts_in_a_quantised_model(layers, monkeypatch, tmp_path):
     first, second = two_of_one_config()
     with monkeypatch.context() as patch:
         if layers == 0:
-            patch.setattr(
-                "torch_moe_mps.transformers.checkpoints.quantize.in_place.keep_when_saving", interrupt
-            )
+            patch.setattr("torch_moe_mps.checkpoints.quantize.in_place.keep_when_saving", interrupt)
         with pytest.raises(KeyboardInterrupt) if layers == 0 else contextlib.nullcontext():
             quantize_experts(first, 4, 32)
     for layer in range(layers):

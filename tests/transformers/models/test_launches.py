@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from support import tiny_models
+from support.families import check_launches, check_types, of_layers
 from support.launches import (
     captured_by_type,
     captured_call,
@@ -24,22 +25,9 @@ import torch_moe_mps
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.transformers.caches.batched import BatchedCache
 from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.deferred_states import deferrable_layers
+from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
-# Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
-# module by module. With the first layer count the tables of angles, 3 launches, which others share; gemma4
-# has tables for both types.
-MOST = {
-    "mixtral": ({"": 6, "outside": 2}, {"": 17}),
-    "qwen3_moe": ({"": 6, "outside": 2}, {"": 20}),
-    "gpt_oss": ({"sliding": 9, "full": 6, "outside": 2}, {"sliding": 18, "full": 18}),
-    "glm4_moe": ({"dense": 8, "sparse": 6, "outside": 2}, {"dense": 14, "sparse": 20}),
-    "deepseek_v3": ({"dense": 12, "sparse": 10, "outside": 2}, {"dense": 18, "sparse": 24}),
-    "gemma4": ({"sliding": 15, "full": 14, "outside": 3}, {"sliding": 38, "full": 38}),
-    "qwen3_next": ({"linear": 7, "full": 9, "outside": 2}, {"linear": 39, "full": 29}),
-    "cohere2_moe": ({"dense": 9, "sparse": 8, "outside": 4}, {"dense": 13, "sparse": 21}),
-}
 # Models with LayerNorms: in 4 bit, and dense, where no product takes the sum in front of the norm.
 LAYER_NORMS = {
     ("phi", 4): 6, ("phi", None): 11, ("starcoder2", 4): 7, ("starcoder2", None): 10,
@@ -56,25 +44,10 @@ def accelerated(architecture: str, **overrides: object):
     return model
 
 
-def check_types(found: dict, most: dict) -> None:
-    assert found.keys() == most.keys()
-    for kind, layer in found.items():
-        assert sum(layer.values()) <= most[kind], (kind, dict(layer))
-
-
-def of_layers(found: dict) -> dict:
-    return {kind: layer for kind, layer in found.items() if kind != "outside"}
-
-
-# In the sweep those whose tokens run no pass and no operator that others do not run as well.
-@pytest.mark.parametrize("architecture", in_sweep(MOST, ("qwen3_moe", "gemma4", "qwen3_next", "cohere2_moe")))
-def test_launches_of_a_layer(simulated, architecture):
-    model = accelerated(architecture)
-    of_captured, of_modules = MOST[architecture]
-    check_types(launches_by_type(simulated, model), of_modules)
-    found = captured_by_type(simulated, model)
-    check_types(found, of_captured)
-    assert found["outside"]["embedding_rows_affine4_32_bf16"] == 1
+def test_launches_of_a_layer(simulated):
+    """Of Cohere's model; tests/transformers/families has those of others."""
+    captured, of_modules = {"dense": 9, "sparse": 8, "outside": 4}, {"dense": 13, "sparse": 21}
+    check_launches(simulated, "cohere2_moe", captured, of_modules)
 
 
 @pytest.mark.slow("a model of tiny layers is captured three times")
@@ -82,7 +55,7 @@ def test_norms_in_float32_launch_nothing_more(simulated):
     """In float16, unlike bfloat16, from_pretrained keeps those of gpt-oss in float32."""
     model = accelerated("gpt_oss", dtype=torch.float16)
     assert model.model.norm.weight.dtype == torch.float32 != model.dtype
-    check_types(captured_by_type(simulated, model), MOST["gpt_oss"][0])
+    check_types(captured_by_type(simulated, model), {"sliding": 9, "full": 6, "outside": 2})
 
 
 # Launches of each type of layer for a token of each of eight rows, whose number is a symbol. With the first
@@ -133,7 +106,7 @@ def test_launches_of_sequences_with_layers_of_their_own(simulated, architecture)
 
 
 # Launches of each type of layer for two to four tokens of one conversation, of which all but the first are
-# drafts: experts and attention, windows, latents, recurrent states. Those of a token are in MOST.
+# drafts: experts and attention, windows, latents, recurrent states. Those of a token: ../families.
 VERIFIED = {
     "llama": {"": 8, "outside": 3},
     "qwen3_moe": {"": 10, "outside": 3},

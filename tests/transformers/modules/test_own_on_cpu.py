@@ -87,13 +87,35 @@ def test_operators_run_on_mps(as_shipped, simulated):
     assert counts["rms_norm"] == 2 * accelerated.config.num_hidden_layers + 1
 
 
-def test_report_says_what_keeps_its_own_code_on_a_cpu(as_shipped):
+@pytest.mark.parametrize(
+    ("architecture", "last"),
+    [
+        ("mixtral", "2 modules run on torch_moe_mps, 10 run eager code, which is faster on a CPU, 0 run"),
+        ("gpt_oss", "4 modules run on torch_moe_mps, 8 run eager code, which is faster on a CPU, 0 run"),
+    ],
+)
+def test_report_counts_what_runs_on_a_cpu(as_shipped, architecture, last):
+    """Its rows name the operators that a call runs, and no others; torch's attention knows no sinks."""
+    _, report, accelerated = pair(architecture)
+    lines = str(report).splitlines()
+    assert lines[-1] == f"{last} unmodified."
+    table = lines[2 : lines.index("")]
+    cells = [line.partition(" (on mps")[0] for line in table if "eager code (" not in line]
+    assert len(cells) < len(table)
+    named = {name for name in ("attention", "moe_experts", "rope", "rms_norm") if name in str(cells)}
+    assert named == called(accelerated).keys()
+
+
+def test_report_where_operators_run_on_a_cpu_too():
     _, report, _ = pair("mixtral")
-    names = "rope, moe_router (softmax), rms_norm, rotary tables"
-    assert report.own_on_cpu == f"on the CPU the model's eager code is faster, and runs, in place of {names}"
-    assert report.own_on_cpu in str(report)
-    with unmodified.all_operators():
-        assert pair("mixtral")[1].own_on_cpu is None
+    assert str(report).endswith("12 modules run on torch_moe_mps, 0 run unmodified.")
+    assert "eager" not in str(report) and "on mps" not in str(report)
+
+
+@pytest.mark.slow("a model on mps")
+def test_report_of_a_model_on_mps(as_shipped, simulated):
+    report = torch_moe_mps.accelerate(tiny_models.tiny_model("mixtral").eval().to("mps"))
+    assert not report.eager_on_cpu and "12 modules run on torch_moe_mps, 0 run unmodified." in str(report)
 
 
 def test_trials_are_on_the_cpu_whatever_the_default_device():

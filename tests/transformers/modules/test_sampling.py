@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture import classes, generate
-from torch_moe_mps.transformers.modules import sampling
+from torch_moe_mps.transformers.modules import lazy_scores, sampling
 
 IDS = torch.tensor([[3, 5, 7, 9, 4], [8, 2, 6, 1, 5]])
 SAMPLES = {"do_sample": True, "pad_token_id": 0, "max_new_tokens": 4, "eos_token_id": 999}
@@ -147,15 +147,17 @@ class Shown(list):
         pass
 
 
-def test_logits_without_a_distribution_are_an_error(model):
+@pytest.mark.parametrize("largest", [sampling.MAX_VOCABULARY, 8])  # with the operator, and without it
+def test_logits_without_a_distribution_are_an_error(model, largest, monkeypatch):
     """As torch.multinomial's, once the answer has ended there."""
+    monkeypatch.setattr(sampling, "MAX_VOCABULARY", largest)
     how = {"logits_processor": LogitsProcessorList([Broken()]), "ids": IDS[:1], "eos_token_id": 11}
     with own_code(), pytest.raises(RuntimeError, match="probability tensor contains"):
         generated(model, **how)
     shown = Shown()
     with pytest.raises(RuntimeError, match="moe_mps::sample: logits must be finite or -inf"):
         generated(model, **how, streamer=shown)
-    assert [each.tolist() for each in shown[3:]] == [[11]] and sampling.current() is None
+    assert [each.tolist() for each in shown[3:]] == [[11]] and lazy_scores.current() is None
 
 
 def test_other_uses_of_the_logits(model):

@@ -24,9 +24,10 @@ from transformers.generation.candidate_generator import (
 from transformers.modeling_layers import MtpModel
 
 import torch_moe_mps
+from torch_moe_mps import accelerate
+from torch_moe_mps.checkpoints.mtp import _counted
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.modules.linears import formats_in
-from torch_moe_mps.transformers.mtp.layers import _counted
 from torch_moe_mps.transformers.mtp.steps import mtp_layers, mtp_steps
 
 PROMPT = torch.arange(1, 9)[None]
@@ -142,7 +143,7 @@ def test_they_are_found_by_a_name_on_the_hub(revision, checkpoint, tmp_path, mon
     model = torch_moe_mps.from_pretrained("org/name", **how)
     for each in (model, pickle.loads(pickle.dumps(model))):
         assert tokens_of(each, use_mtp=True) == tokens_of(each)
-        assert str(mtp_layers(each).layers[0].eh_proj.format) == "affine4_32"
+        assert str(mtp_layers(each, accelerate).layers[0].eh_proj.format) == "affine4_32"
 
 
 def test_convert_quantises_them(checkpoint, tmp_path):
@@ -159,7 +160,7 @@ def test_convert_quantises_them(checkpoint, tmp_path):
     model = torch_moe_mps.from_pretrained(quantised)
     assert tokens_of(model, use_mtp=True) == tokens_of(model)
     dense = torch_moe_mps.from_pretrained(folder, bits=4, group_size=32)
-    found, expected = (mtp_layers(each).layers.state_dict() for each in (model, dense))
+    found, expected = (mtp_layers(each, accelerate).layers.state_dict() for each in (model, dense))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     again = tmp_path / "again"
     assert main(["convert", str(quantised), str(again)]) == 0
@@ -213,7 +214,7 @@ def test_layers_that_libraries_have_quantised(name, architecture, tmp_path):
         own = cls.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
         twin = MtpModel.from_pretrained(_counted(own, str(tmp_path / "dense"))).eval()
         model = torch_moe_mps.from_pretrained(tmp_path / "packed", dtype=torch.float32)
-        (step,) = mtp_steps(model)
+        (step,) = mtp_steps(model, accelerate)
         assert formats_of(step.layers.layers) == {WRITERS[name][1]}
         pairs = [*weights(step.layers.layers, twin.layers)]
         assert len(pairs) > 6 and all(torch.equal(*pair) for pair in pairs)
@@ -221,7 +222,7 @@ def test_layers_that_libraries_have_quantised(name, architecture, tmp_path):
         is_fp8 = WRITERS[name][0]().config["quant_method"] == "fp8"
         options = ["--group-size", "32"] if is_fp8 else []
         assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "ours"), *options]) == 0
-        (again,) = mtp_steps(torch_moe_mps.from_pretrained(tmp_path / "ours"))
+        (again,) = mtp_steps(torch_moe_mps.from_pretrained(tmp_path / "ours"), accelerate)
         kept = {"affine4_32"} if is_fp8 else {WRITERS[name][1]}
         assert formats_of(again.layers.layers) == kept
         ours, before = again.layers.layers.state_dict(), step.layers.layers.state_dict()
@@ -230,7 +231,7 @@ def test_layers_that_libraries_have_quantised(name, architecture, tmp_path):
         if name.startswith("fp8 of blocks"):
             four = torch_moe_mps.from_pretrained(tmp_path / "packed", bits=4, group_size=32)
             expected = torch_moe_mps.from_pretrained(tmp_path / "dense", bits=4, group_size=32)
-            found, other = (mtp_steps(each)[0].layers.layers for each in (four, expected))
+            found, other = (mtp_steps(each, accelerate)[0].layers.layers for each in (four, expected))
             assert formats_of(found) == {"affine4_32"}
             found, other = found.state_dict(), other.state_dict()
             assert all(torch.equal(found[n], t) for n, t in other.items() if n.endswith("packed"))
@@ -279,4 +280,4 @@ def test_a_tensor_of_a_library_that_is_missing_is_named(tmp_path):
         with pytest.raises(
             ValueError, match=r"layers.2.eh_proj.weight_scale must be in the checkpoint, got no"
         ):
-            mtp_steps(model)
+            mtp_steps(model, accelerate)

@@ -18,7 +18,7 @@ from torch_moe_mps.transformers.trials.branches import Branches
 from torch_moe_mps.transformers.trials.draws import eager as recorded
 from torch_moe_mps.transformers.trials.draws import in_each_draw, normal
 
-SCAN, ROPE = "linear_attention_", "rope"
+SCAN, ROPE = "gated_delta_rule_", "rope"
 
 
 def bamba(**changed):

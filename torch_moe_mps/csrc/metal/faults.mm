@@ -34,7 +34,7 @@ struct Stream {
   int64_t told = 0;                                    // faults of which its users know
 };
 
-struct State {
+struct FaultState {
   std::mutex mutex;
   std::condition_variable completed;
   std::map<at::mps::MPSStream*, Stream> streams;  // torch frees none
@@ -46,7 +46,7 @@ struct State {
   double busy = 0, until = 0;  // seconds that the GPU has worked, and when it last ended a buffer
 };
 
-State& state = *new State;  // handlers may come while the process ends
+FaultState& fault_state = *new FaultState;  // handlers may come while the process ends
 
 thread_local const char* current_operator = "";
 
@@ -81,36 +81,37 @@ const char* advice(NSError* error, const Work& work) {
 
 // Under the mutex.
 Stream& stream_of(at::mps::MPSStream* stream) {
-  const auto [entry, is_new] = state.streams.try_emplace(stream);
-  if (is_new) entry->second.told = state.faults;
+  const auto [entry, is_new] = fault_state.streams.try_emplace(stream);
+  if (is_new) entry->second.told = fault_state.faults;
   return entry->second;
 }
 
 // Under the mutex. The first fault since one was raised is kept, and of a stream's that of the first buffer.
 void store_fault(const Stream& stream, int64_t number, std::string fault) {
   if (number <= stream.raised) return;
-  const bool is_earlier = state.stream == &stream && number < state.number;
-  if (!state.is_raised && !is_earlier) return;
-  if (state.is_raised) ++state.faults;
-  state.is_raised = false;
-  state.stream = &stream;
-  state.number = number;
-  state.fault = std::move(fault);
+  const bool is_earlier = fault_state.stream == &stream && number < fault_state.number;
+  if (!fault_state.is_raised && !is_earlier) return;
+  if (fault_state.is_raised) ++fault_state.faults;
+  fault_state.is_raised = false;
+  fault_state.stream = &stream;
+  fault_state.number = number;
+  fault_state.fault = std::move(fault);
 }
 
 // Called by Metal, on a thread of its own.
 void complete(Stream& stream, id<MTLCommandBuffer> buffer, const Work& watched) {
   const bool failed = [buffer status] == MTLCommandBufferStatusError;
-  const std::lock_guard<std::mutex> lock(state.mutex);
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
   if (stream.buffer == (__bridge void*)buffer) stream.buffer = nullptr;  // another one may get its address
   if (const auto found = stream.incomplete.find(watched.number); found != stream.incomplete.end()) {
     [found->second release];
     stream.incomplete.erase(found);
   }
-  state.completed.notify_all();
+  fault_state.completed.notify_all();
   const double start = [buffer GPUStartTime], end = [buffer GPUEndTime];
-  state.busy += end - (start < state.until && state.until < end ? state.until : start);
-  state.until = end;
+  fault_state.busy +=
+      end - (start < fault_state.until && fault_state.until < end ? fault_state.until : start);
+  fault_state.until = end;
   if (!failed) return;
   NSError* error = [buffer error];
   store_fault(stream, watched.number,
@@ -122,7 +123,7 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const Work& watched) 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
 Work& watched(at::mps::MPSStream* on) {
   id<MTLCommandBuffer> buffer = [on->commandBuffer() rootCommandBuffer];
-  std::unique_lock<std::mutex> lock(state.mutex);
+  std::unique_lock<std::mutex> lock(fault_state.mutex);
   Stream* stream = &stream_of(on);
   if (stream->buffer == (__bridge void*)buffer) return *stream->watched;
   Work* made = new Work;
@@ -142,8 +143,8 @@ Work& watched(at::mps::MPSStream* on) {
 }
 
 double gpu_busy() {
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  return state.busy;
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
+  return fault_state.busy;
 }
 
 // Watches the buffer that a stream encodes into, also where only torch has; `commits` gives it to the GPU.
@@ -172,9 +173,9 @@ std::tuple<int64_t, int64_t> watch(bool commits) {
 
 // Waits until Metal has told how a stream's buffers up to this number ended. The host has waited for them.
 void hear_up_to(at::mps::MPSStream* stream, int64_t last) {
-  std::unique_lock<std::mutex> lock(state.mutex);
+  std::unique_lock<std::mutex> lock(fault_state.mutex);
   const auto& incomplete = stream_of(stream).incomplete;
-  const bool heard = state.completed.wait_for(
+  const bool heard = fault_state.completed.wait_for(
       lock, kToldWithin, [&] { return incomplete.empty() || incomplete.begin()->first > last; });
   TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kToldWithin.count(),
               " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
@@ -187,7 +188,7 @@ void finish_up_to(at::mps::MPSStream* stream, int64_t number) {
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
-      std::unique_lock<std::mutex> lock(state.mutex);
+      std::unique_lock<std::mutex> lock(fault_state.mutex);
       const auto& incomplete = stream_of(stream).incomplete;
       const auto found = incomplete.find(number);
       if (found == incomplete.end()) return;  // it is complete
@@ -240,7 +241,7 @@ void raise_fault_of_committed() {
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
-      const std::lock_guard<std::mutex> lock(state.mutex);
+      const std::lock_guard<std::mutex> lock(fault_state.mutex);
       const Stream& of = stream_of(stream);
       newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
     }
@@ -262,13 +263,13 @@ Work& watch_work(at::mps::MPSStream* stream) {
 }
 
 size_t incomplete_buffers(at::mps::MPSStream* stream) {
-  const std::lock_guard<std::mutex> lock(state.mutex);
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
   return stream_of(stream).incomplete.size();
 }
 
 void wait_for_room(at::mps::MPSStream* stream, size_t most) {
   while (true) {
-    std::unique_lock<std::mutex> lock(state.mutex);
+    std::unique_lock<std::mutex> lock(fault_state.mutex);
     const auto& incomplete = stream_of(stream).incomplete;
     if (incomplete.size() < most) return;
     const int64_t oldest = incomplete.begin()->first;
@@ -282,39 +283,39 @@ void finish(at::mps::MPSStream* stream) {
 }
 
 bool has_incomplete_work() {
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  return std::any_of(state.streams.begin(), state.streams.end(),
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
+  return std::any_of(fault_state.streams.begin(), fault_state.streams.end(),
                      [](const auto& stream) { return !stream.second.incomplete.empty(); });
 }
 
 void report_fault(at::mps::MPSStream* stream, int64_t buffer, const std::string& fault) {
-  const std::lock_guard<std::mutex> lock(state.mutex);
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
   store_fault(stream_of(stream), buffer, fault);
 }
 
 bool has_fault() {
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  return !state.is_raised;
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
+  return !fault_state.is_raised;
 }
 
 void raise_fault() {
-  if (state.faults == 0) return;
+  if (fault_state.faults == 0) return;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   {
-    const std::lock_guard<std::mutex> lock(state.mutex);
-    if (stream_of(stream).told == state.faults) return;
+    const std::lock_guard<std::mutex> lock(fault_state.mutex);
+    if (stream_of(stream).told == fault_state.faults) return;
   }
   // All that was encoded is lost with it; torch, too, is told of each buffer that fails.
   finish(stream);
   __block std::string fault;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
-    const std::lock_guard<std::mutex> lock(state.mutex);
+    const std::lock_guard<std::mutex> lock(fault_state.mutex);
     Stream& of = stream_of(stream);
-    if (of.told == state.faults) return;  // another thread has raised it
-    of.told = state.faults;
+    if (of.told == fault_state.faults) return;  // another thread has raised it
+    of.told = fault_state.faults;
     of.raised = of.last;
-    state.is_raised = true;
-    fault = state.fault;
+    fault_state.is_raised = true;
+    fault = fault_state.fault;
     try {
       stream->checkLastError();  // from torch 2.15 on it keeps the error, and raises it at its next wait
     } catch (const c10::Error&) {

@@ -258,8 +258,9 @@ const std::vector<Library>& all_libraries() {
       for (const char* file : {"norms", "norms_residual", "norms_gated", "norms_layer", "rope",
                                "rope_centred", "routing_logits", "attention_merge", "write_cache"})
         list->push_back({file, dtype});
-      for (const char* file : {"index", "pooling", "linear_attention", "lora", "hyper_connection", "combine",
-                               "pointwise", "sampling", "quantize", "experts"})
+      for (const char* file :
+           {"index", "pooling", "causal_conv1d", "gated_delta_rule", "selective_scan", "lora",
+            "hyper_connection", "combine", "pointwise", "sampling", "quantize", "experts"})
         list->push_back({file, dtype});
       for (const Library& library : routing_libraries(dtype)) list->push_back(library);
       for (const Library& library : attention_libraries(dtype)) list->push_back(library);

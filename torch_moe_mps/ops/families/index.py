@@ -13,6 +13,12 @@ REDUCTIONS = ("heads", "keys")
 
 
 def _meta_index_topk(check, q, k, top_k, key_range, reduce, block, tail, keys, as_bits, **_):
+    """Shape of the result: [B, T, K] for a choice of all heads, [B, Hi, T, K] for one of each head, int32.
+
+    K is the number of choices: min(top_k, blocks), one more with a tail of pooled rows. With `as_bits` there
+    is an axis of heads, of 1 or Hi, and K is ceil(S / 32). `k` has a row for each block only where blocks are
+    pooled (reduce = "heads", block > 1); only then `keys` gives S, and `key_range` cannot be given.
+    """
     batch, tokens, heads, rows = check.dims("B T Hi S")
     of_heads = reduce == "heads"
     has_pools = of_heads and block > 1

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ...transformers.caches.cache import hands_cache_on
 from ...transformers.caches.prompt_cache import takes_layers
-from ...transformers.deferred_states import forgets_states
+from ...transformers.deferrable import forgets_states
 from ...transformers.trials.batching import reason_against_rows
 from ...transformers.upstream import GenerationMixin
 

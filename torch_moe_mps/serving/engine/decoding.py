@@ -7,10 +7,10 @@ import torch
 from ..prefix_cache.memory import PrefixCache
 from .drafts import Drafts
 from .executor import Executor
-from .groups import Batched, Group
+from .groups import BatchedGroup, Group
 from .pool import Pool
 from .sampling import Sampled, sample
-from .scheduler import Budget, Times
+from .scheduler import Budget, StepTimes
 
 
 class Decoding:
@@ -28,7 +28,7 @@ class Decoding:
         drafts: Drafts,
         prefix_cache: PrefixCache | None,
         budget: Budget,
-        times: Times,
+        times: StepTimes,
     ):
         self._pool, self._executor, self._drafts = pool, executor, drafts
         self._prefix_cache, self._budget, self._times = prefix_cache, budget, times
@@ -62,7 +62,7 @@ class Decoding:
         if len(lasts) == len(group.sequences) or any(each.job.processors for each in lasts):
             self.settle(group)  # else a token behind the last one is computed, which processors must not see
         drafts = None
-        if isinstance(group, Batched) and group.sequences:
+        if isinstance(group, BatchedGroup) and group.sequences:
             drafts = self._drafts.draft(group, lambda: self.settle(group))
             if drafts is not None:
                 self._verify(group, drafts)
@@ -72,7 +72,7 @@ class Decoding:
     def _decode(self, group: Group) -> None:
         """Computes the next token of each sequence without draft tokens."""
         started, sequences, before = time.perf_counter(), [*group.sequences], group.sampled
-        if isinstance(group, Batched):
+        if isinstance(group, BatchedGroup):
             self._make_room(group, 1)
         firsts = group.lengths
         out = self._executor.step(group, group.next_tokens(self._executor.device))
@@ -86,7 +86,7 @@ class Decoding:
         if group.is_batched and (before is not None or not self.reads_late):
             self._drafts.took(sequences, time.perf_counter() - started)
 
-    def _verify(self, group: Batched, drafts: list[list[int]]) -> None:
+    def _verify(self, group: BatchedGroup, drafts: list[list[int]]) -> None:
         """Runs a verification step: known tokens and draft tokens of each sequence in one call.
 
         Each sequence advances by its accepted tokens, as far as the cache can keep them for all rows.
@@ -116,7 +116,7 @@ class Decoding:
             if reason is not None:
                 self._pool.end(sequence, reason)
 
-    def _make_room(self, group: Batched, tokens: int) -> None:
+    def _make_room(self, group: BatchedGroup, tokens: int) -> None:
         """Evicts cached prefixes if the batch's cache must be reallocated for `tokens` more."""
         if group.rows.is_full(tokens):
             self._drafts.measure(group.sequences)

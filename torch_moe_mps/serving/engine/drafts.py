@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ...transformers.deferred_states import deferrable_layers
+from ...transformers.deferrable import deferrable_layers
 from ...transformers.trials.batching import reason_for_order
-from ..speculative.drafter import Row
+from ..speculative.drafter import DraftedSequence
 from ..speculative.drafting import Drafting
 from ..speculative.verify import Choice, verified
-from .groups import Batched
+from .groups import BatchedGroup
 from .scheduler import Budget
 from .sequence import Sequence
 
@@ -40,16 +40,16 @@ class Drafts:
     def states(self) -> tuple[int, ...]:
         return () if self.drafting is None else self.drafting.states
 
-    def row_of(self, sequence: Sequence) -> Row | None:
+    def row_of(self, sequence: Sequence) -> DraftedSequence | None:
         """Token history of a sequence for the drafters; None without drafters."""
         if self.drafting is None:
             return None
         if (before := sequence.row) is not None:
-            return Row(before.tokens, before.prompt)
+            return DraftedSequence(before.tokens, before.prompt)
         ids = sequence.job.inputs["input_ids"][0].tolist()
-        return Row(ids, len(ids))
+        return DraftedSequence(ids, len(ids))
 
-    def begin(self, group: Batched, sequence: Sequence, reads_whole: bool) -> None:
+    def begin(self, group: BatchedGroup, sequence: Sequence, reads_whole: bool) -> None:
         """Sets up drafting after a sequence was added to a batch."""
         if self.drafting is None:
             return
@@ -99,7 +99,7 @@ class Drafts:
         if self.drafting is not None:
             self.drafting.width.took(len(sequences), 1, seconds)
 
-    def draft(self, group: Batched, settle: Callable[[], None]) -> list[list[int]] | None:
+    def draft(self, group: BatchedGroup, settle: Callable[[], None]) -> list[list[int]] | None:
         """Draft tokens of each sequence; None if the next step should decode without drafting.
 
         The host reads the last step's tokens only if drafting may pay.
@@ -121,7 +121,7 @@ class Drafts:
         found = drafting.draft(rows, ahead, room)
         return [[] for _ in rows] if found is None and any(ahead) else found
 
-    def tokens(self, group: Batched, drafts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+    def tokens(self, group: BatchedGroup, drafts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Input tokens of a verification step, of equal count per sequence: known tokens, then draft tokens.
 
         Returns: the tokens, and the number of known ones of each sequence.
@@ -136,14 +136,14 @@ class Drafts:
         ]
         return [own + own[-1:] * (tokens - len(own)) for own in inputs], known
 
-    def hold(self, group: Batched, tokens: int, known: list[int]) -> None:
+    def hold(self, group: BatchedGroup, tokens: int, known: list[int]) -> None:
         """Copies recurrent states that draft tokens would overwrite."""
         if group.rows.are_states and tokens > min(known):
             group.rows.reserve(tokens)  # moves them
             group.rows.hold()
 
     def accepted(
-        self, group: Batched, logits: Any, known: list[int], drafts: list[list[int]]
+        self, group: BatchedGroup, logits: Any, known: list[int], drafts: list[list[int]]
     ) -> list[list[Choice]]:
         """Accepted draft tokens of each sequence, followed by the next sampled token or an error."""
         samplers = [each.sampler for each in group.sequences if each.sampler is not None]
@@ -154,7 +154,7 @@ class Drafts:
             sequence.job.usage.rejected_tokens += len(own) - count
         return made
 
-    def take_back(self, group: Batched, tokens: int, right: list[int]) -> list[int]:
+    def take_back(self, group: BatchedGroup, tokens: int, right: list[int]) -> list[int]:
         """Removes rejected tokens from the cache. Returns: the number of tokens that each row keeps.
 
         With recurrent states, a row loses all tokens or none. If attention depends on the order of keys, all
@@ -174,11 +174,11 @@ class Drafts:
         return [tokens - count for count in wrong]
 
 
-def _rows(sequences: abc.Sequence[Sequence]) -> list[Row]:
+def _rows(sequences: abc.Sequence[Sequence]) -> list[DraftedSequence]:
     return [each.row for each in sequences if each.row is not None]
 
 
-def _to_draft(group: Batched, unread: int) -> tuple[list[Row], list[int], list[int]]:
+def _to_draft(group: BatchedGroup, unread: int) -> tuple[list[DraftedSequence], list[int], list[int]]:
     """(rows, known tokens after the first uncomputed one, maximum number of draft tokens), each by row.
 
     Args:

@@ -23,7 +23,7 @@ from .job import Counts, Job
 from .pool import Pool
 from .ranges import check_job
 from .sampling import Sampled, Sampler, sample
-from .scheduler import STEPS, Budget, Plan, Scheduler, Times
+from .scheduler import STEPS, Budget, Plan, Scheduler, StepTimes
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Engine:
     ):
         check_model(model)
         self.model, self.prefix_cache, self.counts = model, prefix_cache, Counts()
-        self.budget, self.times = Budget(max_sequences, memory, capacity, batch_capacity), Times()
+        self.budget, self.times = Budget(max_sequences, memory, capacity, batch_capacity), StepTimes()
         self.abilities, self.drafts = Abilities(model), Drafts(model, drafting, self.budget)
         self.executor = executor_of(model, self.abilities, lambda: self.drafts.states)
         self.budget.memory = self.executor.room(memory)

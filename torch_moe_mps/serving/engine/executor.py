@@ -16,7 +16,7 @@ from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .abilities import Abilities
 from .between import Between
 from .drafts import Drafts
-from .groups import Batched, Group, Single
+from .groups import BatchedGroup, Group, Single
 from .inputs import images_of, is_one_prompt
 from .job import Job
 from .prefill import Prefill, turned, turning
@@ -77,7 +77,7 @@ class Executor:
 
     def step(self, group: Group, ids: Tensor) -> Any:
         """Computes tokens [B, T] of the sequences, including draft tokens. Returns: the model output."""
-        if isinstance(group, Batched):
+        if isinstance(group, BatchedGroup):
             return step_of(group.rows, self._call, ids)
         assert isinstance(group, Single)
         out = group.prefill.decode(self._call, ids, group.length)

@@ -55,7 +55,7 @@ class Group(ABC):
         return torch.tensor([[each.tokens[-1]] for each in self.sequences]).to(device)
 
 
-class Batched(Group):
+class BatchedGroup(Group):
     """Sequences batched as rows of one cache."""
 
     is_batched = True

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..._limits import LARGEST_CHUNK
+from ...checkpoints.quantize.sizes import prompt_bytes
 from ...macs import memory_for_models
-from ...transformers.checkpoints.quantize.sizes import prompt_bytes
 
 # Answers at once: before the M5, matmuls of 16 rows take nearly twice as long as those of 8, and on all GPUs
 # experts do, of which each has a few of the rows.

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafts import Drafts
 from .executor import Executor
-from .groups import Batched, Group
+from .groups import BatchedGroup, Group
 from .isolation import Isolation
 from .job import Reason
 from .sequence import Phase, Sequence
@@ -30,14 +30,14 @@ class Pool:
         self.groups: list[Group] = [self._new_batch()]
         self.isolation = Isolation(self)
 
-    def _new_batch(self) -> Batched:
-        return Batched(self._executor.rows(self._drafts))
+    def _new_batch(self) -> BatchedGroup:
+        return BatchedGroup(self._executor.rows(self._drafts))
 
     @property
-    def batch(self) -> Batched:
+    def batch(self) -> BatchedGroup:
         """Group of the batched sequences."""
         batch = self.groups[0]
-        assert isinstance(batch, Batched)
+        assert isinstance(batch, BatchedGroup)
         return batch
 
     def of_phase(self, phase: Phase) -> list[Sequence]:

@@ -1,4 +1,7 @@
-"""Sampling: the next token of each sequence; those with equal settings are sampled together."""
+"""Sampling of the engine: the next token of each sequence; equal settings are sampled together.
+
+The arithmetic is that of `generate`: `transformers/modules/sampling.py`.
+"""
 
 import time
 from collections.abc import Sequence
@@ -10,10 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ..._faults import Mark, host_copy
 from ...transformers.basics.logits import no_distribution
-from ...transformers.modules.sampling import Sampling, likeliest
+from ...transformers.modules.sampling import Sampling
 from .job import Job, as_errors
-
-_LEAST_DRAW = torch.finfo(torch.float32).tiny
 
 
 def in_order(processors: Any) -> Any:
@@ -60,7 +61,7 @@ class Sampler:
         self._until = None if config.max_time is None else time.monotonic() + config.max_time
         self._states: list[Tensor] | None = None  # the generator's, before draws that may be undone
         # Its prompt and its answer for processors, [1, T], on the device: a copy, which they may change.
-        self.ids = ids.to(device, copy=True) if self.sampling.others else None
+        self.ids = ids.to(device, copy=True) if self.sampling.processors else None
         self.model = model
 
     @property
@@ -73,10 +74,10 @@ class Sampler:
 
         Raises: ValueError if a processor returns another shape or device.
         """
-        if not self.sampling.others:
+        if not self.sampling.processors:
             return None
         with as_errors():
-            scores = self.sampling.others(self.ids, logits.float())
+            scores = self.sampling.processors(self.ids, logits.float())
         got, expected = _place_of(scores), _place_of(logits)
         if got != expected:
             raise ValueError(f"torch_moe_mps: processors of logits must return {expected}, got {got}")
@@ -106,7 +107,7 @@ class Sampler:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Key of the sampling settings; rows with equal keys are sampled together."""
-        if not self.sampling.draws:
+        if not self.sampling.do_sample:
             return (False,)
         return True, self.sampling.arguments(), self.sampling.end
 
@@ -231,8 +232,6 @@ def _processed(
 def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
     """[2, R] int64 of rows with equal settings: sampled tokens, and flags of rows without distribution."""
     sampling = samplers[0].sampling
-    if not sampling.draws:
-        return likeliest(sampling.known(None, scores.float()) if sampling.known else scores)
 
     def fill(draws: Tensor) -> None:
         if any(sampler.repeats for sampler in samplers):
@@ -241,11 +240,4 @@ def _of_kind(samplers: list[Sampler], scores: Tensor) -> Tensor:
         else:  # in one dispatch
             samplers[0].draw(draws)
 
-    sampled = sampling.draw(scores, fill)
-    if sampled is not None:
-        return sampled
-    shares = sampling.known(None, scores.float()).softmax(-1)
-    draws = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
-    fill(draws)
-    races = shares / draws.clamp_(min=_LEAST_DRAW)  # else a share of 0 and a draw of -0 are NaN, the largest
-    return torch.stack((races.argmax(-1), shares.isnan().any(-1).long()))
+    return sampling.sample(scores, fill)

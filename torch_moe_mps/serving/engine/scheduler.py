@@ -36,7 +36,7 @@ class Candidate(Protocol):
 
 
 @dataclass
-class Times:
+class StepTimes:
     """Measured seconds: the last decoding step, one prompt token, and the time at which the step ended."""
 
     step: float = 0.0
@@ -132,7 +132,9 @@ class Scheduler:
         """Admission turn of a new sequence, from its index among the answers to its request."""
         return self._turn + place
 
-    def plan(self, sequences: Sequence[Any], budget: Budget, times: Times, is_short: bool = False) -> Plan:
+    def plan(
+        self, sequences: Sequence[Any], budget: Budget, times: StepTimes, is_short: bool = False
+    ) -> Plan:
         """Plans the work before the next step; `sequences` are in the order of entering their phases.
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..prefix_cache.disk import Restoring
-from ..speculative.drafter import Row
+from ..speculative.drafter import DraftedSequence
 from .job import Job, prompt_length
 from .prefill import Prefill
 from .sampling import Sampler
@@ -38,7 +38,7 @@ class Sequence:
     prefill: Prefill | None = None
     tokens: list[int] = field(default_factory=list)
     is_batched: bool = False
-    row: Row | None = None
+    row: DraftedSequence | None = None
 
     @property
     def place(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from tokenizers.decoders import DecodeStream
 
 from ..engine.job import Reason
-from .logprobs import Entry, Logprobs
+from .logprobs import Logprobs, TokenLogprob
 from .protocols.reader import Reader, Sink
 
 
@@ -19,11 +19,11 @@ class Piece:
 
     kind: Literal["text", "reasoning"]
     text: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass
-class Call:
+class ToolCall:
     """A tool call with growing arguments, a JSON object as text.
 
     Args:
@@ -46,7 +46,7 @@ class Call:
 class Arguments(NamedTuple):
     """Next part of a tool call's arguments."""
 
-    call: Call
+    call: ToolCall
     parts: list[str]
 
     @property
@@ -57,10 +57,10 @@ class Arguments(NamedTuple):
 class CallEnd(NamedTuple):
     """End of a tool call."""
 
-    call: Call
+    call: ToolCall
 
 
-Item = Piece | Call | Arguments | CallEnd
+Item = Piece | ToolCall | Arguments | CallEnd
 
 
 def new_id(prefix: str) -> str:
@@ -188,8 +188,8 @@ class Items:
         new_call_id: Callable[[], str] = lambda: new_id("call_"),
     ):
         self._has_tools, self._ends_at, self._new_call_id = has_tools, ends_at, new_call_id
-        self.made: list[Piece | Call] = []
-        self.entries: list[Entry] = []
+        self.made: list[Piece | ToolCall] = []
+        self.entries: list[TokenLogprob] = []
         self.is_complete = False
         self._new: list[Item] = []
         self._kind, self._has_begun = "", False  # the part that goes on, and whether it has a character
@@ -239,7 +239,7 @@ class Items:
             return
         self._begin("call")
         if not self._is_of_prompt and not self.is_complete:
-            self._hand_out(Call(name, own_id or self._new_call_id()))
+            self._hand_out(ToolCall(name, own_id or self._new_call_id()))
 
     def arguments(self, text: str) -> None:
         if not self._has_tools:
@@ -261,10 +261,10 @@ class Items:
             self.is_complete |= self._ends_at == "call"
 
     @property
-    def _call(self) -> Call | None:
+    def _call(self) -> ToolCall | None:
         """Tool call that is being parsed; None if it is not part of the answer."""
         last = self.made[-1] if self.made else None
-        return last if isinstance(last, Call) and not self.is_complete else None
+        return last if isinstance(last, ToolCall) and not self.is_complete else None
 
     def _begin(self, kind: str) -> None:
         if kind != self._kind:
@@ -278,7 +278,7 @@ class Items:
         self._has_begun |= bool(shown)
         if self._is_of_prompt:
             return
-        if shown and self._ends_at == "text" and any(isinstance(item, Call) for item in self.made):
+        if shown and self._ends_at == "text" and any(isinstance(item, ToolCall) for item in self.made):
             self.is_complete = True
         if shown and not self.is_complete:
             self._hand_out(Piece(kind, "".join((*self._blanks, shown)), self._taken()))
@@ -286,11 +286,11 @@ class Items:
         if len(shown) < len(whole):
             self._blanks.append(whole[len(shown) :])
 
-    def _taken(self) -> list[Entry]:
+    def _taken(self) -> list[TokenLogprob]:
         entries, self.entries = self.entries, []
         return entries
 
-    def _hand_out(self, item: Piece | Call) -> None:
+    def _hand_out(self, item: Piece | ToolCall) -> None:
         self.made.append(item)
         self._new.append(item)
 
@@ -303,7 +303,7 @@ class Token(NamedTuple):
     """A generated token: its text delta, if complete, and its logprob entry."""
 
     text: str
-    entry: Entry | None
+    entry: TokenLogprob | None
 
 
 Event = Token | Reason | Exception  # the latter end an answer
@@ -388,12 +388,12 @@ class Answer:
         return items
 
     @property
-    def made(self) -> list[Piece | Call]:
+    def made(self) -> list[Piece | ToolCall]:
         """Text deltas and tool calls, with those that are not whole."""
         return self._items.made
 
     @property
-    def items(self) -> list[Piece | Call]:
+    def items(self) -> list[Piece | ToolCall]:
         """Text deltas and tool calls, without a call truncated by the end of the answer."""
         return [item for item in self.made if isinstance(item, Piece) or item.has_ended]
 
@@ -409,11 +409,11 @@ class Answer:
         return "".join(item.text for item in self.items if isinstance(item, Piece) and item.kind == kind)
 
     @property
-    def calls(self) -> list[Call]:
-        return [item for item in self.items if isinstance(item, Call)]
+    def calls(self) -> list[ToolCall]:
+        return [item for item in self.items if isinstance(item, ToolCall)]
 
     @property
-    def entries(self) -> list[Entry] | None:
+    def entries(self) -> list[TokenLogprob] | None:
         """Logprob entries of all tokens except an end token; None if not requested."""
         if self._logprobs is None:
             return None

@@ -32,9 +32,9 @@ from .preparing import count_tokens, media_parts, prepare
 from .protocols.chat import ChatCompletions
 from .protocols.completions import Completions
 from .protocols.messages import Messages, anthropic_error
-from .protocols.protocol import Protocol, Writer, openai_error
+from .protocols.protocol import AnswerWriter, Protocol, openai_error
 from .protocols.responses import Responses
-from .reading import Client, Kind, Reading, in_json, kind_of, object_of
+from .reading import Client, Kind, RequestReading, in_json, kind_of, object_of
 from .request import Chat, Refused, Request
 from .served import Served
 
@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, served: Served, access: Access):
         self.served, self.access = served, access
-        self.metrics, self.reading = Metrics(served), Reading()
+        self.metrics, self.reading = Metrics(served), RequestReading()
 
     def application(self) -> Any:
         routes = [
@@ -271,7 +271,7 @@ def _say(line: str, *values: object) -> None:
     log.info(f"%s {line}", REQUEST.get(), *values)
 
 
-def _written(writer: Writer, number: int, items: list[Item]) -> str:
+def _written(writer: AnswerWriter, number: int, items: list[Item]) -> str:
     shown = "".join(writer.item(number, item) for item in items)
     return shown + (writer.ended(number) if writer.answers.answers[number].reason is not None else "")
 

@@ -21,7 +21,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 @dataclass
-class Entry:
+class TokenLogprob:
     """Log probability of one generated token.
 
     Args:
@@ -33,7 +33,7 @@ class Entry:
     token: str
     logprob: float
     data: list[int] | None
-    top: list["Entry"] = field(default_factory=list)
+    top: list["TokenLogprob"] = field(default_factory=list)
     offset: int = 0
 
     def chat_form(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Entry:
         return [*self.token.encode()] if self.data is None else self.data
 
 
-def completion_form(entries: list[Entry]) -> dict[str, Any]:
+def completion_form(entries: list[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of the completions API; top tokens include the sampled one."""
     return {
         "tokens": [entry.token for entry in entries],
@@ -83,7 +83,7 @@ class Logprobs(LogitsProcessor):
         self._held.append(host_copy(torch.cat((row, top.values, top.indices.float()))))
         return scores
 
-    def pop(self, token: int) -> Entry:
+    def pop(self, token: int) -> TokenLogprob:
         """Entry of the next sampled token."""
         held = self._held.popleft()
         logprobs, tokens = held[len(held) - 2 * self._count :].view(2, self._count).tolist()
@@ -93,9 +93,9 @@ class Logprobs(LogitsProcessor):
         self._offset += len(entry.token)
         return entry
 
-    def _entry(self, token: int, logprob: float) -> Entry:
+    def _entry(self, token: int, logprob: float) -> TokenLogprob:
         text, data = text_of(self._tokenizer, token)
-        return Entry(text, max(logprob, _LEAST), data)
+        return TokenLogprob(text, max(logprob, _LEAST), data)
 
 
 def text_of(tokenizer: Any, token: int) -> tuple[str, list[int] | None]:

@@ -17,7 +17,7 @@ from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
 from ..engine.ranges import check_settings, unknown_token, vocabulary_of
-from ..media.decoding import File, decoded
+from ..media.decoding import MediaFile, decoded
 from ..media.loading import opened
 from ..prefix_cache.memory import Images
 from . import limits
@@ -162,11 +162,11 @@ def media_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (part for message in messages for part in message["content"] if part["type"] != "text")
 
 
-def _file(served: Served, part: dict[str, Any]) -> File:
+def _file(served: Served, part: dict[str, Any]) -> MediaFile:
     """Opened image or audio. Raises: Refused for a kind that the model or the server does not read."""
     if not served.template.reads(part["type"]):
         raise Refused(f"This model does not read '{part['as']}'.", part["field"])
-    return File(part["type"], part["field"], opened(part))
+    return MediaFile(part["type"], part["field"], opened(part))
 
 
 def _with_medium(part: dict[str, Any], made: Iterator[Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def kind_of(size: int) -> Kind:
     return "short" if size <= limits.SHORT_BYTES else "long"
 
 
-class Reading:
+class RequestReading:
     """Thread pools that parse requests.
 
     Short bodies, long bodies and grammars have separate threads, so that short requests do not wait for long

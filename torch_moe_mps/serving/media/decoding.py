@@ -76,7 +76,7 @@ Kind = Literal["image", "audio"]
 
 
 @dataclass
-class File:
+class MediaFile:
     """An opened file of a request. `field` names it in errors."""
 
     kind: Kind
@@ -84,7 +84,7 @@ class File:
     content: BinaryIO
 
 
-def decoded(files: Sequence[File], limits: Limits) -> list[Any]:
+def decoded(files: Sequence[MediaFile], limits: Limits) -> list[Any]:
     """Decoded files in order: PIL images, and arrays of mono float32 audio.
 
     Raises: Refused for a file that is no image or audio, and, before any is decoded, with status 413 for
@@ -117,7 +117,7 @@ def _check(count: int, limit: int, what: str, field: str) -> None:
         raise Refused(message, field, "too_large", 413)
 
 
-def _opened(file: File) -> Any:
+def _opened(file: MediaFile) -> Any:
     """Image or audio file opened up to its header. Raises: Refused."""
     if file.kind == "image":
         from PIL import Image
@@ -136,12 +136,12 @@ def _opened(file: File) -> Any:
         raise _none(file, "sound") from None
 
 
-def _none(file: File, what: str) -> Refused:
+def _none(file: MediaFile, what: str) -> Refused:
     nbytes = file.content.seek(0, io.SEEK_END)
     return Refused(f"'{file.field}' must be a {what}, got {nbytes} bytes that are none.", file.field)
 
 
-def _picture(picture: Any, file: File, limits: Limits) -> Any:
+def _picture(picture: Any, file: MediaFile, limits: Limits) -> Any:
     """RGB image, shrunk during decoding if the processor would shrink it anyway."""
     width, height = picture.size
     factor = (limits.largest / (width * height)) ** 0.5
@@ -160,7 +160,7 @@ def _picture(picture: Any, file: File, limits: Limits) -> Any:
         raise _none(file, "picture") from None
 
 
-def _sound(sound: Any, file: File, limits: Limits) -> Any:
+def _sound(sound: Any, file: MediaFile, limits: Limits) -> Any:
     """Mono samples at the model's rate; decodes no more than the header's length."""
     import soundfile
 

@@ -28,7 +28,7 @@ from ..._text import first_line
 from ...transformers.caches.declared import is_in_layers
 from ...transformers.caches.parts import (
     Classes,
-    Joined,
+    JoinedCache,
     Part,
     begun_copy,
     block,
@@ -39,7 +39,7 @@ from ...transformers.caches.parts import (
 )
 from ...transformers.caches.prompt_cache import fits_one_prefix, kept_states, key_of, new_cache
 from ...transformers.caches.state import LayerState, copy_of_cache, copy_of_layer, storages_of
-from .files import Files, Writer, header
+from .files import Files, WriterThread, header
 
 log = logging.getLogger(__name__)
 BLOCK = 256  # tokens
@@ -76,7 +76,7 @@ class Disk:
     def __init__(self, folder: Path, max_bytes: int):
         self.files = Files(folder, max_bytes)
         self.hits = self.tokens = 0
-        self._writer = Writer(self.files)
+        self._writer = WriterThread(self.files)
         self._pending: deque[_Snapshot] = deque()
         self._copying: tuple[str, int, Part, Classes, Mark] | None = None
         self._keys: dict[Any, str] = {}
@@ -217,7 +217,7 @@ class Disk:
         files = [(name, (n + 1) * BLOCK) for n, name in enumerate(blocks)]
         if last is not None:
             files.append((last, best))
-        return Restoring(self, Joined(cache, best), ids[:best], files, model.device)
+        return Restoring(self, JoinedCache(cache, best), ids[:best], files, model.device)
 
     def _longest_state(
         self, names: list[str], ids: Tensor, there: set[str], ends: range
@@ -253,7 +253,7 @@ class Restoring:
     """
 
     def __init__(
-        self, disk: Disk, joined: Joined, ids: Tensor, files: list[tuple[str, int]], device: torch.device
+        self, disk: Disk, joined: JoinedCache, ids: Tensor, files: list[tuple[str, int]], device: torch.device
     ):
         self._disk, self._joined, self._all, self._files, self._device = disk, joined, ids, files, device
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()

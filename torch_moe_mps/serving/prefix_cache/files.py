@@ -126,7 +126,7 @@ class _End:
     """Sentinel that ends the writer's queue."""
 
 
-class Writer:
+class WriterThread:
     """Thread that writes files.
 
     Attributes:

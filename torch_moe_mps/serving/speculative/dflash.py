@@ -16,7 +16,7 @@ from ...transformers.caches.batched import reserve, take_back
 from ...transformers.caches.cache import grow_cache
 from ...transformers.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
-from .drafter import Row, RowDrafter
+from .drafter import DraftedSequence, RowDrafter
 
 _WAITING = 512  # states of a row that wait until some tokens are drafted; more are read at once
 
@@ -37,7 +37,7 @@ def require_assistant(model: PreTrainedModel, config: Any) -> None:
 
 
 @dataclass(eq=False)
-class _Read:
+class _DFlashState:
     """State of the assistant for one row.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Read:
         return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
 
-class DFlash(RowDrafter[_Read]):
+class DFlash(RowDrafter[_DFlashState]):
     """Drafts blocks of tokens with a DFlash assistant.
 
     Args:
@@ -77,20 +77,20 @@ class DFlash(RowDrafter[_Read]):
         self._step = DFlashStep(model, assistant).eval()
 
     @torch.no_grad()
-    def computed(self, row: Row, first: int, states: Tensor) -> None:
+    def computed(self, row: DraftedSequence, first: int, states: Tensor) -> None:
         """Queues the target model's hidden states [1, T, H] of a row's tokens from position `first` on."""
         from ...transformers.upstream import DFlashCache  # 5.24 has it
 
         read = self._read.get(row)
         if read is None:
-            read = self._read[row] = _Read(DFlashCache(config=self._config), first)
+            read = self._read[row] = _DFlashState(DFlashCache(config=self._config), first)
             grow_cache(self.modules[0], (), {"cache": read.cache})
             read.cache.activate_past_recording()  # a block is taken back, and windows show what was before
         read.waiting.append(states)
         if read.end - read.first > _WAITING:
             self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])
 
-    def _of(self, row: Row) -> list[int]:
+    def _of(self, row: DraftedSequence) -> list[int]:
         read = self._read.get(row)
         if read is None or not read.waiting:
             return []
@@ -100,7 +100,7 @@ class DFlash(RowDrafter[_Read]):
         found: list[int] = head(made[:, len(known) : len(known) + row.max_drafts]).argmax(-1)[0].tolist()
         return found
 
-    def _block(self, read: _Read, known: list[int]) -> Tensor:
+    def _block(self, read: _DFlashState, known: list[int]) -> Tensor:
         """Hidden states [1, block, H] of known and draft tokens, after the queued states were cached."""
         block, states = self._config.block_size, torch.cat(read.waiting, 1)
         ids = torch.tensor([[*known, *[self._config.mask_token_id] * block][:block]]).to(states.device)

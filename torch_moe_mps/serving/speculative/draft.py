@@ -7,12 +7,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...transformers.caches.batched import BatchedCache, NotBatchable
-from ...transformers.deferred_states import forgets_states
+from ...transformers.deferrable import forgets_states
 from ...transformers.upstream.calls import cache_argument
 from ..engine.abilities import keeps_prompts
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of
-from .drafter import Row, RowDrafter
+from .drafter import DraftedSequence, RowDrafter
 from .width import MOST
 
 _NAME = "moe_mps::speculative"
@@ -29,7 +29,7 @@ def require_tokens(model: Any, draft: Any, alike: bool = True) -> None:
         raise ValueError(f"{_NAME}: a draft must have the model's {expected} tokens, got {got} others")
 
 
-class _Read(NamedTuple):
+class _DraftModelState(NamedTuple):
     """Draft model's cache of one row, and the tokens in it."""
 
     rows: BatchedCache
@@ -39,7 +39,7 @@ class _Read(NamedTuple):
         return self.rows.memory()
 
 
-class Draft(RowDrafter[_Read]):
+class Draft(RowDrafter[_DraftModelState]):
     """Drafts greedily with a draft model, with a separate cache per row.
 
     Args:
@@ -60,7 +60,7 @@ class Draft(RowDrafter[_Read]):
             raise ValueError(f"{_NAME}: a draft must have a cache that can be cut, got a {kind}")
         self._draft, self.modules = draft, [draft]
 
-    def _of(self, row: Row) -> list[int]:
+    def _of(self, row: DraftedSequence) -> list[int]:
         cached, read = self._read.get(row) or self._begin(row)
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
         last = len(row.tokens) - 1
@@ -81,7 +81,7 @@ class Draft(RowDrafter[_Read]):
         if cached.are_states:
             cached.take_back([row.max_drafts])
         read = row.tokens[:last] if cached.are_states else [*row.tokens, *drafts[:-1]]
-        self._read[row] = _Read(cached, read)
+        self._read[row] = _DraftModelState(cached, read)
         return drafts
 
     def _likeliest(self, cached: BatchedCache, tokens: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Draft(RowDrafter[_Read]):
         cached.advance(ids.shape[1])
         return out.logits[:, -1:].argmax(-1)
 
-    def _begin(self, row: Row) -> _Read:
+    def _begin(self, row: DraftedSequence) -> _DraftModelState:
         """Prefills all tokens of a row but the last one."""
         ids, rows = torch.tensor([row.tokens[:-1]]), BatchedCache(self._draft)
         prefill = Prefill(self._draft, ids, self.prompts)
@@ -103,7 +103,7 @@ class Draft(RowDrafter[_Read]):
             rows.admit(kept.cache, len(kept.ids))
         except NotBatchable as error:
             raise ValueError(f"the draft cannot be cut: {error}") from None
-        return _Read(rows, row.tokens[: len(kept.ids)])
+        return _DraftModelState(rows, row.tokens[: len(kept.ids)])
 
     def _called(self, cache: Any, **inputs: Any) -> Any:
         return self._draft(**inputs, **cache_argument(self._draft, cache))

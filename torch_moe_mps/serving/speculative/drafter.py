@@ -30,7 +30,7 @@ class Acceptance:
 
 
 @dataclass(eq=False)
-class Row:
+class DraftedSequence:
     """A sequence, as drafters see it.
 
     Attributes:
@@ -69,16 +69,16 @@ class Drafter(ABC):
     layers = 0
 
     @abstractmethod
-    def draft(self, rows: Sequence[Row]) -> Sequence[Sequence[int]]:
+    def draft(self, rows: Sequence[DraftedSequence]) -> Sequence[Sequence[int]]:
         """Draft tokens of each row, at most `row.max_drafts`, possibly none."""
 
-    def accepted(self, rows: Sequence[Row], counts: Sequence[int]) -> None:  # noqa: B027
+    def accepted(self, rows: Sequence[DraftedSequence], counts: Sequence[int]) -> None:  # noqa: B027
         """Called with the number of accepted draft tokens of each row.
 
         They and the next token are in `row.tokens` by then.
         """
 
-    def computed(self, row: Row, first: int, states: Tensor) -> None:  # noqa: B027
+    def computed(self, row: DraftedSequence, first: int, states: Tensor) -> None:  # noqa: B027
         """Called with the target model's hidden states of a row's tokens, in order and without repetition.
 
         Args:
@@ -86,10 +86,10 @@ class Drafter(ABC):
             states: the hidden states listed in the attribute `states`, concatenated to [1, T, H].
         """
 
-    def left(self, row: Row) -> None:  # noqa: B027
+    def left(self, row: DraftedSequence) -> None:  # noqa: B027
         """Called when a row's answer has ended, except after a fault that ends all."""
 
-    def held(self, row: Row) -> int:
+    def held(self, row: DraftedSequence) -> int:
         """Bytes held for a row."""
         return 0
 
@@ -98,32 +98,32 @@ class Drafter(ABC):
         return 0
 
 
-class Read(Protocol):
+class DrafterState(Protocol):
     """A drafter's state for one row."""
 
     def memory(self) -> int:
         """Size in bytes."""
 
 
-R = TypeVar("R", bound=Read)
+R = TypeVar("R", bound=DrafterState)
 
 
 class RowDrafter(Drafter, Generic[R]):
     """A drafter that handles rows one after the other, with a separate cache for each."""
 
     def __init__(self, memory: int = 0) -> None:
-        self._read: WeakKeyDictionary[Row, R] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[DraftedSequence, R] = WeakKeyDictionary()
         self.prompts = PrefixCache(memory)
 
     @torch.no_grad()
-    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         return [self._of(row) if row.max_drafts else [] for row in rows]
 
     @abstractmethod
-    def _of(self, row: Row) -> list[int]:
+    def _of(self, row: DraftedSequence) -> list[int]:
         """Draft tokens of one row, at most `row.max_drafts`."""
 
-    def held(self, row: Row) -> int:
+    def held(self, row: DraftedSequence) -> int:
         read = self._read.get(row)
         return 0 if read is None else read.memory()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._text import first_line
 from ..engine.job import as_errors
 from ..engine.ranges import placeholders_of, vocabulary_of
-from .drafter import Drafter, Row
+from .drafter import DraftedSequence, Drafter
 from .width import Width
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Drafting:
         """Number of MTP layers in use."""
         return sum(each.layers for each in self._drafters.values())
 
-    def held(self, row: Row) -> int:
+    def held(self, row: DraftedSequence) -> int:
         """Bytes held by drafters for a row."""
         return sum(each.held(row) for each in self._drafters.values())
 
@@ -73,7 +73,7 @@ class Drafting:
         self._drafters.clear()
         logger.warning("torch_moe_mps: no tokens are drafted any more: %s", reason)
 
-    def may_pay(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> bool:
+    def may_pay(self, rows: Sequence[DraftedSequence], ahead: Sequence[int], room: Sequence[int]) -> bool:
         """True if drafting may pay in the next step, before the last tokens are known.
 
         Cheap drafters are called; for others it is enough that they currently pay.
@@ -84,7 +84,9 @@ class Drafting:
             return True
         return self._of(rows, ahead, room, cheap) is not None
 
-    def draft(self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int]) -> list[list[int]] | None:
+    def draft(
+        self, rows: Sequence[DraftedSequence], ahead: Sequence[int], room: Sequence[int]
+    ) -> list[list[int]] | None:
         """Draft tokens of each row, or None if there are none.
 
         Args:
@@ -98,7 +100,7 @@ class Drafting:
         return found
 
     def _of(
-        self, rows: Sequence[Row], ahead: Sequence[int], room: Sequence[int], asked: Sequence[int]
+        self, rows: Sequence[DraftedSequence], ahead: Sequence[int], room: Sequence[int], asked: Sequence[int]
     ) -> list[list[int]] | None:
         """Draft tokens from the given drafters, each called for the rows that have none yet."""
         started, found = time.perf_counter(), {row: list[int]() for row in rows}
@@ -114,11 +116,13 @@ class Drafting:
         drafts = [found[row][: max(0, width - known)] for row, known in zip(rows, ahead, strict=True)]
         return drafts if any(drafts) else None
 
-    def _asked(self, number: int, rows: Sequence[Row]) -> list[Row]:
+    def _asked(self, number: int, rows: Sequence[DraftedSequence]) -> list[DraftedSequence]:
         """Rows for which a drafter pays and is not disabled."""
         return [row for row in self.width.pays(rows, number) if number not in row.failed]
 
-    def _draft(self, number: int, rows: Sequence[Row], found: dict[Row, list[int]]) -> bool:
+    def _draft(
+        self, number: int, rows: Sequence[DraftedSequence], found: dict[DraftedSequence, list[int]]
+    ) -> bool:
         """Calls a drafter. Returns: False if it raised; a single row is then disabled for it."""
         with self._fails(number, rows if len(rows) == 1 else ()):
             for row, own in zip(rows, self._checked(self._drafters[number].draft(rows), rows), strict=True):
@@ -126,7 +130,7 @@ class Drafting:
             return True
         return False
 
-    def _checked(self, drafts: Any, rows: Sequence[Row]) -> list[list[int]]:
+    def _checked(self, drafts: Any, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         """A drafter's tokens, limited to each row's maximum and cut before image placeholders.
 
         Raises: ValueError for values outside the vocabulary.
@@ -138,11 +142,13 @@ class Drafting:
             raise ValueError(f"drafts must be tokens below {self._vocabulary}, got {wrong}")
         return [[*takewhile(lambda token: token not in self._no_text, own)] for own in made]
 
-    def _rest(self, row: Row, drafters: Iterable[int]) -> None:
+    def _rest(self, row: DraftedSequence, drafters: Iterable[int]) -> None:
         for drafter in drafters:
             self.width.rested(row, drafter)
 
-    def verified(self, rows: Sequence[Row], held: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+    def verified(
+        self, rows: Sequence[DraftedSequence], held: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> None:
         """Records the number of accepted draft tokens of each row, and informs the drafters."""
         for row, count, own in zip(rows, held, drafts, strict=True):
             self.accepted += count
@@ -157,7 +163,7 @@ class Drafting:
                 drafter.accepted(asked, [counts[row] for row in asked])
 
     def computed(
-        self, rows: Sequence[Row], firsts: Sequence[int], states: Tensor, counts: Sequence[int]
+        self, rows: Sequence[DraftedSequence], firsts: Sequence[int], states: Tensor, counts: Sequence[int]
     ) -> None:
         """Passes hidden states [B, T, H] of `counts` tokens per row, from `firsts` on, to the drafters."""
         wanted = self.states
@@ -171,7 +177,7 @@ class Drafting:
                     with self._fails(number, [row]):
                         drafter.computed(row, first, parts[place : place + 1, :count])
 
-    def left(self, row: Row) -> None:
+    def left(self, row: DraftedSequence) -> None:
         """Releases the drafters' state of a row whose answer has ended."""
         for number, drafter in self._drafters.items():
             if number not in row.failed:
@@ -179,7 +185,7 @@ class Drafting:
                     drafter.left(row)
 
     @contextmanager
-    def _fails(self, number: int, rows: Sequence[Row]) -> Iterator[None]:
+    def _fails(self, number: int, rows: Sequence[DraftedSequence]) -> Iterator[None]:
         """Context of a drafter call; an exception disables the drafter for these rows only."""
         try:
             with as_errors():

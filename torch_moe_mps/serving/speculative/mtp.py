@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...transformers.accelerate import accelerate
 from ...transformers.caches.batched import forgetting, reserve, take_back
 from ...transformers.caches.state import LayerState
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import Row, RowDrafter
+from .drafter import DraftedSequence, RowDrafter
 
 _WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
 _SMALL_GAP = 8  # states that are missing between a cached prefix and the first new one, and stand as zeros
 
 
 @dataclass(eq=False)
-class _Read:
+class _MtpState:
     """State of the MTP layers for one row.
 
     Attributes:
@@ -44,7 +45,7 @@ class _Read:
         return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
 
-class Mtp(RowDrafter[_Read]):
+class Mtp(RowDrafter[_MtpState]):
     """Drafts with a checkpoint's MTP layers.
 
     Args:
@@ -58,14 +59,14 @@ class Mtp(RowDrafter[_Read]):
 
     def __init__(self, model: PreTrainedModel, memory: int):
         super().__init__()
-        self._model, self._steps = model, mtp_steps(model)
+        self._model, self._steps = model, mtp_steps(model, accelerate)
         self._layers = range(len(self._steps))
         self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
         own = model.config.get_text_config(decoder=True).num_hidden_layers
         self.prompts = PrefixCache(memory * len(self._layers) // own)
 
     @torch.no_grad()
-    def computed(self, row: Row, first: int, states: Tensor) -> None:
+    def computed(self, row: DraftedSequence, first: int, states: Tensor) -> None:
         """Queues the target model's hidden states [1, T, H] of a row's tokens from position `first` on."""
         read = self._read.get(row)
         if read is None:
@@ -76,7 +77,7 @@ class Mtp(RowDrafter[_Read]):
             self._read_known(row, read, read.computed - 1)
 
     @torch.no_grad()
-    def left(self, row: Row) -> None:
+    def left(self, row: DraftedSequence) -> None:
         """Caches the prefix of a row whose answer has ended."""
         read = self._read.pop(row, None)
         if read is None or not read.is_whole:
@@ -88,7 +89,7 @@ class Mtp(RowDrafter[_Read]):
                 take_back(layer, count - tokens, tokens)
             self.prompts.put(CachedPrefix(torch.tensor(row.tokens[:tokens]), read.cache))
 
-    def _begin(self, row: Row, first: int, states: Tensor) -> _Read:
+    def _begin(self, row: DraftedSequence, first: int, states: Tensor) -> _MtpState:
         kept = self.prompts.take(torch.tensor(row.tokens[: first + 1]), new_mtp_cache(self._model))
         start, waiting = len(kept.ids), list[Tensor]()
         if first - start > _SMALL_GAP:
@@ -97,9 +98,9 @@ class Mtp(RowDrafter[_Read]):
             waiting = [states.new_zeros((1, first - start, states.shape[2]))]
         is_whole = start == len(kept.ids)
         others: list[list[Tensor]] = [[] for _ in self._layers[1:]]
-        return _Read(kept.cache, is_whole, [start for _ in self._layers], [waiting, *others], first)
+        return _MtpState(kept.cache, is_whole, [start for _ in self._layers], [waiting, *others], first)
 
-    def _read_known(self, row: Row, read: _Read, end: int) -> None:
+    def _read_known(self, row: DraftedSequence, read: _MtpState, end: int) -> None:
         """Computes all layers for positions before `end` whose tokens are known."""
         for layer in self._layers:
             first = read.next[layer]
@@ -115,7 +116,7 @@ class Mtp(RowDrafter[_Read]):
             if layer + 1 < len(self._layers):
                 read.states[layer + 1].append(made)
 
-    def _of(self, row: Row) -> list[int]:
+    def _of(self, row: DraftedSequence) -> list[int]:
         """Draft tokens of one row; computes queued positions first, and drops draft tokens from the cache."""
         read = self._read.get(row)
         if read is None or read.next[0] >= read.computed:
@@ -152,14 +153,14 @@ class Mtp(RowDrafter[_Read]):
         found: list[int] = torch.cat(drafts, 1)[0].tolist()
         return found
 
-    def _tokens(self, row: Row, drafts: list[Tensor], first: int, count: int) -> Tensor:
+    def _tokens(self, row: DraftedSequence, drafts: list[Tensor], first: int, count: int) -> Tensor:
         """Tokens [1, count] from position `first` on, of the row and then of the draft, on the device."""
         known = torch.tensor([row.tokens[first : first + count]], dtype=torch.int64).to(self._model.device)
         begin = max(0, first - len(row.tokens))
         return torch.cat([known, *drafts[begin : begin + count - known.shape[1]]], 1)
 
     def _called(
-        self, read: _Read, layer: int, first: int, states: Tensor, tokens: Tensor
+        self, read: _MtpState, layer: int, first: int, states: Tensor, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
         count = states.shape[1]
         reserve(read.cache.layers[layer], 1, count)  # so that these can be taken back

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import Drafter, Row
+from .drafter import DraftedSequence, Drafter
 
 _GRAM = 3  # tokens that must repeat
 _BITS = 21  # for a token in the number that stands for a gram
@@ -84,14 +84,14 @@ class Lookup(Drafter):
 
     def __init__(self, prompts: PrefixCache | None = None):
         self._prompts = prompts
-        self._own: WeakKeyDictionary[Row, Index] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[DraftedSequence, Index] = WeakKeyDictionary()
         self._kept: dict[CachedPrefix, Index] = {}
 
-    def draft(self, rows: Sequence[Row]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftedSequence]) -> list[list[int]]:
         kept = self._of_kept()
         return [self._of(row, kept) for row in rows]
 
-    def _of(self, row: Row, kept: list[Index]) -> list[int]:
+    def _of(self, row: DraftedSequence, kept: list[Index]) -> list[int]:
         own = self._own.get(row)
         if own is None:
             own = self._own[row] = Index(row.tokens)

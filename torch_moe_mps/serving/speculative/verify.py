@@ -29,7 +29,7 @@ def verified(
     """
     made: list[list[Choice]] = [[] for _ in samplers]
     rows = [row for row, count in enumerate(known) if count <= logits.shape[1]]
-    plain = [row for row in rows if not samplers[row].sampling.others]
+    plain = [row for row in rows if not samplers[row].sampling.processors]
     places = [(row, known[row] - 1 + n) for row in plain for n in range(len(drafts[row]) + 1)]
     if places:
         for row in plain:
@@ -41,7 +41,7 @@ def verified(
             made[row] = _accepted(made[row], drafts[row])
             samplers[row].end_draws(len(made[row]))
     for row in rows:
-        if samplers[row].sampling.others:
+        if samplers[row].sampling.processors:
             made[row] = _one_by_one(samplers[row], logits[row, known[row] - 1 :], drafts[row])
     return made
 

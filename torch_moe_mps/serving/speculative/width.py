@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ...transformers.attention.attention import MOST_TOKENS
-from .drafter import Acceptance, Row
+from .drafter import Acceptance, DraftedSequence
 
 MOST = MOST_TOKENS - 1  # a step has a token that is known in front of the drafts
 USUAL = 4  # draft tokens of a step, unless somebody says how many
@@ -42,7 +42,7 @@ class Width:
         """
         return min(self.tokens, (min if self.is_even else max)(found))
 
-    def pays(self, rows: Sequence[Row], drafter: int) -> list[Row]:
+    def pays(self, rows: Sequence[DraftedSequence], drafter: int) -> list[DraftedSequence]:
         """Rows for which a drafter currently pays or is due for a retry."""
         if not self._is_gated:
             return [*rows]
@@ -52,7 +52,7 @@ class Width:
         cost = self._seconds.get((len(rows), True), plain) / plain
         return [row for row in rows if self._pays(row, drafter, cost)]
 
-    def _pays(self, row: Row, drafter: int, cost: float) -> bool:
+    def _pays(self, row: DraftedSequence, drafter: int, cost: float) -> bool:
         own = self._of(row, drafter)
         if 1 + own.accepted >= _LEAST_GAIN * cost:
             own.pause = self._all[drafter].pause = 1
@@ -69,7 +69,7 @@ class Width:
         else:
             self._seconds[kind] = before + _NEW * (min(seconds, 2 * before) - before)
 
-    def verified(self, row: Row, accepted: int, drafted: int) -> None:
+    def verified(self, row: DraftedSequence, accepted: int, drafted: int) -> None:
         """Updates acceptance statistics after a verification step."""
         wrong = accepted < drafted
         gain = accepted - (wrong and self.is_even)  # tokens beside a rejected draft are computed again
@@ -79,12 +79,12 @@ class Width:
             each.accepted += max(_LAST, 1 / (1 + each.steps)) * (gain - each.accepted)
             each.waits = each.pause = min(_PAUSES, 2 * each.pause)
 
-    def rested(self, row: Row, drafter: int) -> None:
+    def rested(self, row: DraftedSequence, drafter: int) -> None:
         """Counts a step without drafts of a drafter, for one row."""
         own = self._of(row, drafter)
         own.waits = max(0, own.waits - 1)
 
-    def _of(self, row: Row, drafter: int) -> Acceptance:
+    def _of(self, row: DraftedSequence, drafter: int) -> Acceptance:
         if drafter not in row.acceptance:  # it begins as the rows before it have ended
             before = self._all[drafter]
             waits = min(before.pause, _FIRST) if before.steps else 0

@@ -63,7 +63,7 @@ def _name_all_linears(config: Any, model: nn.Module) -> None:
 def _with_layers(config: Any, model: nn.Module) -> Iterator[None]:
     """Registers our layers with a LoraConfig, as a user registers custom ones."""
     before = config._custom_modules
-    experts = {type(each): _over_experts for each in model.modules() if is_experts(each)}
+    experts: dict[Any, Any] = {type(each): _over_experts for each in model.modules() if is_experts(each)}
     config._custom_modules = dict(before or {})
     config._register_custom_module({QuantizedLinear: _over_linear, **experts})
     try:

@@ -24,7 +24,7 @@ from ..basics.state import NOTHING, STATE
 from ..basics.tensors import Deferred
 from ..caches.quantized_states import QuantizedStates
 from .causal_mask import CausalMask, additive
-from .latents import Promised
+from .latents import LazyLatents
 from .visible import CHOICES, Visible, with_choice
 
 NAME = "moe_mps"  # the implementation in place of "eager"
@@ -102,11 +102,11 @@ def _sdpa(
         if out is not None:
             return out, None
     plain = plain and bias is None
-    if isinstance(key, Promised) and isinstance(value, Promised):
+    if isinstance(key, LazyLatents) and isinstance(value, LazyLatents):
         if plain:
             call = functools.partial(_sdpa, sdpa, module, scaling=scaling, **options)
             visible = Visible.by(attention_mask, query.shape[2])
-            out = _attend_to_promised(call, query, key, attention_mask, visible, Scores(scaling))
+            out = _attend_to_latents(call, query, key, attention_mask, visible, Scores(scaling))
             if out is not None:
                 return out, None
         key, value = key.elements(), value.elements()
@@ -207,9 +207,9 @@ def attention(
     sees_all = mask is None and not _is_causal(module)
     visible = Visible.by(mask, query.shape[2], options.get("sliding_window"), sees_all, indices)
 
-    if isinstance(key, Promised) and isinstance(value, Promised):
+    if isinstance(key, LazyLatents) and isinstance(value, LazyLatents):
         call = functools.partial(attention, module, scaling=scaling, dropout=dropout, **options)
-        out = _attend_to_promised(call, query, key, mask, visible, scores) if plain else None
+        out = _attend_to_latents(call, query, key, mask, visible, scores) if plain else None
         if out is not None:
             return out, None
         key, value = key.elements(), value.elements()
@@ -332,27 +332,27 @@ def attend(
     return torch.ops.moe_mps.attention(query, key, value, scale, **options)
 
 
-def _attend_to_promised(
+def _attend_to_latents(
     call: Callable[..., tuple[Tensor, Tensor | None]],
     query: Tensor,
-    key: Promised,
+    key: LazyLatents,
     mask: Tensor | None,
     visible: Visible,
     scores: Scores,
 ) -> Tensor | None:
-    """Attention to keys and values that are still latents; None where all of them may be expanded.
+    """Attention to keys and values that are not expanded yet; None where all of them may be expanded.
 
     The operator reads the latents. If it cannot, heads are expanded and attended to a few at a time.
     """
     source, sinks = key.source, scores.sinks
-    brought = source.brought(query)
-    if brought is not None:
+    absorbed = source.absorb_query(query)
+    if absorbed is not None:
         keys, values = source.keys_and_values()
-        if takes(brought, keys, values, mask, sinks):
+        if takes(absorbed, keys, values, mask, sinks):
             if scores.scaling is None:
                 scores = scores._replace(scaling=query.shape[3] ** -0.5)
             dtype = None if query.dtype == torch.float32 else "float32"
-            return source.taken_back(attend(brought, keys, values, visible, scores, dtype))
+            return source.project_output(attend(absorbed, keys, values, visible, scores, dtype))
     if visible.indices is not None or (mask is not None and mask.shape[1] != 1):
         return None
     outs = []

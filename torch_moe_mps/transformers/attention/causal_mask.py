@@ -221,6 +221,13 @@ def follow_mask(before: Any, longer: Any, owner: Any) -> None:
     notes_on(longer).key_range = known
 
 
+def padding_of(mask: Any, owner: Any) -> tuple[Tensor | None] | None:
+    """`range_of_padding` of the mask of a call, which is read once; None for a call without a 2D mask."""
+    if type(mask) is not Tensor or mask.dim() != 2:
+        return None
+    return notes_in(mask).key_range or range_of_padding(mask, mask.shape[1], mask.device, owner)
+
+
 def range_of_padding(mask: Tensor, keys: int, device: Any, owner: Any = None) -> tuple[Tensor | None] | None:
     """The key range that a 2D mask stands for, None in it where no key is padding; None for other masks.
 

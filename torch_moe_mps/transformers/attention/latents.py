@@ -2,9 +2,9 @@
 
 transformers' latent attention expands the latents of the whole context into keys and values for each new
 token, by its method `expand_kv`. But for a head with keys W_k c and values W_v c, q . W_k c = (W_k^T q) . c,
-and the sum of p W_v c is W_v times the sum of p c: a query can be brought to the latents, all of whose heads
-then read the same ones, and its result back. `expand_kv` returns promises of keys and values here, which the
-attention of this package takes for what they are. Whoever looks into them gets the expanded ones.
+and the sum of p W_v c is W_v times the sum of p c: the query absorbs W_k, all heads read the same latents,
+and W_v projects the output. `expand_kv` returns `LazyLatents` here, which the attention of this package reads
+as latents. Any other reader gets the expanded keys and values.
 """
 
 import functools
@@ -52,8 +52,8 @@ class Expansion(NamedTuple):
     value_rows: int
 
 
-class Promised(Deferred):
-    """Keys or values that have not been expanded.
+class LazyLatents(Deferred):
+    """Keys or values that are expanded from latents when they are read.
 
     Attributes:
         source: what both are expanded from.
@@ -64,7 +64,7 @@ class Promised(Deferred):
     number: int
 
     @staticmethod
-    def __new__(cls, source: "Latents", number: int, heads: int, width: int) -> "Promised":
+    def __new__(cls, source: "Latents", number: int, heads: int, width: int) -> "LazyLatents":
         latents = source.latents
         shape = (latents.shape[0], heads, latents.shape[2], width)
         return cls.made(shape, latents.dtype, latents.device, source=source, number=number)
@@ -128,8 +128,8 @@ class Latents:
             return keys, keys.columns(widths)[0]
         return keys, keys[..., : widths[0]]
 
-    def brought(self, query: Tensor) -> Tensor | None:
-        """The queries [B, Hq, T, N + R] as ones of the latents, [B, Hq, T, L + R].
+    def absorb_query(self, query: Tensor) -> Tensor | None:
+        """Queries [B, Hq, T, N + R] multiplied by W_k: [B, Hq, T, L + R], which attend to the latents.
 
         None where the eager code must run.
         """
@@ -144,8 +144,8 @@ class Latents:
         rows = slice(form.key_rows)
         return _product(layer, form, rows, own, transposed=True, appended=tail).transpose(1, 2)
 
-    def taken_back(self, sums: Tensor) -> Tensor:
-        """[B, T, Hq, L] float32, the sums of latents, as sums of values: [B, T, Hq, V]."""
+    def project_output(self, sums: Tensor) -> Tensor:
+        """Attention output over latents, [B, T, Hq, L] float32, multiplied by W_v: [B, T, Hq, V]."""
         form: Expansion = self.module.__dict__[STATE].expansion
         layer = getattr(self.module, form.projection)
         options = {} if type(layer) is nn.Linear else {"dtype": dtype_name(self.latents.dtype)}
@@ -190,7 +190,7 @@ def use_latents(module: nn.Module) -> list[Done]:
     operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))
     if operator is None:
         return []
-    done = [Done(operator, f"latents ({operator})")]
+    done = [Done(operator, f"latents ({operator})", only_on_mps=True)]
     if refusal(module, done) is not None:
         return []
     state_of(module).expansion = expansion
@@ -241,15 +241,15 @@ class _Trial:
         return result
 
 
-def promising(own: Callable) -> Callable:
-    """The method `expand_kv` of rewritten layers: promises where a layer attends to latents, else `own`."""
+def lazy_expand_kv(eager: Callable) -> Callable:
+    """Method `expand_kv` of rewritten layers: gives LazyLatents where a layer attends to latents."""
 
     def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
         form = self.__dict__.get(STATE, NOTHING).expansion
         if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return own(self, latents, rotated)
-        source = Latents(self, own, latents, rotated)
-        keys = Promised(source, 0, form.heads, form.key_rows + rotated.shape[3])
-        return keys, Promised(source, 1, form.heads, form.value_rows)
+            return eager(self, latents, rotated)
+        source = Latents(self, eager, latents, rotated)
+        keys = LazyLatents(source, 0, form.heads, form.key_rows + rotated.shape[3])
+        return keys, LazyLatents(source, 1, form.heads, form.value_rows)
 
     return expand_kv

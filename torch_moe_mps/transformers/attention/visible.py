@@ -94,9 +94,16 @@ def with_choice(
 
 
 def _selection(mask: Tensor, indices: Tensor, by_operator: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, indices [B, 1, T, K]) of keys that are chosen and shown, one of them None.
+    """(mask, indices [B, 1, T, K]) of keys that are both chosen and shown; exactly one of the two is None.
 
-    The operator takes indices of few tokens, which read nothing else, and masks of bits of more.
+    A choice of as many keys as there are leaves the causal mask. The operator gets indices for up to
+    MOST_OF_LATENTS tokens, so that it reads the chosen keys alone, and a mask of bits for more tokens. Eager
+    code, and any other mask, gets a mask of elements in the dtype of `mask`.
+
+    Args:
+        mask: [B or 1, 1, T, S], of shown keys.
+        indices: [B, T, K], of chosen keys; -1 for none.
+        by_operator: whether the operator takes the rest of the call.
     """
     tokens, keys = mask.shape[2:]
     if isinstance(mask, CausalMask):

@@ -44,7 +44,7 @@ def code_of(subject: Any) -> Hashable:
     return _keys[read]
 
 
-class Names(NamedTuple):
+class CodeNames(NamedTuple):
     """Names that code looks up.
 
     Attributes:
@@ -56,7 +56,7 @@ class Names(NamedTuple):
     every: frozenset[str]
 
 
-def names_of(cls: type, *methods: str, by_name: bool = True) -> Names:
+def names_of(cls: type, *methods: str, by_name: bool = True) -> CodeNames:
     """Names that methods of a class, and what these call in files of models, look up outside of instances.
 
     A name of a library counts as fixed, but for one of torch.nn.functional or in a file of transformers.
@@ -73,12 +73,12 @@ def names_of(cls: type, *methods: str, by_name: bool = True) -> Names:
     return names
 
 
-def names_of_function(function: types.FunctionType) -> Names:
+def names_of_function(function: types.FunctionType) -> CodeNames:
     """Names that a function, and what it calls in files of models, look up."""
     return _names_of([function])
 
 
-def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> Names:
+def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> CodeNames:
     found = {(id(place), name): (place, name, value) for place, name, value in _in_class(cls, methods)}
     every, seen = set[str](), set[Any]()
     while waiting:
@@ -103,7 +103,7 @@ def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = (
             called = _function(value)
             if isinstance(called, types.FunctionType) and _is_followed(called.__globals__.get("__name__")):
                 waiting.append(called)
-    return Names((*found.values(),), frozenset(every))
+    return CodeNames((*found.values(),), frozenset(every))
 
 
 def _in_class(

@@ -143,10 +143,12 @@ class Done(NamedTuple):
     Attributes:
         operator: of this package, whose kernels the model needs for it.
         text: what the report says, if not the operator's name.
+        only_on_mps: True if a call on a CPU runs eager code.
     """
 
     operator: str
     text: str = ""
+    only_on_mps: bool = False
 
     def __str__(self) -> str:
         return self.text or self.operator
@@ -178,7 +180,8 @@ class Report:
     small_model: str | None = None  # the result for a small model, behind a transformers that is not known
     tensor_units: str | None = None
     tuned: Callable[[], str | None] | None = None  # asked when it is printed
-    own_on_cpu: str | None = None
+    # {name of a module on a CPU: its operators that run on mps alone; eager code is faster on a CPU}
+    eager_on_cpu: dict[str, tuple[Done, ...]] = field(default_factory=dict)
     beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # asked for a line on tokens when it is printed
 
@@ -209,26 +212,39 @@ class Report:
         experts = {(row.cls, row.reason) for row in self.left_alone if row.kind == "experts"}
         return [f"{cls} is left alone: {reason}" for cls, reason in sorted(experts)]
 
+    @property
+    def eager(self) -> list[Row]:
+        """Replaced modules whose eager code runs, as they are on a CPU."""
+        return [row for row in self.replaced if len(self.eager_on_cpu.get(row.name, ())) == len(row.done)]
+
     def __str__(self) -> str:
         if not self.rows and self.quantization is None and self.small_model is None:
             return "Nothing in this model is replaced; it is left as it is."
         table = [*aligned(self._table(), 4), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
-        lines_about = [self.small_model, self.compiled, self.checked, self.tensor_units, self.own_on_cpu]
+        lines_about = [self.small_model, self.compiled, self.checked, self.tensor_units]
         lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
         table += [*about, ""] if about else []
-        replaced, alone = len(self.replaced), len(self.left_alone)
+        eager, alone = len(self.eager), len(self.left_alone)
+        on_cpu = f"{eager} run eager code, which is faster on a CPU, " if eager else ""
         if self.rows:
-            table += [f"{replaced} modules run on torch_moe_mps, {alone} run unmodified."]
+            replaced = len(self.replaced) - eager
+            table += [f"{replaced} modules run on torch_moe_mps, {on_cpu}{alone} run unmodified."]
         return "\n".join(table).rstrip()
+
+    def _runs(self, row: Row) -> str:
+        """Operators that a replaced module runs where it is, and those that it runs on mps alone."""
+        eager = self.eager_on_cpu.get(row.name, ())
+        running = "; ".join(str(done) for done in row.done if done not in eager)
+        return f"{running or 'eager code'} (on mps: {'; '.join(map(str, eager))})" if eager else running
 
     def _table(self) -> list[tuple[str, ...]]:
         """The cells of the modules, in which equal layers share a line."""
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
-            result = row.replaced_by or f"left alone: {row.reason}"
+            result = self._runs(row) if row.done else f"left alone: {row.reason}"
             result += f"; the rest is left alone: {row.reason}" if row.done and row.reason else ""
             key = (any_layer(row.name) or "(model)", row.cls, result)
             groups.setdefault(key, []).append(row.name)

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .code import ABSENT, Names, names_of
+from .code import ABSENT, CodeNames, names_of
 from .scoped import having
 
-MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its Made
+MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its MadeClass
 
 
-class Made(NamedTuple):
+class MadeClass(NamedTuple):
     """Record of a class that was made.
 
     Attributes:
@@ -48,7 +48,7 @@ def subclass(
     ours: Callable[..., Any] | None = None,
     **members: Any,
 ) -> type[nn.Module]:
-    """The subclass of `original` with these members. The other arguments are fields of its `Made`."""
+    """The subclass of `original` with these members. The other arguments are fields of its `MadeClass`."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = super(cls, self).__reduce_ex__(protocol)
@@ -58,12 +58,15 @@ def subclass(
 
     names = ("__module__", "__qualname__", "__doc__")
     members |= {name: getattr(original, name) for name in names}
-    members |= {"__reduce_ex__": reduce, MADE: Made(kind, class_of_copies, original, original.forward, ours)}
+    members |= {
+        "__reduce_ex__": reduce,
+        MADE: MadeClass(kind, class_of_copies, original, original.forward, ours),
+    }
     cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
 
 
-def made_as(cls: type, kind: str) -> Made | None:
+def made_as(cls: type, kind: str) -> MadeClass | None:
     """Record of a class, or of its first base, that was made as this kind; None if none was."""
     every = (vars(base).get(MADE) for base in cls.__mro__)
     return next((made for made in every if made is not None and made.kind == kind), None)
@@ -75,7 +78,7 @@ def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
 
 
 def _without(cls: type[nn.Module], kind: str) -> type[nn.Module]:
-    made: Made | None = vars(cls).get(MADE)
+    made: MadeClass | None = vars(cls).get(MADE)
     if made is None or made.kind == kind:
         return cls if made is None else made.original
     beneath = _without(made.original, kind)
@@ -98,7 +101,7 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 def _recipe(cls: type[nn.Module]) -> Any:
     """A class as a pickle names it; generated ones as (factory, recipe of the base)."""
-    made: Made | None = vars(cls).get(MADE)
+    made: MadeClass | None = vars(cls).get(MADE)
     return cls if made is None else (made.class_of_copies, _recipe(made.original))
 
 
@@ -283,7 +286,7 @@ def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = Fals
                     depends_on(held, name)
 
 
-def reads_of(names: Names) -> dict[tuple[int, str], Read]:
+def reads_of(names: CodeNames) -> dict[tuple[int, str], Read]:
     """The names of classes and files that code looks up."""
     result = {}
     for place, name, value in names.found:

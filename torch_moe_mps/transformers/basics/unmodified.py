@@ -3,6 +3,7 @@ its eager code in a trial, or eager code is faster on a CPU.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ...selfcheck.compare import Finding
 from .interface import weights_in
-from .report import Done
+from .report import Done, Row
 from .state import class_before
 
 # Operators that took longer than eager code in each case of `scripts/bench/bench_cpu.py --modules`:
@@ -48,12 +49,18 @@ def all_operators() -> Iterator[None]:
         _all_run = before
 
 
-def said_of(model: nn.Module, done: Iterable[Done]) -> str | None:
-    """Line of the report about a model on a CPU that runs unmodified for some of this; else None."""
-    found = dict.fromkeys(str(one) for one in done if one.operator in SLOWER)
-    if _all_run or not found or not any(weight.is_cpu for weight in weights_in(model)):
-        return None
-    return f"on the CPU the model's eager code is faster, and runs, in place of {', '.join(found)}"
+def eager_on_cpu(model: nn.Module, rows: Iterable[Row]) -> dict[str, tuple[Done, ...]]:
+    """{name of a module on a CPU: its operators for which eager code runs there}, without empty ones."""
+    if _all_run:
+        return {}
+    found = {}
+    for row in rows:
+        module = model.get_submodule(row.name)
+        tensor = next(itertools.chain(module.parameters(), module.buffers(), weights_in(model)), None)
+        eager = tuple(done for done in row.done if done.only_on_mps or done.operator in SLOWER)
+        if eager and tensor is not None and tensor.is_cpu:
+            found[row.name] = eager
+    return found
 
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found

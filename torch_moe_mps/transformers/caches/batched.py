@@ -31,7 +31,7 @@ from . import growing
 from .buffer import Buffer, buffer_of, changed, column_of, columns_of, start_of
 from .declared import Batched, declared, is_in_layers
 from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, deferred
-from .layers import Made
+from .layers import LayerBase
 from .prompt_cache import gives_back
 from .quantized_states import QuantizedStates
 from .rows import Places, Uncommitted
@@ -415,7 +415,7 @@ def _check(cache: Any, tokens: int, separate: Sequence[int]) -> None:
         kind = type(layer).__name__.removeprefix("Growing")
         if number not in separate:
             _check_layer(layer, kind, tokens)
-        elif not isinstance(layer, Made):  # not accelerated: nothing runs once a sequence
+        elif not isinstance(layer, LayerBase):  # not accelerated: nothing runs once a sequence
             raise NotBatchable(f"a {kind} does not grow in place")
 
 
@@ -594,5 +594,5 @@ def _put_state(layer: Any, name: Name, with_spare: Tensor, rows: int) -> None:
 
 
 def _count(layer: Any, tokens: int) -> None:
-    if isinstance(layer, Made):
+    if isinstance(layer, LayerBase):
         layer.note_batch(tokens)

@@ -1,6 +1,7 @@
 """Buffers: preallocated tokens that the tensors of a cache are views of."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from .quantized_states import PLAIN, QuantizedStates
 
-_BUFFER = "_moe_mps_buffer"  # the attribute of a view that names its buffer
+BUFFER = "_moe_mps_buffer"  # the attribute of a view that names its buffer
+# The buffer of a view, without a call of Python; AttributeError for any other value.
+shown_buffer = attrgetter(BUFFER)
 
 
 class Buffer:
@@ -58,7 +61,7 @@ class Buffer:
 
     def attach(self, view: Any) -> Any:
         """A view of the buffer's tensor, which knows the buffer from now on."""
-        setattr(view, _BUFFER, self)
+        setattr(view, BUFFER, self)
         return view
 
     def append(self, start: Any, length: Any, new: Sequence[Tensor]) -> Any:
@@ -103,7 +106,7 @@ class Buffer:
 
 def buffer_of(view: Any) -> Buffer | None:
     """The buffer that a tensor is a view of; None for any other value."""
-    return getattr(view, _BUFFER, None)
+    return getattr(view, BUFFER, None)
 
 
 def start_of(view: Any) -> Any:

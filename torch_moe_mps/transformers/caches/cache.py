@@ -24,7 +24,7 @@ from ..upstream.models import GROWING, CacheLayerMixin
 from .declared import is_in_layers
 from .deferred_states import DeferredLayer
 from .held import HeldEntries
-from .layers import Made, growing_class
+from .layers import LayerBase, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
 from .state import LayerState
@@ -107,7 +107,7 @@ def _grow(cache: Any, bits: int | None) -> str | None:
         cls = growing_class(plain, bits)
         if cls is not None:
             layer.__class__ = cls
-        elif isinstance(layer, CacheLayerMixin) and not isinstance(layer, Made | Separate):
+        elif isinstance(layer, CacheLayerMixin) and not isinstance(layer, LayerBase | Separate):
             unknown = plain.__name__
     return unknown
 

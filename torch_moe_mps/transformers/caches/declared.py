@@ -47,7 +47,7 @@ class Batched(Enum):
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredLayer:
     """Contents of a layer of a cache, by the names of its attributes. A layer may lack some of them.
 
     Attributes:
@@ -72,12 +72,12 @@ class Declared:
         """All attributes."""
         return (*self.tensors, *self.mappings, *self.numbers)
 
-    def with_more(self, other: "Declared | None" = None, **changed: Any) -> "Declared":
+    def with_more(self, other: "DeclaredLayer | None" = None, **changed: Any) -> "DeclaredLayer":
         """A declaration of what both hold, taken back as the stricter one says, with some fields changed."""
         if other is None:
             return dataclasses.replace(self, **changed)
         order = [*Trim]
-        return Declared(
+        return DeclaredLayer(
             {**self.tensors, **other.tensors},
             {**self.mappings, **other.mappings},
             (*self.numbers, *(name for name in other.numbers if name not in self.numbers)),
@@ -92,20 +92,20 @@ class Declared:
 GROWING_CLASSES: list[Callable[[Any], Any]] = []
 
 TOKENS, INDEX, STATE, SHARED = Axes(0, 2), Axes(0, 1), Axes(0), Axes(None)
-_KEYS = Declared({"keys": TOKENS, "values": TOKENS}, numbers=("is_initialized", "device", "dtype"))
+_KEYS = DeclaredLayer({"keys": TOKENS, "values": TOKENS}, numbers=("is_initialized", "device", "dtype"))
 WINDOW = _KEYS.with_more(
-    Declared(
+    DeclaredLayer(
         {"_sliding_window_tensor": SHARED},
         numbers=("sliding_window", "cumulative_length", "record_past"),
         trim=Trim.WINDOW,
     )
 )
-_INDEX = Declared(
+_INDEX = DeclaredLayer(
     {"indexer_keys": INDEX, "indexer_position_ids": Axes(1, 2), "pools": INDEX},
     numbers=("is_indexer_initialized", "indexer_dtype", "indexer_device", "rate", "is_padded"),
     derived=frozenset(("pools",)),
 )
-_LINEAR = Declared(
+_LINEAR = DeclaredLayer(
     mappings={
         "conv_states": STATE, "recurrent_states": STATE, "is_conv_states_initialized": None,
         "is_recurrent_states_initialized": None, "has_previous_state": None, "conv_kernel_size": None,
@@ -114,7 +114,7 @@ _LINEAR = Declared(
     trim=Trim.COPY,
     defers=True,
 )  # fmt: skip
-BLOCKS = _KEYS.with_more(Declared({"idx_keys": TOKENS}), batched=Batched.BY_KEYS)
+BLOCKS = _KEYS.with_more(DeclaredLayer({"idx_keys": TOKENS}), batched=Batched.BY_KEYS)
 # {name of a class of transformers: what it holds}
 _OF_TRANSFORMERS = {
     "DynamicLayer": _KEYS,
@@ -125,7 +125,7 @@ _OF_TRANSFORMERS = {
     "LinearAttentionAndSlidingWindowAttentionLayer": WINDOW.with_more(_LINEAR),
     "DummyLayer": _KEYS,
     "UnlimitedOcrDynamicReferenceSlidingWindowLayer": WINDOW.with_more(
-        Declared(
+        DeclaredLayer(
             {"prefill_keys": TOKENS, "prefill_values": TOKENS},
             numbers=("prefill_length", "prefill_cumulative_length"),
         ),
@@ -134,15 +134,15 @@ _OF_TRANSFORMERS = {
 }
 
 
-def declaration_of(cls: Any) -> Declared | None:
+def declaration_of(cls: Any) -> DeclaredLayer | None:
     """The declaration of a class of layers; None for an unknown one."""
-    found: Declared | None = _declaration_of(cls)
+    found: DeclaredLayer | None = _declaration_of(cls)
     return found
 
 
 @functools.cache
-def _declaration_of(cls: Any) -> Declared | None:
-    own: Declared | None = getattr(cls, "declared", None)
+def _declaration_of(cls: Any) -> DeclaredLayer | None:
+    own: DeclaredLayer | None = getattr(cls, "declared", None)
     if own is None and cls.__module__.partition(".")[0] == "transformers":
         own = _OF_TRANSFORMERS.get(cls.__name__)
     if own is not None:
@@ -151,7 +151,7 @@ def _declaration_of(cls: Any) -> Declared | None:
     return None if growing is None else growing.declared
 
 
-def declared(layer: Any) -> Declared:
+def declared(layer: Any) -> DeclaredLayer:
     """The declaration of a layer. Raises: ValueError for a class without one."""
     found = declaration_of(type(layer))
     if found is None:

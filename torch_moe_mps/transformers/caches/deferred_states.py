@@ -16,9 +16,9 @@ state, and its own inputs in place of the old ones (`keep` of the operators); a 
 always accepted, writes the state behind that token, and the count is 0 then. To reject tokens is to lower the
 count, which moves nothing.
 
-Where it stands: the operators `causal_conv1d_update_`, `linear_attention_` and `selective_scan_`
+Where it stands: the operators `causal_conv1d_update_`, `gated_delta_rule_` and `selective_scan_`
 take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.tensors` leads modules from a state
-to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
+to its arguments. `BatchedCache` sets the counts. `transformers.deferrable` tries which layers of a model
 may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
 """
 
@@ -31,10 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.families.linear_attention import MAX_PENDING, pending_width, selective_pending_shape
+from ...ops._pending import MAX_PENDING
+from ...ops.families.gated_delta_rule import pending_width
+from ...ops.families.selective_scan import selective_pending_shape
 from ..basics.tensors import notes_on
 from ..upstream.models import LinearAttentionLayer
-from .declared import STATE, Declared, declaration_of
+from .declared import STATE, DeclaredLayer, declaration_of
 from .state import LayerState, copy_of_layer
 
 ops = torch.ops.moe_mps
@@ -42,7 +44,7 @@ _POSITIONS = "positions"  # the kind of the states of convolutions
 _COUNTS = "counts"  # the name of how many tokens are right, beside those of the states
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """Kind of a recurrent state: its update by tokens and its place in the cache.
 
     Attributes:
@@ -55,7 +57,7 @@ class Kind(NamedTuple):
     is_wide: bool = False
     is_transposed: bool = False
 
-    def of(self, module: Any) -> "Kind":
+    def of(self, module: Any) -> "StateKind":
         """This kind for the states of a module."""
         return self
 
@@ -77,7 +79,7 @@ class Kind(NamedTuple):
         if not self.delta:
             decay = None
             given |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
-        ops.linear_attention_(keys, keys, values, decay, state, 1.0, **given)
+        ops.gated_delta_rule_(keys, keys, values, decay, state, 1.0, **given)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""
@@ -111,12 +113,12 @@ class Selective:
         ops.selective_scan_(x, x, b, b, state, self.rates, **_counted(uncommitted, count))
 
 
-AnyKind = Kind | Selective
+AnyKind = StateKind | Selective
 KINDS: tuple[AnyKind, ...] = (
-    Kind(),
-    Kind(is_wide=True),
-    Kind(delta=False, is_transposed=True),
-    Kind(delta=False),
+    StateKind(),
+    StateKind(is_wide=True),
+    StateKind(delta=False, is_transposed=True),
+    StateKind(delta=False),
     Selective(),
 )
 
@@ -149,14 +151,17 @@ class DeferredLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         if recurrent_states is not self.recurrent_states[state_idx]:
-            raise RuntimeError("torch_moe_mps: a state with uncommitted tokens is written in place alone")
+            raise RuntimeError(
+                "torch_moe_mps: a recurrent state with uncommitted draft tokens must be written in place, "
+                'got another tensor: generate without draft tokens (speculative=None, "--speculative none")'
+            )
         return recurrent_states
 
 
 @functools.cache
 def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    held, base = Declared(mappings={"uncommitted": STATE}), declaration_of(plain)
+    held, base = DeclaredLayer(mappings={"uncommitted": STATE}), declaration_of(plain)
     assert base is not None
     own = {"_layer_type": None, "committed_class": plain, "declared": base.with_more(held)}
     return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), own)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..upstream.models import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from . import growing
 from .buffer import columns_of, in_buffer_of
-from .declared import GROWING_CLASSES, Declared, declaration_of
+from .declared import GROWING_CLASSES, DeclaredLayer, declaration_of
 from .held import HeldPools
 from .quantized_states import can_be_quantized
 from .state import LayerState
@@ -36,7 +36,7 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
 def _base_of(plain: Any) -> Any:
     result = next(filter(None, (class_of(plain) for class_of in GROWING_CLASSES)), None)
     update = getattr(plain, "update", None)
-    if result is not None or issubclass(plain, Made):
+    if result is not None or issubclass(plain, LayerBase):
         return result
     if update is DynamicLayer.update:
         return GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else Growing
@@ -55,7 +55,7 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
     return layer.update(*args, **kwargs)
 
 
-class Made(CacheLayerMixin):
+class LayerBase(CacheLayerMixin):
     """Base of our layers of a cache: copies and pickles are without free slots.
 
     Attributes:
@@ -70,7 +70,7 @@ class Made(CacheLayerMixin):
     needs_order = False
     plain: Any
     bits: int | None
-    declared: Declared
+    declared: DeclaredLayer
     keys: Any
     values: Any
 
@@ -93,7 +93,7 @@ class Made(CacheLayerMixin):
         """Notes that its buffers have other sequences, or others of their tokens: at most so many of one."""
 
 
-class Growing(Made, DynamicLayer):
+class Growing(LayerBase, DynamicLayer):
     """A layer that holds all tokens.
 
     Latent attention keeps latents as keys and what turns as values, one head of each: these lie side by side

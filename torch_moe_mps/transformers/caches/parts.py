@@ -65,7 +65,7 @@ def _behind(before: Any, after: Any, time: int | None) -> Any:
     return Grows(time, after[(slice(None),) * time + (slice(before.shape[time], None),)])
 
 
-class Joined:
+class JoinedCache:
     """A cache that is put together of its parts, in their order.
 
     Args:

@@ -21,7 +21,7 @@ from ..basics.tensors import Deferred
 from ..upstream import GradientCheckpointingLayer
 from ..upstream.calls import cache_name
 from ..upstream.models import CacheLayerMixin
-from .declared import Batched, Declared, declared
+from .declared import Batched, DeclaredLayer, declared
 from .state import copy_of_cache
 
 _TABLES = "position_embeddings"  # the argument of modules that may have tables of all tokens
@@ -36,7 +36,7 @@ class Separate(CacheLayerMixin):
     """
 
     _layer_type = None
-    declared = Declared(batched=Batched.EACH)
+    declared = DeclaredLayer(batched=Batched.EACH)
 
     def __init__(self, layers: Iterable[Any]):
         super().__init__()

@@ -32,7 +32,7 @@ class LayerState:
     """
 
     def __init__(self, layer: Any):
-        (self._held,), self._declared = dictionaries_of(layer), declared(layer)
+        self._held, self._declared = vars(layer), declared(layer)
 
     @property
     def dictionaries(self) -> list[str]:
@@ -85,15 +85,6 @@ class LayerState:
 def parts(states: Tensor) -> tuple[Tensor, ...]:
     """The tensors that states consist of."""
     return states.parts() if isinstance(states, QuantizedStates) else (states,)
-
-
-def dictionaries_of(layer: Any, names: Iterable[str] = ()) -> list[dict[Any, Any]]:
-    """The dictionaries that hold the state of a layer: its attributes, and its attributes of these names.
-
-    A captured step reads and writes them in place.
-    """
-    own = vars(layer)
-    return [own, *[own[name] for name in names]]
 
 
 def copy_of_layer(layer: Any, **changed: Any) -> Any:

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from ..._extension import host_library
 from ..attention.attention import MOST_TOKENS
-from ..basics.state import made_as, restore_class, state_in, state_of, subclass
+from ..basics.state import NOTHING, STATE, made_as, restore_class, state_in, state_of, subclass
 from ..caches.cache import takes_cache
 from ..modules.sampling import OPERATOR
-from .calls import Captures
 from .candidates import DRAFTING
 from .fingerprint import note_change
 from .generate import members_of_generate
+from .replay import Captures
 
 _CAPTURING = "capturing"  # the kind of the classes that `_capturing_class` makes
 
@@ -96,25 +96,25 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a model's class that captures calls, and whose `generate` gives no tokens out that the
     GPU failed at, and reads MTP layers once; everything else stays."""
-    own: Callable[..., Any] = original.forward
-    parameters = inspect.signature(own).parameters.values()
+    eager: Callable[..., Any] = original.forward
+    parameters = inspect.signature(eager).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
-    @functools.wraps(own)
+    @functools.wraps(eager)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if original.forward is not own:  # somebody has patched the class
+        if original.forward is not eager:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
-        captures = captures_in(self)
+            return eager(self, *args, **kwargs)
+        captures: Captures | None = getattr(self, STATE, NOTHING).captures
         if captures is None or len(args) > len(names):
-            return own(self, *args, **kwargs)
+            return eager(self, *args, **kwargs)
         if args:
             arguments = dict(zip(names, args, strict=False))
             if not arguments.keys().isdisjoint(kwargs):
-                return own(self, *args, **kwargs)  # it raises the error
+                return eager(self, *args, **kwargs)  # it raises the error
             kwargs |= arguments
-        return captures.call(self, own, kwargs)
+        return captures.call(self, eager, kwargs)
 
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if (captures := captures_in(self)) is not None:

@@ -68,14 +68,14 @@ _UNWATCHED = ("torch", "torch_moe_mps", "builtins")
 class Fingerprint:
     """The state of a model, and of Python and torch around it, at a recording."""
 
-    def __init__(self, model: nn.Module, own: object = None) -> None:
-        """`own`: an object in the model that changes while nothing of the model does, and has hooks in it."""
-        reached = _Reached(model, own)
+    def __init__(self, model: nn.Module, exchange: object = None) -> None:
+        """`exchange`: an object that changes while nothing of the model does, and has hooks in it."""
+        reached = _Reached(model, exchange)
         self.model = model
         self._modules = reached.modules
         inner = reached.modules[1:]  # hooks of the model itself run around the recorded call
         hooks = [getattr(module, name) for module in inner for name in _HOOKS]
-        _require_known(hooks, model, own)
+        _require_known(hooks, model, exchange)
         classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
         self._classes = classes  # alive: the end of a cache's class that nobody uses is no change
         files = list(_files(classes))
@@ -85,12 +85,12 @@ class Fingerprint:
             for watched in reached.watched
             if isinstance(watched.container, (dict, list))
         ]
-        held = [*hooks, *_members(classes), *files, *(container for _, container in reached.watched)]
+        every = [*hooks, *_members(classes), *files, *(container for _, container in reached.watched)]
         # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
-        entries = [item for item in held if type(item) is dict or (isinstance(item, dict) and not item)]
+        entries = [item for item in every if type(item) is dict or (isinstance(item, dict) and not item)]
         known = set(map(id, entries))
         self._entries = _Entries(sorted(entries, key=id))  # in their order in memory
-        self._others = _Contents([item for item in held if id(item) not in known])
+        self._others = _Contents([item for item in every if id(item) not in known])
         self._now = self._around()
 
     def holds(self) -> bool:
@@ -101,11 +101,17 @@ class Fingerprint:
             return False
 
     def changed(self) -> str:
-        """The first thing of the model that is another one now, by its path; "the model" for its classes."""
+        """The first thing of the model that code can tell from what it was, by its path.
+
+        "the model" where its classes, their files or what is around it have changed.
+        """
         for watched, before in self._copies:
             if _differs(watched.container, before):
-                return watched.changed(before)
-        return "the model"
+                found = watched.changed(before)
+                if found is not None:
+                    return found
+        dtype = torch.get_default_dtype()
+        return "the model" if dtype is self._now[1] else f"torch's default dtype ({dtype})"
 
     def undo(self) -> None:
         """Gives the model's attributes their values at the begin again."""
@@ -125,17 +131,17 @@ class _Contents:
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
         # Two tensors of one element may be equal, others cannot be compared.
-        self._single = [c for c in containers if any(map(_is_single, self._held(c)))]
+        self._single = [c for c in containers if any(map(_is_single, self._values(c)))]
         self._now = self._read()
 
     def are_equal(self) -> bool:
         return all(map(_are_alike, self._read(), self._now))
 
     def _read(self) -> tuple[list[Any], ...]:
-        return list(map(id, self._held(*self._single))), self._held(*self._containers)
+        return list(map(id, self._values(*self._single))), self._values(*self._containers)
 
     @staticmethod
-    def _held(*containers: Any) -> list[Any]:
+    def _values(*containers: Any) -> list[Any]:
         return gc.get_referents(*containers)
 
 
@@ -151,9 +157,8 @@ class _Entries(_Contents):
             array("q", map(len, dictionaries)),
             array("Q", map(id, self._alive)),
         )
-        first, sizes, held = map(_start_of, self._arrays)
         following = ctypes.cast(ctypes.pythonapi.PyDict_Next, ctypes.c_void_p).value
-        self._arguments = following, first, sizes, held, len(dictionaries)
+        self._arguments = following, *map(_start_of, self._arrays), len(dictionaries)
 
     def are_equal(self) -> bool:
         return _comparison()(*self._arguments) or super().are_equal()
@@ -162,7 +167,7 @@ class _Entries(_Contents):
         return *super()._read(), list(map(list, self._containers))  # the keys, in their order
 
     @staticmethod
-    def _held(*containers: Any) -> list[Any]:
+    def _values(*containers: Any) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, containers)))
 
 
@@ -185,12 +190,12 @@ def note_change() -> None:
     _changes += 1
 
 
-def _require_known(hooks: list[Any], model: nn.Module, own: object) -> None:
+def _require_known(hooks: list[Any], model: nn.Module, exchange: object) -> None:
     """Raises: NotCapturable for a hook, among these dictionaries, that may do what no recording holds."""
     for hook in gc.get_referents(*hooks):
         if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
             continue
-        if own is not None and getattr(hook, "__self__", None) is own:
+        if exchange is not None and getattr(hook, "__self__", None) is exchange:
             continue
         owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
         raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
@@ -219,6 +224,16 @@ def _is_alike(now: Any, before: Any) -> bool:
     return not isinstance(now, dict) or list(now) == list(before)
 
 
+def _can_be_told(now: Any, before: Any) -> bool:
+    """True if code can tell two values apart; tensors, by being others."""
+    if now is before:
+        return False
+    try:
+        return isinstance(now, Tensor) or not _is_alike(now, before)
+    except Exception:  # from comparing them
+        return True
+
+
 def _differs(container: Any, before: Any) -> bool:
     return len(container) != len(before) or any(map(is_not, _values(container), _values(before)))
 
@@ -239,13 +254,15 @@ class Watched(NamedTuple):
             return f"{self.path}[{key!r}]"
         return self.path if key in _OF_MODULES else f"{self.path}.{key}".removeprefix(".")
 
-    def changed(self, before: Any) -> str:
-        """The path of the first value that is another one than before."""
-        if not isinstance(before, dict):
-            return self.path
+    def changed(self, before: Any) -> str | None:
+        """The path of the first value that code can tell from the one before; None if there is none."""
         now = self.container
-        keys = (key for key in {**now, **before} if now.get(key, self) is not before.get(key, self))
-        return next(map(self.inside, keys), self.path)
+        if not isinstance(before, dict):
+            return self.path if len(now) != len(before) or any(map(_can_be_told, now, before)) else None
+        for key in {**now, **before}:
+            if _can_be_told(now.get(key, self), before.get(key, self)):
+                return self.inside(key)
+        return None if all(map(is_, now, before)) else self.path
 
 
 class _Reached:
@@ -257,11 +274,11 @@ class _Reached:
         classes: of all objects, and of caches.
     """
 
-    def __init__(self, model: nn.Module, own: object) -> None:
+    def __init__(self, model: nn.Module, exchange: object) -> None:
         self.modules = list(model.modules())
         self.watched: list[Watched] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(own)}
+        self._seen = {id(exchange)}
         self._waiting: list[Watched] = []
         for name, module in model.named_modules():
             self._add_module(name, module)
@@ -288,7 +305,7 @@ class _Reached:
             self._seen.update((id(value.__globals__), id(getattr(value, "__builtins__", None))))
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
-            self._add(path, getattr(value, "__dict__", None))
+            self._add(path, _attributes(value))
         self._watch(path, value)
 
     def _watch(self, path: str, container: Any) -> None:
@@ -297,11 +314,16 @@ class _Reached:
             self.watched.append(self._waiting[-1])
 
     def _add_module(self, path: str, module: nn.Module) -> None:
-        held = vars(module)
+        attributes: Any = _attributes(module)
         self.classes[type(module)] = None
-        self._seen.update((id(module), id(held)))
-        self._seen.update(id(held[name]) for name in (*_HOOKS, *_UNREAD))
-        self._watch(path, held)
+        self._seen.update((id(module), id(attributes)))
+        self._seen.update(id(attributes[name]) for name in (*_HOOKS, *_UNREAD))
+        self._watch(path, attributes)
+
+
+def _attributes(value: object) -> Any:
+    """The dictionary of what an object, a class or a file has by name; None without one."""
+    return getattr(value, "__dict__", None)
 
 
 def _with_subclasses(*classes: type) -> Iterator[type]:
@@ -312,7 +334,7 @@ def _with_subclasses(*classes: type) -> Iterator[type]:
 
 def _members(classes: Iterable[type]) -> list[Any]:
     """The dictionaries of what classes have by name, which Python shows read-only."""
-    return [held for cls in classes for held in gc.get_referents(vars(cls))]
+    return [names for cls in classes for names in gc.get_referents(_attributes(cls))]
 
 
 def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
@@ -331,13 +353,13 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
     """Names in the files of libraries' classes, and of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
-    of_names = (vars(sys.modules.get(name, types)) for name in (*names, functional.__name__))
+    of_names = (_attributes(sys.modules.get(name, types)) for name in (*names, functional.__name__))
     files = {id(file): file for file in of_names if is_of_library(file.get("__file__") or "")}
     for file in list(files.values()):
         for value in file.values():
             if isinstance(value, types.FunctionType) and _is_of(value.__module__ or "", packages):
-                own = getattr(inspect.unwrap(value), "__globals__", value.__globals__)
-                files.setdefault(id(own), own)
+                names_of_file = getattr(inspect.unwrap(value), "__globals__", value.__globals__)
+                files.setdefault(id(names_of_file), names_of_file)
     for file in files.values():
         yield file
         yield from _tables_in(file)

@@ -12,9 +12,9 @@ from ..attention.causal_mask import follow_mask
 from ..basics.logits import wide_logits
 from ..basics.scoped import having
 from ..caches.cache import FOLLOWS
-from ..modules.sampling import current, sampling
-from .arguments import MASK
+from ..modules.lazy_scores import current, sampling
 from .candidates import CANDIDATES, are_by_layers
+from .match import MASK
 
 
 def members_of_generate(original: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def members_of_generate(original: Any) -> dict[str, Any]:
             passed = original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
             follow_mask(before, passed.get(MASK), self)
             if (steps := current()) is not None:
-                steps.take(outputs)
+                steps.observe(outputs)
             return passed
 
         def sample(

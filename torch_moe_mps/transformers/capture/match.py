@@ -1,8 +1,12 @@
-"""Takes calls like a recorded one apart in microseconds, and puts what they have made into their cache."""
+"""Binds calls to a program in microseconds, and writes what they have computed into their cache.
+
+Objects of Python are compared here: which arguments a call has, and what of its cache stays. Program.bind of
+csrc/program.mm compares the tensors and numbers, and the model's weights.
+"""
 
 from collections.abc import Callable
-from itertools import repeat
-from operator import is_not, itemgetter
+from itertools import chain, repeat
+from operator import is_, is_not, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,51 +14,57 @@ from torch import Tensor
 from transformers import Cache
 
 from ..basics.logits import are_wide
-from ..caches.buffer import Buffer, buffer_of, start_of
-from .arguments import MASK
-from .caches import all_parts, layers_of, slots_of, static_of
-from .reading import HELD, NUMBER, STATIC, TENSOR, Entry
+from ..caches.buffer import BUFFER, Buffer, shown_buffer
+from ..caches.separate import Separate
+from ..caches.state import parts
+from ..graphs.tracing import LeftAlone, NotCapturable
+from ..upstream.models import ModelOutput
 from .surroundings import default_device
 
-SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
-_NUMBERS = "numbers that were equal in the captured call differ"
+MASK = "attention_mask"
+ARGUMENTS = -1  # the place of what is no dictionary of the cache
+STATIC, NUMBER, TENSOR, VIEW = range(4)  # kinds of values; a view is one of a buffer
 
 
-class Taken(NamedTuple):
-    """A call's tensors and numbers."""
+class Entry(NamedTuple):
+    """A value of a call: `place` is a dictionary of the cache, by its number, or ARGUMENTS."""
 
-    inputs: list[Tensor]
-    views: list[Tensor]
-    buffers: tuple[Buffer, ...]
-    slots: list[Any]
-    symbols: list[int]
-    cache: Any
+    place: int
+    name: Any
+    kind: int
+    value: Any
+    first: int  # the place of its numbers
 
 
 class Slots:
-    """Entries that the slots of a cache have in every call, read in one go."""
+    """Entries that the slots of a cache have in every call, read in one go.
+
+    Attributes:
+        symbols: of the numbers, in their order.
+        numbers, tensors, views: give the values of a kind from all values.
+    """
 
     def __init__(self, entries: list[list[Entry]], sizes: list[int], symbol: dict[int, int]) -> None:
         self._sizes = sizes
-        self._getters = [getter([entry.name for entry in own]) for own in entries]
-        every = [entry for own in entries for entry in own]
+        self._getters = [getter([entry.name for entry in of_slot]) for of_slot in entries]
+        every = [*chain.from_iterable(entries)]
         changing = {n: symbol[e.first] for n, e in enumerate(every) if e.kind == NUMBER and e.first in symbol}
         static = [n for n, e in enumerate(every) if e.kind in (STATIC, NUMBER) and n not in changing]
         self._static, self._known = getter(static), tuple(every[n].value for n in static)
-        self.numbers, self.symbols = getter([*changing]), getter([*changing.values()])
+        self.numbers, self.symbols = getter([*changing]), [*changing.values()]
         self.tensors = getter([n for n, entry in enumerate(every) if entry.kind == TENSOR])
-        self.held = getter([n for n, entry in enumerate(every) if entry.kind == HELD])
+        self.views = getter([n for n, entry in enumerate(every) if entry.kind == VIEW])
 
     def read(self, slots: list[Any]) -> list[Any] | None:
         """All values; None if a constant one has changed."""
         if list(map(len, slots)) != self._sizes:
             return None
-        values = [value for get, held in zip(self._getters, slots, strict=True) for value in get(held)]
+        values = [value for get, slot in zip(self._getters, slots, strict=True) for value in get(slot)]
         return values if self._static(values) == self._known else None
 
 
 class Write(NamedTuple):
-    """A value that a call gives its cache: `value` is its place among results or integers."""
+    """A value that a call writes into its cache: `value` is its place among results or integers."""
 
     name: Any
     kind: int
@@ -64,39 +74,70 @@ class Write(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Buffers that the values of a call are views of, and how far each is written.
+    """Indices of the views of a cache that share a buffer.
 
     Attributes:
-        ends: for each kind of end: (start, its symbol, length, its symbol), the symbol -1 for none.
-        ends_of: gives the end of each buffer, from those.
-        of_values: gives the buffer of each view.
-        first_of: gives each buffer once.
+        first_of: gives each buffer once, from those of all views.
+        of_views: gives the buffer of each view, from these.
     """
 
-    ends: list[tuple[int, ...]]
-    ends_of: Callable[[Any], tuple[Any, ...]]
-    of_values: Callable[[Any], tuple[Any, ...]]
     first_of: Callable[[Any], tuple[Any, ...]]
+    of_views: Callable[[Any], tuple[Any, ...]]
 
-    def shown(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Each buffer of these values once; None where others share one."""
-        every = [*map(buffer_of, values)]
+    def shown(self, views: tuple[Any, ...]) -> tuple[Buffer, ...] | None:
+        """Each buffer of these views once; None where others share one."""
+        every = [*map(shown_buffer, views)]
         buffers = self.first_of(every)
-        return None if any(map(is_not, every, self.of_values(buffers))) else buffers
+        return None if any(map(is_not, every, self.of_views(buffers))) else buffers
 
-    def are_at_their_ends(self, buffers: tuple[Buffer, ...], symbols: list[int]) -> bool:
-        """True if nobody has written behind what a call with these numbers shows of them."""
-        ends = [
-            (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
-            for start, first, tokens, count in self.ends
-        ]
-        return tuple([buffer.end for buffer in buffers]) == self.ends_of(ends)
+
+class Bound(NamedTuple):
+    """A call that is bound to a program, and where its cache has what the call writes."""
+
+    call: Any  # a bound call of csrc/program.mm
+    slots: list[Any]
+    buffers: tuple[Buffer, ...]
+    cache: Any
+
+    def run(self, arriving: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """The results and the integers of the call; no results where other tensors arrive than did."""
+        results, integers = self.call.run(arriving)
+        return results, integers
+
+
+# Makes what a call returns, from its tensors and its cache.
+Make = Callable[[list[Tensor], Any], Any]
+
+
+def maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
+    """A function that makes what a call returns, like `value`; adds the tensors in it to `tensors`.
+
+    Raises: NotCapturable for a value that cannot be made from tensors and a cache.
+    """
+    if isinstance(value, Tensor):
+        place = len(tensors)
+        tensors.append(value)
+        return lambda results, _: results[place]
+    if value is not None and value is cache:
+        return lambda _, passed: passed
+    if isinstance(value, ModelOutput):
+        cls, makers = type(value), {name: maker(item, tensors, cache) for name, item in value.items()}
+        return lambda results, passed: cls(**{name: make(results, passed) for name, make in makers.items()})
+    if type(value) in (tuple, list):
+        kind, items = type(value), [maker(item, tensors, cache) for item in value]
+        return lambda results, passed: kind([make(results, passed) for make in items])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return lambda *_: value
+    if isinstance(value, Cache):
+        raise LeftAlone("it makes a cache")
+    raise NotCapturable(f"it returns a {type(value).__name__}")
 
 
 class Match(NamedTuple):
     """Contents of calls like a recorded one, and where they are.
 
     Attributes:
+        program: torch.classes.moe_mps.Program.
         around: the default device, and whether logits are wide.
         padding: True if `padding_of` gives keys; None if it is not asked.
         arguments: (name, kind, value) of all but the cache.
@@ -104,11 +145,11 @@ class Match(NamedTuple):
         attributes: what of the cache stays.
         layers: (class, names of dictionaries) of each layer of the cache.
         slots: what the cache holds.
-        readers: for each symbol the kind, the number and the place of its source.
         buffers: that the slots show.
         writes: for each slot what a call writes there.
     """
 
+    program: Any
     around: tuple[torch.device | None, bool]
     padding: bool | None
     arguments: list[tuple[Any, int, Any]]
@@ -116,12 +157,11 @@ class Match(NamedTuple):
     attributes: dict[str, Any]
     layers: list[tuple[type, list[str]]]
     slots: Slots
-    readers: list[tuple[int, int, Any]]
     buffers: Buffers
     writes: list[list[Write]]
 
-    def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:
-        """A call like the recorded one, as far as Python can tell; for another one what differs.
+    def bind(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Bound | str:
+        """A call like the recorded one, bound to the program; for another one what differs.
 
         `padding` gives what `padding_of` gives for the call.
         """
@@ -135,17 +175,16 @@ class Match(NamedTuple):
         values = self.slots.read(slots)
         if values is None:
             return "the cache has other attributes"
-        held = self.slots.held(values)
-        buffers = self.buffers.shown(held)
+        views = self.slots.views(values)
+        buffers = self.buffers.shown(views)
         if buffers is None:
             return "the layers of the cache share other buffers"
         inputs += all_parts(self.slots.tensors(values) + tuple([buffer.tensor for buffer in buffers]))
-        views = all_parts(held)
         if any(map(is_not, map(type, inputs), repeat(Tensor))):
             return "a tensor is of another class"
-        symbols = self._symbols(inputs, views, slots)
-        differs = self._counts(values, symbols, buffers)
-        return Taken(inputs, views, buffers, slots, symbols, cache) if differs is None else differs
+        ends = [buffer.end for buffer in buffers]
+        call = self.program.bind(inputs, all_parts(views), [*self.slots.numbers(values)], ends)
+        return call if isinstance(call, str) else Bound(call, slots, buffers, cache)
 
     def _around(self, arguments: dict[Any, Any]) -> str | None:
         if len(arguments) != len(self.arguments) + (self.cache is not None):
@@ -182,48 +221,63 @@ class Match(NamedTuple):
                 return "the cache has other layers"
         return None
 
-    def _symbols(self, inputs: list[Tensor], views: list[Tensor], slots: list[Any]) -> list[int]:
-        symbols: list[int] = []
-        for kind, number, where in self.readers:
-            if kind == SIZE:
-                symbols.append(inputs[number].shape[where])
-            elif kind == TOKENS:
-                symbols.append(views[number].shape[-2])
-            elif kind == START:
-                symbols.append(start_of(views[number]))
-            else:
-                symbols.append(slots[number][where])
-        return symbols
-
-    def _counts(self, values: list[Any], symbols: list[int], buffers: tuple[Buffer, ...]) -> str | None:
-        if self.slots.numbers(values) != self.slots.symbols(symbols):
-            return _NUMBERS
-        if not self.buffers.are_at_their_ends(buffers, symbols):
-            return "somebody else has written behind the cache's last token"
-        return None
-
-    def give(self, taken: Taken, results: list[Tensor], integers: list[int]) -> None:
-        """Puts what a call has made into its cache."""
-        for held, writes in zip(taken.slots, self.writes, strict=True):
+    def write_back(self, bound: Bound, results: list[Tensor], integers: list[int]) -> None:
+        """Writes what a call has computed into its cache."""
+        for slot, writes in zip(bound.slots, self.writes, strict=True):
             for name, kind, value, number, end in writes:
                 if kind == NUMBER:
-                    held[name] = integers[value]
+                    slot[name] = integers[value]
                 elif kind == STATIC:
-                    held[name] = value
+                    slot[name] = value
                 else:
                     cls, first, count = value
                     states = results[first] if count == 1 else cls(*results[first : first + count])
                     if number is not None:
-                        buffer = taken.buffers[number]
-                        buffer.attach(states)
+                        buffer = bound.buffers[number]
+                        setattr(states, BUFFER, buffer)
                         buffer.end = integers[end]  # type: ignore[index]  # it has one
-                    held[name] = states
+                    slot[name] = states
 
 
 def getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that returns the values of these names."""
     if not names:
-        return lambda held: ()
+        return lambda values: ()
     if len(names) == 1:
-        return lambda held: (held[names[0]],)
+        return lambda values: (values[names[0]],)
     return itemgetter(*names)
+
+
+def all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
+    if all(map(is_, map(type, states), repeat(Tensor))):
+        return [*states]  # the common case, without a call for each
+    return [*chain.from_iterable(map(parts, states))]
+
+
+def static_of(cache: Any) -> dict[str, Any]:
+    """The class and the attributes of a cache; of its layers how many there are."""
+    return {**vars(cache), "layers": len(cache.layers), "__class__": type(cache)}
+
+
+def layers_of(cache: Any) -> list[Any]:
+    """The layers of a cache; a layer that each sequence has for itself counts once a sequence."""
+    layers = getattr(cache, "layers", [])  # None has none
+    if not any(type(layer) is Separate for layer in layers):
+        return layers
+    return [one for layer in layers for one in (layer.layers if type(layer) is Separate else (layer,))]
+
+
+def slots_of(cache: Any, layers: list[tuple[type, list[str]]]) -> list[Any]:
+    """Dictionaries with all that may change from call to call, in the order of all who read them.
+
+    Args:
+        cache: None for a call without one.
+        layers: (class, names of the attributes that are dictionaries) of each layer.
+
+    Returns: for each layer its attributes and its dictionaries.
+    """
+    slots: list[Any] = []
+    for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
+        attributes = vars(layer)
+        slots += [attributes, *[attributes[name] for name in names]]
+    return slots

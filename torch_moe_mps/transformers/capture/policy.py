@@ -1,17 +1,31 @@
 """Policy of capture: the third call of a kind is captured, with symbols for the numbers that vary."""
 
+import threading
 import warnings
+from collections.abc import Callable
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..._environment import CAPTURE, choice
+from ..._text import first_line
 from ..basics.scoped import Bounded
-from ..graphs.tracing import LeftAlone, NotCapturable
+from ..graphs.tracing import LeftAlone, NotCapturable, symbols_end
+from .exchange import ExchangeError
 from .reading import Reading
 
+TOO_FEW = "no kind of call for a few tokens was repeated three times"
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MAX_CAPTURES = 16  # for each kind of calls: the guards of some never hold for long
 _MAX_PINNED = 4
 _MAX_KINDS = 64
 _LONGEST_REST = 4096  # calls after which a capture that failed is tried again
+# Errors of a recording where Python asks for a value that only the GPU knows.
+_OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 class Kind:
@@ -72,6 +86,8 @@ class Policy:
 
     def __init__(self) -> None:
         self.failure: str | None = None
+        self._reads_masks = False
+        self._lock = threading.Lock()
         self._kinds = Bounded(_MAX_KINDS)
         self._rest, self._failures = 0, 0
         self._has_warned = False
@@ -80,14 +96,57 @@ class Policy:
         """Clears the counts of calls, but not of failures."""
         self._kinds = Bounded(_MAX_KINDS)
 
-    def rests(self) -> bool:
-        """True while calls are skipped after a failed capture; each failure quadruples their number."""
-        if self._rest == 0:
-            return False
-        self._rest -= 1
+    def offer(
+        self,
+        read: Callable[[bool], Reading],
+        capture: Callable[[Reading, Kind], None],
+        has_programs: bool,
+    ) -> str | bool:
+        """Counts a call, and captures it if it is the third of its kind.
+
+        Args:
+            read: takes the call apart; with the values of masks where a recording has read them.
+            has_programs: calls of other kinds are captured.
+
+        Returns: whether it is captured, or why it cannot be.
+        """
+        if self._rest > 0 and self.failure is not None:
+            self._rest -= 1
+            return self.failure
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread captures
+        kind = None
+        try:
+            reading = read(self._reads_masks)
+            kind = self._kind_to_capture(reading)
+            if kind is None:
+                return False
+            with symbols_end():
+                try:
+                    capture(reading, kind)
+                finally:
+                    self._reads_masks |= reading.reads_mask
+        except ExchangeError:
+            raise
+        except LeftAlone as alone:
+            if kind is not None:
+                kind.left_alone = str(alone)
+            return str(alone)
+        except NotCapturable as unsupported:
+            return self._failed(str(unsupported), True, has_programs)
+        except _OF_VALUES as error:
+            reason = f"it asks for values that only the GPU knows ({first_line(error)})"
+            return self._failed(reason, True, has_programs)
+        except UnsupportedOperatorException as error:
+            return self._failed(f"{error} has no meta function", True, has_programs)
+        except Exception as error:
+            return self._failed(f"{type(error).__name__}: {first_line(error)}", False, has_programs)
+        finally:
+            self._lock.release()
+        self._failures, self.failure = 0, None
         return True
 
-    def kind_to_capture(self, reading: Reading) -> Kind | None:
+    def _kind_to_capture(self, reading: Reading) -> Kind | None:
         """Counts a call. Returns: its kind if this call is to be captured, else None."""
         kind: Kind | None = self._kinds.get(reading.key)
         if kind is None:
@@ -103,11 +162,11 @@ class Policy:
         kind.calls, kind.captures = 0, kind.captures + 1
         return kind
 
-    def succeeded(self) -> None:
-        self._failures, self.failure = 0, None
+    def _failed(self, reason: str, is_expected: bool, has_programs: bool) -> str:
+        """Records why a call was not captured, and warns once: if it happens again, or is not expected.
 
-    def failed(self, reason: str, is_expected: bool, has_programs: bool) -> None:
-        """Records why a call was not captured, and warns once: if it happens again, or is not expected."""
+        The next calls are not offered to `capture`; each failure quadruples their number.
+        """
         self.failure = reason
         self._failures += 1
         self._rest = min(4**self._failures, _LONGEST_REST)
@@ -117,6 +176,7 @@ class Policy:
                 f"torch_moe_mps: a token could not be captured and runs module by module: {reason}",
                 stacklevel=7,
             )
+        return reason
 
 
 def wanted_capture(capture: bool | None) -> bool | None:

@@ -1,21 +1,50 @@
 """A recorded graph as a list of calls of operators, which C++ runs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # it has no types
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy import functions
 
-from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, as_recorded, is_operator
-from .recording import Recording
+from ..graphs.tracing import (
+    ITEM,
+    PARTS,
+    TENSOR,
+    VALUE,
+    NotCapturable,
+    Number,
+    as_recorded,
+    is_operator,
+)
+from .stand_ins import StandIns
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+# {function of sympy: the operation of csrc/program.mm}, as Python computes with integers
+_OPERATIONS = {
+    sympy.Add: "+",
+    sympy.Mul: "*",
+    functions.PowByNatural: "**",
+    functions.FloorDiv: "//",
+    functions.CleanDiv: "//",
+    sympy.Mod: "%",
+    functions.Mod: "%",
+    functions.PythonMod: "%",
+    functions.Max: "max",
+    functions.Min: "min",
+    sympy.Eq: "==",
+    sympy.Ne: "!=",
+    sympy.Lt: "<",
+    sympy.Le: "<=",
+    sympy.Gt: ">",
+    sympy.Ge: ">=",
+    sympy.And: "and",
+    sympy.Or: "or",
+}
 
 
-class Integers:
+class CallIntegers:
     """The numbers that differ from call to call, as expressions of the symbols; each is computed once."""
 
     def __init__(self, env: ShapeEnv, symbols: list[Any]) -> None:
@@ -40,31 +69,59 @@ class Integers:
         """True if the recording holds for one value of the symbol of this number alone."""
         return bool(self._env.simplify(self._symbols[symbol]).is_number)
 
-    def function(self, least: list[int]) -> Callable[..., list[int] | None]:
-        """A function of the symbols that returns the integers, or None where the recording does not hold."""
-        printed = PythonPrinter().doprint
-        conditions = [f"{symbol} >= {low}" for symbol, low in zip(self._symbols, least, strict=True)]
-        conditions += [f"({printed(guard.expr)})" for guard in self._env.guards]
-        text = (
-            f"lambda {', '.join(map(str, self._symbols))}: "
-            f"[{', '.join(map(printed, self._places))}] if {' and '.join(conditions) or True} else None"
-        )
-        return eval(text, {"math": __import__("math")})
+    def add_to(self, program: Any) -> None:
+        """Adds the integers, and the conditions under which the recording holds, to a program."""
+        for guard in self._env.guards:
+            program.add_guard(postfix(guard.expr, self._symbols))
+        for expression in self._places:
+            program.add_integer(postfix(expression, self._symbols))
 
 
-def assemble(graph: fx.Graph, integers: Integers, recording: Recording, weights: list[Tensor]) -> Any:
+def postfix(expression: Any, symbols: list[Any]) -> str:
+    """An expression of integers as `Expression` of csrc/program.mm reads it.
+
+    Raises: NotCapturable for a function that C++ does not compute.
+    """
+    if expression.is_Integer or expression in (sympy.true, sympy.false):
+        return str(int(bool(expression)) if expression.is_Boolean else int(expression))
+    if expression in symbols:
+        return f"s{symbols.index(expression)}"
+    arguments = [postfix(argument, symbols) for argument in expression.args]
+    if isinstance(expression, sympy.Not):
+        return f"{arguments[0]} 0 =="
+    if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
+        return " ".join([arguments[0]] + [f"{arguments[0]} *"] * (int(expression.exp) - 1))
+    operation = next((word for kind, word in _OPERATIONS.items() if isinstance(expression, kind)), None)
+    if operation is None:
+        raise NotCapturable(f"it computes a size by {type(expression).__name__}")
+    return " ".join([arguments[0], *(f"{argument} {operation}" for argument in arguments[1:])])
+
+
+def assemble(
+    graph: fx.Graph, integers: CallIntegers, stand_ins: StandIns, least: list[int], weights: list[Tensor]
+) -> Any:
     """A program of the calls of a graph.
 
     Args:
         graph: its placeholders are the inputs of the recording, its output is a list.
+        least: what each symbol is at least.
         weights: of the model. A matrix that several layers share is only right as long as theirs lie in it.
     """
     program = torch.classes.moe_mps.Program()
-    for example, dims in recording.inputs:
+    for number in least:
+        program.add_symbol(number)
+    for example, dims in stand_ins.inputs:
         program.add_input(example, list(dims), list(dims.values()))
-    for view in recording.views:
+    for example in stand_ins.arriving:
+        program.add_arriving(example)
+    for view in stand_ins.views:
         program.add_view(*view)
+    for number in stand_ins.numbers:
+        program.add_number(number)
+    for number in stand_ins.buffers:
+        program.add_buffer(number)
     _Assembly(program, graph, integers)
+    integers.add_to(program)
     constants = [node.meta for node in graph.nodes if node.op == "get_attr"]
     read = {id(meta[TENSOR]) for meta in constants}
     joined = [part for meta in constants for part in meta.get(PARTS, ())]
@@ -74,7 +131,7 @@ def assemble(graph: fx.Graph, integers: Integers, recording: Recording, weights:
 
 
 class _Assembly:
-    def __init__(self, program: Any, graph: fx.Graph, integers: Integers) -> None:
+    def __init__(self, program: Any, graph: fx.Graph, integers: CallIntegers) -> None:
         self._program, self._integers = program, integers
         self._places: dict[fx.Node, int] = {}
         self._constants: dict[Any, int] = {}
@@ -107,8 +164,8 @@ class _Assembly:
         arguments, lists = self._arguments(schema, node)
         items = {user.args[1]: user for user in node.users if user.target is ITEM}
         of_many = isinstance(node.meta[VALUE], (list, tuple))
-        made = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
-        read = [one if one is not None and one.users else None for one in made]
+        every = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
+        read = [one if one is not None and one.users else None for one in every]
         results = []
         for item in read:
             results.append(-1 if item is None else self._next)

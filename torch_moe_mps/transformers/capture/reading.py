@@ -1,7 +1,7 @@
 """A call of a model, taken apart: its arguments and its cache, as tensors and numbers."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,27 +9,18 @@ from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..basics.logits import are_wide
 from ..caches.buffer import buffer_of, column_of, start_of
+from ..caches.cache import QuantizedCache
+from ..caches.declared import declaration_of, is_in_layers
 from ..caches.quantized_states import QuantizedStates
-from ..caches.state import LayerState, dictionaries_of, parts
+from ..caches.state import LayerState, parts
 from ..graphs.tracing import LeftAlone, NotCapturable
-from .arguments import rows_of
-from .caches import is_known, layers_of, slots_of, static_of
+from ..upstream.models import GROWING
+from .match import ARGUMENTS, NUMBER, STATIC, TENSOR, VIEW, Entry, layers_of, slots_of, static_of
 from .surroundings import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
 _OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
-ARGUMENTS = -1  # the place of what is no dictionary of the cache
-STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
-
-
-class Entry(NamedTuple):
-    """A value of a call: `place` is a dictionary of the cache, by its number, or ARGUMENTS."""
-
-    place: int
-    name: Any
-    kind: int
-    value: Any
-    first: int  # the place of its numbers
+_CACHES = (*GROWING, QuantizedCache)
 
 
 class Reading:
@@ -44,7 +35,8 @@ class Reading:
         growing: the positions of sizes that grow with a buffer, and of what counts entries for several tokens
             each: it stays for many calls, then changes.
         entries: the values of the call.
-        padding: what `padding_of` gives; None where the values of a mask are read.
+        padding: what `padding_of` gives; None without a mask, and where the values of one are read.
+        reads_mask: the values of a mask are read, as a recording has shown.
     """
 
     def __init__(self, arguments: dict[str, Any], padding: tuple[Tensor | None] | None) -> None:
@@ -57,8 +49,8 @@ class Reading:
         self.entries: list[Entry] = []
         self._buffers: dict[int, int] = {}  # by id, in their order
         self._place = 0
-        self._rows = rows_of(arguments)
-        self.padding = padding
+        self._rows = _rows_of(arguments)
+        self.padding, self.reads_mask = padding, False
         key: list[Any] = [default_device(), are_wide(), None if padding is None else padding[0] is None]
         for name, value in arguments.items():
             if isinstance(value, Cache):
@@ -79,23 +71,28 @@ class Reading:
         for layer in layers_of(cache):
             yield type(layer)
         layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers_of(cache)]
-        own = {id(held) for layer in layers_of(cache) for held in dictionaries_of(layer)}
-        for held in slots_of(cache, layers):
-            yield len(held)
-            for name, value in held.items():
-                if type(value) is int and id(held) not in own:
+        attributes = {*map(id, slots_of(cache, [(kind, []) for kind, _ in layers]))}
+        for slot in slots_of(cache, layers):
+            yield len(slot)
+            for name, value in slot.items():
+                if type(value) is int and id(slot) not in attributes:
                     self.growing.add(len(self.numbers))
                 yield from self._value(self._place, name, value)
             self._place += 1
 
+    def read_mask(self) -> None:
+        """From here on a mask of padding is a tensor like any other."""
+        self.padding, self.reads_mask = None, True
+
     def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
-        """The parts of the key for a value. While they are taken, its numbers and its entry are noted, so
-        values have to be read one by one, in the order of the key.
+        """Yields the parts of the key for a value, and adds its numbers and its entry.
+
+        Values have to be read one by one, in the order of the key.
         """
         first, kind = len(self.numbers), STATIC
         yield name
         if type(value) in (Tensor, QuantizedStates):
-            kind = TENSOR if buffer_of(value) is None else HELD
+            kind = TENSOR if buffer_of(value) is None else VIEW
             yield from self._tensors(name, kind, value)
         elif type(value) is int:
             kind = NUMBER
@@ -142,10 +139,23 @@ class Reading:
 def _require_states(cache: Any) -> None:
     """Raises: NotCapturable for a cache of unknown states, or of none."""
     offloads = getattr(cache, "offloading", False)
-    if not is_known(cache) or offloads:
+    if not _is_known(cache) or offloads:
         raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
     if not any(LayerState(layer).tensors() for layer in layers_of(cache)):
         raise LeftAlone("it fills an empty cache")
+
+
+def _is_known(cache: Any) -> bool:
+    """True if a cache, and all of its layers, are of classes whose states are known."""
+    if not all(declaration_of(type(layer)) is not None for layer in layers_of(cache)):
+        return False
+    return type(cache) in _CACHES or is_in_layers(cache)
+
+
+def _rows_of(arguments: dict[str, Any]) -> int:
+    """Number of rows in the batch of a model's call."""
+    ids = arguments.get("input_ids")
+    return len(arguments["inputs_embeds"] if ids is None else ids)
 
 
 def _up_to_two(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,10 +1,16 @@
-"""State of torch around a call that decides how it runs."""
+"""State around a call that decides how it runs: torch's, and that of positions."""
+
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from ..caches.cache import FOLLOWS
+from ..caches.held import HeldEntries
+from ..upstream.calls import cache_among
 
 
 def forbidden() -> str | None:
@@ -31,6 +37,18 @@ def forbidden() -> str | None:
     ):
         return "hooks look at all modules"
     return None
+
+
+def positions_by_hand(arguments: dict[str, Any]) -> str | None:
+    """Why a call runs module by module whose layers count tokens, if its positions may be others.
+
+    To compare them would wait for the GPU as long as a token takes. `generate` derives them from its cache.
+    """
+    if FOLLOWS.get() or arguments.get("position_ids") is None:
+        return None
+    layers = getattr(cache_among(arguments), "layers", ())
+    counts = any(isinstance(layer, HeldEntries) for layer in layers)
+    return "position_ids are compared with the cache, outside of generate()" if counts else None
 
 
 def default_device() -> torch.device | None:

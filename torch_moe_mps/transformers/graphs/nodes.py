@@ -18,7 +18,7 @@ aten, ours = torch.ops.aten, torch.ops.moe_mps
 # Operators that give a tensor another shape, with the same elements in the same order.
 _RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
 
-# Views whose schemas promise new tensors.
+# Views whose schemas declare new tensors.
 _UNSAFE = (aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes)
 
 

@@ -18,7 +18,17 @@ from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.report import Done
-from ..basics.state import MADE, Made, depends_on, depends_on_code, holds, kept, recording, state_in, state_of
+from ..basics.state import (
+    MADE,
+    MadeClass,
+    depends_on,
+    depends_on_code,
+    holds,
+    kept,
+    recording,
+    state_in,
+    state_of,
+)
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
@@ -172,7 +182,7 @@ def is_observed(*modules: nn.Module) -> bool:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return True
-        made: Made | None = getattr(type(module), MADE, None)
+        made: MadeClass | None = getattr(type(module), MADE, None)
         if made is not None and made.original.forward is not made.own:  # the class beneath was patched
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)

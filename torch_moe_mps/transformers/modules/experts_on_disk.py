@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ...disk.file import Layer, dtype_of
-from ...disk.pool import Counters, Pool, Pools
+from ...disk.pool import Counters, ExpertPool, Pools
 from ...ops.families.slots import using_slots
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
@@ -31,7 +31,7 @@ class OnDisk(Beside):
         pools: of the model's experts, or of its embeddings.
     """
 
-    def __init__(self, pool: Pool, pools: Pools):
+    def __init__(self, pool: ExpertPool, pools: Pools):
         self.pool, self.pools, self.key = pool, pools, pool.reader.file.fingerprint
 
     def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:

@@ -1,9 +1,10 @@
 """Candidate generator of `generate(use_mtp=True)` for accelerated models; MTP layers are loaded once."""
 
+from collections.abc import Callable
 from typing import Any
 
+from ...checkpoints.mtp import config_of_mtp
 from ..upstream import MtpCache, MTPCandidateGenerator
-from .layers import config_of_mtp
 from .steps import mtp_layers
 
 
@@ -13,8 +14,8 @@ class Candidates(MTPCandidateGenerator):
     It has the attributes of transformers' class, which would load dense layers in each call.
     """
 
-    def __init__(self, model: Any, config: Any, processors: Any):
-        self.mtp_model = mtp_layers(model)
+    def __init__(self, model: Any, config: Any, processors: Any, accelerate: Callable[[Any], object]):
+        self.mtp_model = mtp_layers(model, accelerate)
         self.num_mtp_layers, self.device = self.mtp_model.num_mtp_layers, model.device
         self.model_kwargs_overrides = {"output_hidden_states": -1}  # the last layer's alone
         self.mtp_cache = MtpCache(config=config_of_mtp(model))

@@ -1,17 +1,17 @@
 """MTP layers at run time: loaded once per model, quantised and accelerated like its layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ...checkpoints.mtp import config_of_mtp, read_mtp, require_mtp
 from ..basics.state import STATE, kv_bits_of, state_of
 from ..caches.cache import grow_cache
 from ..capture.candidates import DRAFTING
 from ..capture.classes import capture_calls, captures_of
 from ..capture.policy import wanted_capture
-from ..checkpoints.quantize.in_place import LOADED
-from .layers import config_of_mtp, read_mtp, require_mtp
 
 
 class MtpStep(PreTrainedModel):
@@ -40,8 +40,11 @@ class MtpStep(PreTrainedModel):
         return self.layers._project_to_logits(result[:, -1:]), result
 
 
-def mtp_layers(model: Any) -> Any:
+def mtp_layers(model: Any, accelerate: Callable[[Any], object]) -> Any:
     """transformers' module of a model's MTP layers, with its embedding and head.
+
+    Args:
+        accelerate: called with the layers if the model is accelerated.
 
     Raises: ValueError for a model without MTP layers.
     """
@@ -49,17 +52,16 @@ def mtp_layers(model: Any) -> Any:
         require_mtp(model)
         read = read_mtp(model)
         if any(STATE in vars(module) for module in model.modules()):
-            for prepare in LOADED:
-                prepare(read.layers)
+            accelerate(read.layers)
         DRAFTING[model] = read
     result = DRAFTING[model]
     result.tie_with_main_model(model)
     return result.to(model.device)
 
 
-def mtp_steps(model: Any) -> list[MtpStep]:
-    """List of a model's MTP layers. Raises: ValueError for a model without any."""
-    layers = mtp_layers(model)
+def mtp_steps(model: Any, accelerate: Callable[[Any], object]) -> list[MtpStep]:
+    """List of a model's MTP layers, see `mtp_layers`. Raises: ValueError for a model without any."""
+    layers = mtp_layers(model, accelerate)
     steps = [MtpStep(layers, number).eval() for number in range(len(layers.layers))]
     for step in steps:
         state_of(step).kv_bits = kv_bits_of(model)

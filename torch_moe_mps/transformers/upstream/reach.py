@@ -19,7 +19,7 @@ from ..._versions import PEFT, minor
 _PLACE = f"{__package__.rpartition('.')[0]}."
 
 
-class Row(NamedTuple):
+class ReachRow(NamedTuple):
     """A function that is replaced.
 
     Attributes:
@@ -47,7 +47,7 @@ _BY_NAME = (
 _ENDS_NAMES = "interfaces say what an implementation needs, in place of comparisons with its name"
 _WITH_LAYERS = "with the last accelerated layer of attention: `restore`, or the end of the model"
 ROWS = (
-    Row(
+    ReachRow(
         library="peft",
         version=PEFT,
         what=("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
@@ -59,7 +59,7 @@ ROWS = (
         ends="a hook of the model, `_prepare_adapter_config(config)`, that inject_adapter calls first",
         undone="with the last module that has packed weights",
     ),
-    Row(
+    ReachRow(
         library="transformers",
         version=None,
         what=("transformers.modeling_utils", "AttentionInterface", "sdpa"),
@@ -68,7 +68,7 @@ ROWS = (
         ends=_ENDS_NAMES,
         undone=_WITH_LAYERS,
     ),
-    Row(
+    ReachRow(
         library="transformers",
         version=None,
         what=("transformers.masking_utils", "AttentionMaskInterface", "sdpa"),
@@ -123,13 +123,13 @@ def _undo_all(library: str) -> None:
         undo()
 
 
-def _is_installed(row: Row) -> bool:
+def _is_installed(row: ReachRow) -> bool:
     if importlib.util.find_spec(row.library) is None:
         return False
     return row.version in (None, minor(importlib.metadata.version(row.library)))
 
 
-def _put(row: Row) -> Callable[[], None]:
+def _put(row: ReachRow) -> Callable[[], None]:
     """Puts a row in. Returns: what undoes it."""
     file, cls, name = row.what
     owner = getattr(importlib.import_module(file), cls)

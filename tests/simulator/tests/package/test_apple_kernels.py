@@ -209,8 +209,7 @@ def quantising(dtype: torch.dtype) -> Iterator[Call]:
         yield f"quantize_by_importance to {name}", call, {}, weight.numel()
 
 
-def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
-    """An element is one of the state, for one token."""
+def causal_conv1d(dtype: torch.dtype) -> Iterator[Call]:
     state = on_device(1, 8192, 4, dtype=dtype)
     for tokens in (1, 16):
         x = on_device(1, tokens, 8192, dtype=dtype)
@@ -218,7 +217,11 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
             torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
         )
         yield f"causal_conv1d_update_ of {tokens}", call, {}, x.numel()
-    run, state, per_head = torch.ops.moe_mps.linear_attention_, on_device(1, 2, 128, 128), on_device(2)
+
+
+def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
+    """An element is one of the state, for one token."""
+    run, state, per_head = torch.ops.moe_mps.gated_delta_rule_, on_device(1, 2, 128, 128), on_device(2)
     norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
     rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay_form": "softplus", "beta_activation": "sigmoid"}
     mamba = {"A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}
@@ -233,7 +236,11 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
         ):
             options = {"beta": beta} | options
             call = functools.partial(run, q, q, v, decay, state, 0.1, **options)
-            yield f"linear_attention_ of {tokens}, {name}", call, {}, state.numel() * tokens
+            yield f"gated_delta_rule_ of {tokens}, {name}", call, {}, state.numel() * tokens
+
+
+def selective_scan(dtype: torch.dtype) -> Iterator[Call]:
+    """An element is one of the state, for one token."""
     state, a_log = on_device(1, 256, 16), on_device(256, 16)
     for tokens in (1, 48):
         x, b = on_device(1, tokens, 256, dtype=dtype), on_device(1, tokens, 16, dtype=dtype)
@@ -403,7 +410,9 @@ GROUPS = {
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
     "quantize": (quantising, ["quantize_{}"]),
-    "linear_attention": (linear_attention, ["linear_attention_{}"]),
+    "causal_conv1d": (causal_conv1d, ["causal_conv1d_{}"]),
+    "gated_delta_rule": (gated_delta_rule, ["gated_delta_rule_{}"]),
+    "selective_scan": (selective_scan, ["selective_scan_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
@@ -426,7 +435,9 @@ KINDS = [
     "index",
     "pooling",
     "quantize_",
-    "linear_attention",
+    "causal_conv1d",
+    "gated_delta_rule",
+    "selective_scan",
     "lora",
     "hyper_connection",
     "combine",

@@ -12,7 +12,7 @@ from support.sweep import in_sweep
 
 pytestmark = linux_only
 SWITCH = "METAL_SIMULATOR_CONTRACTION"
-ROOMS = ("rope", "norms", "routing", "combine", "experts", "attention", "linear_attention")
+ROOMS = ("rope", "norms", "routing", "combine", "experts", "attention", "gated_delta_rule")
 PROBED = """
     import numpy as np
     from simulator.testing import HEAD

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...engine.ranges import integer
 from .. import limits
-from ..answer import Answer, Arguments, Call, CallEnd, Item, Piece, new_id
+from ..answer import Answer, Arguments, CallEnd, Item, Piece, ToolCall, new_id
 from ..answers import Answers
 from ..request import (
     HINTS,
@@ -23,7 +23,7 @@ from ..request import (
 from ..served import Served
 from ..structured import schema_of
 from . import conversation
-from .protocol import Protocol, Writer, event, input_of, openai_error
+from .protocol import AnswerWriter, Protocol, event, input_of, openai_error
 
 MOST_LOGPROBS = 20
 
@@ -94,11 +94,11 @@ class ChatCompletions(Protocol):
         whole = {"choices": choices, "usage": usage(answers), **served.warning(request)}
         return envelope("chatcmpl-", "chat.completion", served) | whole
 
-    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
-        return _Chunks(request, answers, served)
+    def writer(self, request: Request, answers: Answers, served: Served) -> AnswerWriter:
+        return _ChatChunks(request, answers, served)
 
 
-class Chunks(Writer):
+class Chunks(AnswerWriter):
     """Writer of streamed chunks, with usage in the last one if requested."""
 
     prefix: str
@@ -123,7 +123,7 @@ class Chunks(Writer):
         return event(openai_error(refused))
 
 
-class _Chunks(Chunks):
+class _ChatChunks(Chunks):
     prefix, kind = "chatcmpl-", "chat.completion.chunk"
 
     def __init__(self, *parts: Any):
@@ -141,10 +141,10 @@ class _Chunks(Chunks):
         if isinstance(item, Piece):
             name = "content" if item.kind == "text" else "reasoning_content"
             return self._chunk(number, {name: item.text}, logprobs=_logprobs(item.entries or None))
-        call, tools = item if isinstance(item, Call) else item.call, self.request.tools
+        call, tools = item if isinstance(item, ToolCall) else item.call, self.request.tools
         is_custom = _is_custom(call, tools)
-        self._calls[number] += isinstance(item, Call)
-        if isinstance(item, CallEnd if is_custom else Call):
+        self._calls[number] += isinstance(item, ToolCall)
+        if isinstance(item, CallEnd if is_custom else ToolCall):
             shown = _call(call, tools, call.arguments if is_custom else "")
         elif isinstance(item, Arguments) and not is_custom:
             shown = {"function": {"arguments": item.text}}
@@ -205,11 +205,11 @@ def _message(answer: Answer, tools: dict[str, Tool]) -> dict[str, Any]:
     return message
 
 
-def _is_custom(call: Call, tools: dict[str, Tool]) -> bool:
+def _is_custom(call: ToolCall, tools: dict[str, Tool]) -> bool:
     return call.name in tools and tools[call.name].kind == "custom"
 
 
-def _call(call: Call, tools: dict[str, Tool], arguments: str) -> dict[str, Any]:
+def _call(call: ToolCall, tools: dict[str, Tool], arguments: str) -> dict[str, Any]:
     if _is_custom(call, tools):
         own = {"name": tools[call.name].own_name, "input": input_of(call)}
         return {"id": call.id, "type": "custom", "custom": own}

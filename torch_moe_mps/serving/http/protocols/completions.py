@@ -10,7 +10,7 @@ from ..logprobs import completion_form
 from ..request import HINTS, OBJECT, SHARED, Chat, Fields, Request, common, wrong
 from ..served import Served
 from .chat import Chunks, envelope, usage
-from .protocol import Protocol, Writer
+from .protocol import AnswerWriter, Protocol
 
 _MOST_LOGPROBS = 5
 _FIELDS = Fields(
@@ -48,11 +48,11 @@ class Completions(Protocol):
         ]
         return envelope("cmpl-", "text_completion", served) | {"choices": choices, "usage": usage(answers)}
 
-    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
-        return _Chunks(request, answers, served)
+    def writer(self, request: Request, answers: Answers, served: Served) -> AnswerWriter:
+        return _CompletionChunks(request, answers, served)
 
 
-class _Chunks(Chunks):
+class _CompletionChunks(Chunks):
     prefix, kind = "cmpl-", "text_completion"
 
     def begin(self) -> str:

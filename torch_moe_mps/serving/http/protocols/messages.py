@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from ...engine.ranges import integer
-from ..answer import Answer, Arguments, Call, Item, Piece, new_id
+from ..answer import Answer, Arguments, Item, Piece, ToolCall, new_id
 from ..answers import Answers
 from ..request import (
     OBJECT,
@@ -23,7 +23,7 @@ from ..request import (
 from ..served import Served
 from ..structured import schema_of
 from . import conversation
-from .protocol import Protocol, Text, Writer, blocks, event, input_of
+from .protocol import AnswerWriter, Protocol, Text, blocks, event, input_of
 
 _FIELDS = Fields(
     SHARED
@@ -89,11 +89,11 @@ class Messages(Protocol):
         content = [_block(block) for block in blocks(answers.answers[0].items)]
         return _message(request, served) | {"content": content, **_ending(answers), "usage": _usage(answers)}
 
-    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
-        return _Events(request, answers, served)
+    def writer(self, request: Request, answers: Answers, served: Served) -> AnswerWriter:
+        return _MessageEvents(request, answers, served)
 
 
-class _Events(Writer):
+class _MessageEvents(AnswerWriter):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self._index, self._open = 0, ""  # the kind of the block that is being written
@@ -113,7 +113,7 @@ class _Events(Writer):
             begun = "" if self._open == item.kind else self._close() + self._begun(item.kind)
             name = "text" if item.kind == "text" else "thinking"
             return begun + self._delta({"type": f"{name}_delta", name: item.text})
-        if isinstance(item, Call):
+        if isinstance(item, ToolCall):
             return self._close() + self._start("call", _block(item) | {"input": {}})
         is_object = item.call.parts[0].startswith("{")
         if isinstance(item, Arguments):
@@ -299,8 +299,8 @@ def _variables(body: dict[str, Any]) -> dict[str, Any]:
     return conversation.effort((body.get("output_config") or {}).get("effort")) | variables
 
 
-def _block(block: Text | Call) -> dict[str, Any]:
-    if isinstance(block, Call):
+def _block(block: Text | ToolCall) -> dict[str, Any]:
+    if isinstance(block, ToolCall):
         try:
             arguments = json.loads(block.arguments)
         except ValueError:

@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from ..answer import Call, Item, Piece
+from ..answer import Item, Piece, ToolCall
 from ..answers import Answers
 from ..request import Refused, Request
 from ..served import Served
 
 
-class Writer(ABC):
+class AnswerWriter(ABC):
     """Writes one streamed answer as server-sent events."""
 
     def __init__(self, request: Request, answers: Answers, served: Served):
@@ -57,7 +57,7 @@ class Protocol(ABC):
         """Body of a non-streamed answer."""
 
     @abstractmethod
-    def writer(self, request: Request, answers: Answers, served: Served) -> Writer: ...
+    def writer(self, request: Request, answers: Answers, served: Served) -> AnswerWriter: ...
 
 
 @dataclass
@@ -72,12 +72,12 @@ class Text:
         return "".join(delta.text for delta in self.deltas)
 
 
-def blocks(items: list[Piece | Call]) -> list[Text | Call]:
+def blocks(items: list[Piece | ToolCall]) -> list[Text | ToolCall]:
     """Items of an answer as a list of texts and tool calls, in order."""
-    made: list[Text | Call] = []
+    made: list[Text | ToolCall] = []
     for item in items:
         last = made[-1] if made else None
-        if isinstance(item, Call):
+        if isinstance(item, ToolCall):
             made.append(item)
         elif isinstance(last, Text) and (last.kind == item.kind or not item.text):
             last.deltas.append(item)
@@ -98,7 +98,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
     return {"error": error}
 
 
-def input_of(call: Call) -> str:
+def input_of(call: ToolCall) -> str:
     """Input text of a custom tool call; the raw arguments if they have another form."""
     try:
         arguments = json.loads(call.arguments)

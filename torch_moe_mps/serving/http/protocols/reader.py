@@ -9,12 +9,13 @@ import functools
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import regex
 
 from .forms import Form, Tags
-from .values import OTHER, TEXT, Kind, escaped, in_json, is_json, kind_of, literal, python_literal
+from .values import OTHER, TEXT, AllowedValues, escaped, in_json, is_json, kind_of, literal, python_literal
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -52,6 +53,24 @@ class Sink(Protocol):
         Args:
             is_whole: False if its arguments are no JSON.
         """
+
+
+@dataclass
+class _CallObject:
+    """State of an object that may be a call.
+
+    Attributes:
+        is_function: True for the `function` of another object.
+        name: the tool's, or "" before it is read.
+        early: parts of arguments that stand in front of the name.
+        has_function: True if its `function` is the call.
+    """
+
+    is_function: bool
+    name: str = ""
+    early: list[str] = field(default_factory=list)
+    has_arguments: bool = False
+    has_function: bool = False
 
 
 class _Scanner:
@@ -354,48 +373,59 @@ class Reader(_Scanner):
         return True
 
     def _object(self, is_function: bool = False) -> Steps[bool]:
-        """Reads a call object with name and arguments, after its first brace.
+        """Reads a call object with name and arguments, after its first brace. Returns: True if it is a call.
 
         Args:
             is_function: True for the `function` of another object.
         """
-        form, name, early = self._form, "", list[str]()  # arguments may stand in front of the name
-        has_arguments = is_inner = False
+        call = _CallObject(is_function)
         while (yield from self._ink()) == '"':
             key = yield from self._string()
             if key is None or not (yield from self._skip(":")):
                 break
-            if form.needs_tool and not name and key not in _KEYS:
+            if self._form.needs_tool and not call.name and key not in _KEYS:
                 return (yield from self._no_call())
-            if key == "function" and not name and not is_function and (yield from self._skip("{")):
-                if not (yield from self._object(is_function=True)):
-                    return False
-                is_inner, name = True, key
-            elif key == "name" and not name and (yield from self._ink()) == '"':
-                name = (yield from self._string()) or ""
-                if form.needs_tool and name not in self._schemas:
-                    return (yield from self._no_call())
-                if not name:
-                    return False
-                if has_arguments:
-                    self._begin(name)
-                    self._show("".join(early))
-            elif key in ("arguments", "parameters") and not has_arguments and not is_inner:
-                has_arguments = True
-                if name:
-                    self._begin(name)
-                yield from self._value(self._show if name else early.append, form.ends)
-            else:
-                yield from self._value(_nobody, form.ends)
+            if not (yield from self._member(key, call)):
+                return False
             if not (yield from self._skip(",")):
                 break
-        is_closed = yield from self._skip("}")
-        if is_inner:
+        return self._end_object(call, is_closed=(yield from self._skip("}")))
+
+    def _member(self, key: str, call: _CallObject) -> Steps[bool]:
+        """Reads the value of a key of a call object. Returns: False if the object is no call."""
+        ends = self._form.ends
+        if key == "function" and not call.name and not call.is_function and (yield from self._skip("{")):
+            call.name, call.has_function = key, (yield from self._object(is_function=True))
+            return call.has_function
+        if key == "name" and not call.name and (yield from self._ink()) == '"':
+            return (yield from self._tool_name(call))
+        if key in ("arguments", "parameters") and not call.has_arguments and not call.has_function:
+            call.has_arguments = True
+            if call.name:
+                self._begin(call.name)
+            yield from self._value(self._show if call.name else call.early.append, ends)
+        else:
+            yield from self._value(_nobody, ends)
+        return True
+
+    def _tool_name(self, call: _CallObject) -> Steps[bool]:
+        """Reads the name of a call, and shows arguments in front of it. Returns: False without a tool."""
+        call.name = (yield from self._string()) or ""
+        if self._form.needs_tool and call.name not in self._schemas:
+            return (yield from self._no_call())
+        if call.name and call.has_arguments:
+            self._begin(call.name)
+            self._show("".join(call.early))
+        return bool(call.name)
+
+    def _end_object(self, call: _CallObject, is_closed: bool) -> bool:
+        """Ends the call that an object is. Returns: False if the object is no call."""
+        if call.has_function:
             return True
-        if not name or not has_arguments:
-            if not name or form.needs_tool or not is_closed:
+        if not call.name or not call.has_arguments:
+            if not call.name or self._form.needs_tool or not is_closed:
                 return False
-            self._begin(name)
+            self._begin(call.name)
         self._end(is_closed)
         return True
 
@@ -457,7 +487,7 @@ class Reader(_Scanner):
             self._show("}")
         self._end(mark is not None)
 
-    def _tag_value(self, tags: Tags, kind: Kind) -> Steps[str | None]:
+    def _tag_value(self, tags: Tags, kind: AllowedValues) -> Steps[str | None]:
         """Parses a tagged value up to its end mark, or the next mark if that is missing. Returns: it."""
         ends = tags.value_end, tags.begin, tags.end
         if not kind.is_text:

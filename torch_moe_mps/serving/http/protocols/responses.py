@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from ...engine.ranges import integer
-from ..answer import Answer, Arguments, Call, CallEnd, Item, Piece, new_id
+from ..answer import Answer, Arguments, CallEnd, Item, Piece, ToolCall, new_id
 from ..answers import Answers
 from ..request import (
     HINTS,
@@ -24,7 +24,7 @@ from ..served import Served
 from ..structured import schema_of
 from . import conversation
 from .chat import MOST_LOGPROBS, logprobs_of
-from .protocol import Protocol, Text, Writer, blocks, event, input_of
+from .protocol import AnswerWriter, Protocol, Text, blocks, event, input_of
 
 _INCLUDED = "message.output_text.logprobs"
 _FIELDS = Fields(
@@ -97,17 +97,17 @@ class Responses(Protocol):
         ]
         return _response(new_id("resp_"), request, served) | _ending(answers, items)
 
-    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
-        return _Events(request, answers, served)
+    def writer(self, request: Request, answers: Answers, served: Served) -> AnswerWriter:
+        return _ResponseEvents(request, answers, served)
 
 
-class _Events(Writer):
+class _ResponseEvents(AnswerWriter):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self._response = _response(new_id("resp_"), self.request, self.served)
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: Text | Call | None = None
+        self._open: Text | ToolCall | None = None
         self._id = ""
 
     def begin(self) -> str:
@@ -166,7 +166,7 @@ class _Events(Writer):
         answer = self.answers.answers[0]
         is_cut = _is_cut(open_item, answer, is_last)
         item = _item(open_item, self.request.tools, answer.entries is not None, is_cut) | {"id": self._id}
-        if isinstance(open_item, Call):
+        if isinstance(open_item, ToolCall):
             return self._ended(item)
         (part,) = item["content"]
         data = self._where | {"content_index": 0}
@@ -178,14 +178,14 @@ class _Events(Writer):
         done += self._event("response.content_part.done", data | {"part": part})
         return done + self._ended(item)
 
-    def _called(self, part: Call | Arguments | CallEnd) -> str:
-        call = part if isinstance(part, Call) else part.call
+    def _called(self, part: ToolCall | Arguments | CallEnd) -> str:
+        call = part if isinstance(part, ToolCall) else part.call
         item = _item(call, self.request.tools, False, not call.is_whole)
         is_custom = item["type"] == "custom_tool_call"
         field, kind = (
             ("input", "custom_tool_call_input") if is_custom else ("arguments", "function_call_arguments")
         )
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             closed, self._id, self._open = self._close(), item["id"], call
             empty = item | {field: "", "status": "in_progress"}
             added = {"output_index": len(self._items), "item": empty}
@@ -298,15 +298,15 @@ def _calling(item: dict[str, Any], name: str, arguments: Any, where: str, served
     return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
-def _is_cut(part: Text | Call, answer: Answer, is_last: bool) -> bool:
+def _is_cut(part: Text | ToolCall, answer: Answer, is_last: bool) -> bool:
     """True for a part of an answer that is not whole: a broken call, or the text at the maximum length."""
-    return not part.is_whole if isinstance(part, Call) else is_last and answer.reason == "length"
+    return not part.is_whole if isinstance(part, ToolCall) else is_last and answer.reason == "length"
 
 
-def _item(block: Text | Call, tools: dict[str, Tool], has_logprobs: bool, is_cut: bool) -> dict[str, Any]:
+def _item(block: Text | ToolCall, tools: dict[str, Tool], has_logprobs: bool, is_cut: bool) -> dict[str, Any]:
     """One item of `output`."""
     status = "incomplete" if is_cut else "completed"
-    if isinstance(block, Call):
+    if isinstance(block, ToolCall):
         tool = tools.get(block.name)
         named: dict[str, Any] = {"name": block.name if tool is None else tool.own_name}
         if tool is not None and tool.namespace is not None:

@@ -12,7 +12,7 @@ _LITERALS = {"True": "true", "False": "false", "None": "null"}
 _DEEPEST = 32  # levels of a schema that are read; its references may form a circle
 
 
-class Kind(NamedTuple):
+class AllowedValues(NamedTuple):
     """Values that a schema allows for an argument.
 
     Args:
@@ -44,46 +44,46 @@ class Kind(NamedTuple):
         return in_json(value) if types and types <= {"choice", "null"} else literal(value)
 
 
-TEXT = Kind(frozenset({"string", "choice"}))
-OTHER = Kind(frozenset({"other"}))
+TEXT = AllowedValues(frozenset({"string", "choice"}))
+OTHER = AllowedValues(frozenset({"other"}))
 
 
-def kind_of(schema: Any, name: str) -> Kind:
+def kind_of(schema: Any, name: str) -> AllowedValues:
     """Kind of an argument, by the schema of all arguments."""
     own = _resolved(schema, schema)
     properties = own.get("properties")
     return _kind(properties.get(name) if isinstance(properties, dict) else None, schema, 0)
 
 
-def _kind(schema: Any, root: Any, depth: int) -> Kind:
+def _kind(schema: Any, root: Any, depth: int) -> AllowedValues:
     """Kind of a value: what all of a schema's statements allow."""
-    kind = Kind()
+    kind = AllowedValues()
     for each in () if depth > _DEEPEST else _statements(_resolved(schema, root), root, depth + 1):
         types = each.types if kind.types is None else kind.types
         if each.types is not None and types is not None:
             types &= each.types
-        kind = Kind(types, kind.texts | each.texts)
+        kind = AllowedValues(types, kind.texts | each.texts)
     return kind
 
 
-def _statements(schema: dict[str, Any], root: Any, depth: int) -> Iterator[Kind]:
+def _statements(schema: dict[str, Any], root: Any, depth: int) -> Iterator[AllowedValues]:
     if isinstance(names := schema.get("type"), str):
         names = [names]
     if isinstance(names, list):
         if schema.get("nullable") is True:
             names = [*names, "null"]
-        yield Kind(frozenset[str]().union(*map(_types, names)))
+        yield AllowedValues(frozenset[str]().union(*map(_types, names)))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         texts = frozenset(value for value in values if isinstance(value, str))
         others = {"null" if value is None else "other" for value in values if not isinstance(value, str)}
-        yield Kind(frozenset({*others, *(["choice"] if texts else [])}), texts)
+        yield AllowedValues(frozenset({*others, *(["choice"] if texts else [])}), texts)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             either = [_kind(each, root, depth) for each in schema[key]]
             types = [each.types for each in either if each.types is not None]
             allowed = frozenset[str]().union(*types) if len(types) == len(either) else None
-            yield Kind(allowed, frozenset[str]().union(*(each.texts for each in either)))
+            yield AllowedValues(allowed, frozenset[str]().union(*(each.texts for each in either)))
     if isinstance(schema.get("allOf"), list):
         yield from (_kind(each, root, depth) for each in schema["allOf"])
 

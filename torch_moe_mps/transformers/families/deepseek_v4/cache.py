@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ...caches import growing
 from ...caches.buffer import Buffer, buffer_of
-from ...caches.declared import INDEX, SHARED, STATE, WINDOW, Batched, Declared, Trim
+from ...caches.declared import INDEX, SHARED, STATE, WINDOW, Batched, DeclaredLayer, Trim
 from ...caches.held import HeldEntries
-from ...caches.layers import GrowingWindow, Made
+from ...caches.layers import GrowingWindow, LayerBase
 from ...caches.state import OWN, LayerState
 
-_HELD = Declared(
+_HELD = DeclaredLayer(
     mappings={
         "compressed_kv": INDEX, "buffer_kv": INDEX, "buffer_gate": INDEX, "overlap_kv": INDEX,
         "overlap_gate": INDEX, "entry_count": None, "windows": STATE, "biases": SHARED,
@@ -34,7 +34,7 @@ class _Compresses(Protocol):
 
 def growing_layer(plain: Any) -> type | None:
     """Class that grows in place for a class of layers that compresses keys."""
-    compresses = issubclass(plain, _Compresses) and not issubclass(plain, Made)
+    compresses = issubclass(plain, _Compresses) and not issubclass(plain, LayerBase)
     return GrowingCompressed if compresses else None
 
 

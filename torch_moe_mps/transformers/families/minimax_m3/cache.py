@@ -9,7 +9,7 @@ from ...caches import growing
 from ...caches.buffer import buffer_of, in_buffer_of, start_of
 from ...caches.declared import BLOCKS
 from ...caches.held import HeldIndex
-from ...caches.layers import Growing, Made
+from ...caches.layers import Growing, LayerBase
 from ...upstream.models import DynamicLayer
 
 
@@ -20,7 +20,7 @@ class _Indexes(Protocol):
 
 def growing_layer(plain: Any) -> type | None:
     """Class that grows in place for a class of layers that has keys of an indexer."""
-    is_own = issubclass(plain, _Indexes) and not issubclass(plain, Made)
+    is_own = issubclass(plain, _Indexes) and not issubclass(plain, LayerBase)
     return GrowingBlocks if is_own and plain.update is DynamicLayer.update else None
 
 

@@ -17,13 +17,13 @@ from .fused import (
     add_norms,
     factor_in_norm,
     gate_in_attention,
-    gates_in_linear_attention,
+    gates_in_gated_delta_rule,
     input_in_convolution,
-    norm_in_linear_attention,
+    norm_in_gated_delta_rule,
     norm_sums,
     streams_in_update,
 )
-from .linear_attention import keep_state
+from .gated_delta_rule import keep_state
 from .linears import activate_in_linears, join_linears, order_outputs
 from .norms import logits_in_float32, norm_in_operators
 from .pointwise import join_elements, split_dimensions
@@ -70,8 +70,8 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     turn_parts,  # heads as they lie in an output
     order_outputs,  # also outputs that the pass before has joined
     keep_state,
-    gates_in_linear_attention,
-    norm_in_linear_attention,  # once no copy of its state stands between
+    gates_in_gated_delta_rule,
+    norm_in_gated_delta_rule,  # once no copy of its state stands between
     input_in_convolution,
     order_outputs,  # several rows, whose heads no norm folds into them any more
     heads_that_do_not_turn,

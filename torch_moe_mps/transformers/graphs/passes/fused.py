@@ -76,12 +76,12 @@ gate_in_attention = Fusion(
     where=lambda M=None, **_: M is None or not M.arguments.get("transposed"),
 )
 
-gates_in_linear_attention = Fusion(
-    "gates_in_linear_attention",
+gates_in_gated_delta_rule = Fusion(
+    "gates_in_gated_delta_rule",
     (
-        "linear_attention_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
+        "gated_delta_rule_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
         " beta=sigmoid(B))",
-        'linear_attention_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
+        'gated_delta_rule_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
         " A_log=A_LOG, dt_bias=DT_BIAS)",
     ),
 )
@@ -91,11 +91,11 @@ input_in_convolution = Fusion(
     ("causal_conv1d_update_(X, *A) + X", "causal_conv1d_update_(X, *A, add_input=True)"),
     ("_to_copy(causal_conv1d_update_(X, *A), dtype=D)", "causal_conv1d_update_(X, *A)"),
 )
-norm_in_linear_attention = Fusion(
-    "norm_in_linear_attention",
+norm_in_gated_delta_rule = Fusion(
+    "norm_in_gated_delta_rule",
     (
-        "rms_norm_gated(linear_attention_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
-        "linear_attention_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
+        "rms_norm_gated(gated_delta_rule_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
+        "gated_delta_rule_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
         " norm_weight_offset=OFFSET)",
     ),
 )

@@ -5,8 +5,8 @@ from typing import Any
 
 from ...basics.report import Done
 from ..functions import Rule
+from .gated_delta_rule import convolution_in_place, delta_rule_in_place
 from .hyper_connection import rewrite_hyper_connection
-from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .norms import rewrite_norm
 from .recurrent_layers import lightning, mamba, selective, with_channels

@@ -25,7 +25,7 @@ def layer_of(bound: Bound, part: str) -> str | None:
     return name if is_one and "." not in name else None
 
 
-class Joined:
+class JoinedWeights:
     """The concatenated weights of several layers, whose own parameters are views of them.
 
     A copy or a pickle of a layer has its own weights and leaves this out; its layers are joined again.
@@ -87,10 +87,10 @@ def join(*layers: nn.Module) -> bool:
     """
     if is_observed(*layers):
         return False
-    result: Joined | None = layers[0].__dict__.get(STATE, NOTHING).joined
+    result: JoinedWeights | None = layers[0].__dict__.get(STATE, NOTHING).joined
     if result is not None and result.is_current(layers):
         return True
     if not _can_join(layers):
         return False
-    state_of(layers[0]).joined = Joined(layers)
+    state_of(layers[0]).joined = JoinedWeights(layers)
     return True

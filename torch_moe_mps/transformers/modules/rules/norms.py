@@ -79,7 +79,7 @@ _NORMS = Fusion(
 )
 
 
-class Call(NamedTuple):
+class NormCall(NamedTuple):
     """operator(*inputs, *weights, *constants), which is what a module computes.
 
     Attributes:
@@ -115,7 +115,7 @@ def rewrite_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 
 @remembered
-def call_of(module: nn.Module) -> Call | None:
+def call_of(module: nn.Module) -> NormCall | None:
     """The operator that a module without children computes, for inputs of all shapes and dtypes."""
     weights = [parameter for parameter in module._parameters.values() if parameter is not None]
     names = names_of_inputs(module)
@@ -125,7 +125,7 @@ def call_of(module: nn.Module) -> Call | None:
     stated = next(iter(getattr(module, "normalized_shape", ())), None)
     width = weights[0].shape[0] if weights else stated or _WITHOUT_WEIGHT
 
-    def ask(sizes: Sizes, dtype: torch.dtype, weight: torch.dtype | None = None) -> Call | None:
+    def ask(sizes: Sizes, dtype: torch.dtype, weight: torch.dtype | None = None) -> NormCall | None:
         given = Input((*sizes, width), dtype, is_wide=bool(weights or stated))
         traced = trace(module, *[given] * len(names), weights=weight or dtype)
         return None if traced is None else read(traced, names)
@@ -136,7 +136,7 @@ def call_of(module: nn.Module) -> Call | None:
     return call._replace(mixes=all(ask(SIZES[0], *dtypes) == call for dtypes in _MIXED))
 
 
-def read(traced: Traced, names: tuple[str, ...]) -> Call | None:
+def read(traced: Traced, names: tuple[str, ...]) -> NormCall | None:
     """The call of an operator that is all that a module computes."""
     _NORMS(traced.graph)
     drop_unused(traced.graph)
@@ -157,7 +157,7 @@ def read(traced: Traced, names: tuple[str, ...]) -> Call | None:
     if [beneath(item) for item in x] != [*inputs] or not is_own or any(map(is_node, constants)):
         return None
     groups = rows[-2] if groups else 1
-    return Call(name, names, tuple(weights), tuple(constants), True, groups=groups)
+    return NormCall(name, names, tuple(weights), tuple(constants), True, groups=groups)
 
 
 # Forwards that run
@@ -169,7 +169,7 @@ def forward_of(name: str) -> Callable:
     operator = _OPERATORS[name]
 
     def forward(module: nn.Module, *args: Any, **named: Any) -> Tensor:
-        call: Call = module.__dict__[STATE].formula
+        call: NormCall = module.__dict__[STATE].formula
         inputs = call.by_place(args, named) if named else args
         weights = weights_of(module, call, inputs)
         if weights is None or inputs[0].dim() not in RANKS:
@@ -182,7 +182,7 @@ def forward_of(name: str) -> Callable:
 
 
 def _for_groups(
-    operator: Callable, call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    operator: Callable, call: NormCall, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
     """Result of an operator for groups of columns."""
     apart = [item.unflatten(-1, (call.groups, -1)) for item in inputs]
@@ -190,7 +190,7 @@ def _for_groups(
     return operator(*apart, *of_groups, *call.constants).flatten(-2)
 
 
-def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+def weights_of(module: nn.Module, call: NormCall, inputs: Sequence[Tensor]) -> list[Tensor] | None:
     """Parameters that the operator takes beside the inputs; None where the eager forward must run."""
     _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
@@ -252,6 +252,6 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     Args:
         x: as wide as what is normed, and of its dtype.
     """
-    call: Call | None = norm.__dict__.get(STATE, NOTHING).formula
+    call: NormCall | None = norm.__dict__.get(STATE, NOTHING).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))
     return None if call is None or weights is None else (*weights, *call.constants)

@@ -8,7 +8,7 @@ is found by running the module on random positions.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -185,58 +185,81 @@ def _tensors_read(module: nn.Module, layer_type: str | None, rank: int) -> set[s
 
 def _tables(module: nn.Module, layer_type: str | None, read: dict[int, set[str | None]]) -> Tables | None:
     """The tables that the module computes; None if the operator cannot compute them."""
-    name = _frequencies(layer_type)
-    frequencies, scaling = (
-        getattr(module, name, None),
-        getattr(module, f"{_prefix(layer_type)}attention_scaling", None),
-    )
+    name, tensors = _frequencies(layer_type), read.get(2)
+    frequencies = getattr(module, name, None)
+    scaling = getattr(module, f"{_prefix(layer_type)}attention_scaling", None)
     if not isinstance(frequencies, Tensor) or not isinstance(scaling, (int, float)):
         return None
-    tensors = read.get(2)
     if tensors is None or not tensors <= {name} or frequencies.is_meta or frequencies.dim() != 1:
         return None
-    replica = bare_replica(module)
-    for each, buffer in module._buffers.items():
-        replica.register_buffer(each, None if buffer is None else buffer.detach().cpu().clone())
-    frequencies = getattr(replica, name)
-    generator = torch.Generator().manual_seed(0)
-
-    def tables_of(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
-        return [*rotary_tables(ids, frequencies, scaling, torch.float32, layout, axes)]
-
-    def own_tables(branches: Branches, x: Tensor, ids: Tensor) -> list[Tensor] | None:
-        forward = functools.partial(branches.run, original_class(module).forward, replica)
-        tables = tried(forward, x, ids, **_options(layer_type))
-        is_pair = (
-            isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables)
-        )
-        return [table.float() for table in tables] if is_pair else None
-
-    def calls_of(rank: int) -> tuple[list[tuple[Tensor, list[Tensor] | None]], str | None]:
-        """Positions with the module's own tables for them, and a branch of its code that none has reached."""
-        calls, branches = [], Branches()
-        for shape, *rows in _CALLS:
-            ids = torch.rand(*_POSITIONS[rank], *rows, generator=generator) * math.log2(_LARGEST_POSITION)
-            ids = ids.exp2().long()
-            ids[..., 0], ids[..., -1] = 0, _LARGEST_POSITION - 1
-            calls.append((ids, own_tables(branches, torch.randn(shape, generator=generator), ids)))
-        return calls, next((in_words(*branch) for branch in branches.unreached()), None)
-
-    def is_right(calls: list[tuple[Tensor, list[Tensor] | None]], *form: Any) -> bool:
-        return all(own is not None and all(map(agrees, tables_of(ids, *form), own)) for ids, own in calls)
-
-    plain, missing = calls_of(2)
-    layout = next((layout for layout in _LAYOUTS if is_right(plain, layout)), None)
+    trial = _TablesTrial(module, layer_type, scaling)
+    calls, unreached = trial.calls(2)
+    layout = next((layout for layout in _LAYOUTS if trial.agrees(calls, layout)), None)
     if layout is None:
         return None
-    if missing is not None:
-        raise Unsupported(missing)
-    axes, (spatial, missing) = None, calls_of(3) if read.get(3) == tensors else ([], None)
-    if spatial and missing is None and (own := spatial[0][1]) is not None:
-        axes = _axes([tables_of(item, layout) for item in spatial[0][0]], own, layout)
-    if axes is not None and not is_right(spatial, layout, _on(frequencies.device, axes)):
-        axes = None
-    return Tables(layout, scaling, axes, None if tensors else tuple(frequencies.tolist()))
+    if unreached is not None:
+        raise Unsupported(unreached)
+    axes = trial.axes(layout) if read.get(3) == tensors else None
+    return Tables(layout, scaling, axes, None if tensors else tuple(trial.frequencies.tolist()))
+
+
+class _TrialCall(NamedTuple):
+    """Positions of a trial, and the module's own tables for them; None if it computes none."""
+
+    positions: Tensor
+    tables: list[Tensor] | None
+
+
+class _TablesTrial:
+    """Comparison of a module's tables with the operator's, by a copy on the CPU."""
+
+    def __init__(self, module: nn.Module, layer_type: str | None, scaling: float):
+        self._forward, self._options = original_class(module).forward, _options(layer_type)
+        self._replica, self._scaling = bare_replica(module), scaling
+        for name, buffer in module._buffers.items():
+            self._replica.register_buffer(name, None if buffer is None else buffer.detach().cpu().clone())
+        self.frequencies: Tensor = getattr(self._replica, _frequencies(layer_type))
+        self._generator = torch.Generator().manual_seed(0)
+
+    def calls(self, rank: int) -> tuple[list[_TrialCall], str | None]:
+        """Calls with positions of so many dimensions, and a branch of the module's code that none reached."""
+        calls, branches = list[_TrialCall](), Branches()
+        for shape, *rows in _CALLS:
+            draws = torch.rand(*_POSITIONS[rank], *rows, generator=self._generator)
+            ids = (draws * math.log2(_LARGEST_POSITION)).exp2().long()
+            ids[..., 0], ids[..., -1] = 0, _LARGEST_POSITION - 1
+            x = torch.randn(shape, generator=self._generator)
+            calls.append(_TrialCall(ids, self._module_tables(branches, x, ids)))
+        return calls, next((in_words(*branch) for branch in branches.unreached()), None)
+
+    def agrees(self, calls: list[_TrialCall], layout: str, axes: Tensor | None = None) -> bool:
+        """True if the operator computes the tables of all calls."""
+        return all(
+            call.tables is not None
+            and all(map(agrees, self._operator_tables(call.positions, layout, axes), call.tables))
+            for call in calls
+        )
+
+    def axes(self, layout: str) -> tuple[int, ...] | None:
+        """The index of the position that turns each pair, if positions have several axes; else None."""
+        calls, unreached = self.calls(3)
+        first = calls[0]
+        if unreached is not None or first.tables is None:
+            return None
+        of_axes = [self._operator_tables(positions, layout) for positions in first.positions]
+        axes = _axes(of_axes, first.tables, layout)
+        is_right = axes is not None and self.agrees(calls, layout, _on(self.frequencies.device, axes))
+        return axes if is_right else None
+
+    def _operator_tables(self, ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
+        return [*rotary_tables(ids, self.frequencies, self._scaling, torch.float32, layout, axes)]
+
+    def _module_tables(self, branches: Branches, x: Tensor, ids: Tensor) -> list[Tensor] | None:
+        forward = functools.partial(branches.run, self._forward, self._replica)
+        tables = tried(forward, x, ids, **self._options)
+        if not isinstance(tables, tuple) or len(tables) != 2:
+            return None
+        return [table.float() for table in tables] if all(isinstance(t, Tensor) for t in tables) else None
 
 
 def _options(layer_type: str | None) -> dict[str, str]:

@@ -33,7 +33,7 @@ _SHAPES: dict[int, tuple[Sizes, ...]] = {3: (SIZES[2], (1, 1)), 2: (SIZES[0], (1
 _HALF = torch.bfloat16  # dtype of hidden states in a trace, so that float32 in a result is the router's
 
 
-class Router(NamedTuple):
+class RouterFormula(NamedTuple):
     """Formula of a router. Results in the dtype of the hidden states have None in place of it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Router(NamedTuple):
 
 def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """The forward of a rewritten router."""
-    router: Router = module.__dict__[STATE].formula
+    router: RouterFormula = module.__dict__[STATE].formula
     passed = _passed(module, router, args, named)
     if passed is None:
         return NotImplemented
@@ -84,7 +84,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
 
 
 def _passed(
-    module: nn.Module, router: Router, args: tuple[Any, ...], named: dict[str, Any]
+    module: nn.Module, router: RouterFormula, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Any] | None:
     """Hidden states, weight and bias of the choice; None for calls that the router does not take."""
     if len(args) > len(router.inputs) or (named and named.keys() - {*router.inputs}):
@@ -102,7 +102,7 @@ def _passed(
     return (x, weight, choice_bias) if fits else None
 
 
-def _takes(router: Router, x: Tensor, weight: Tensor) -> bool:
+def _takes(router: RouterFormula, x: Tensor, weight: Tensor) -> bool:
     """True if a router has hidden states like these, with this weight."""
     return (
         x.dim() in router.ranks
@@ -136,7 +136,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
 
 
 @remembered
-def router_of(module: nn.Module) -> Router | str | None:
+def router_of(module: nn.Module) -> RouterFormula | str | None:
     """Formula of a router, or why this file does not know it; None for a module that is no router."""
     matrix = _matrix(module)
     assert matrix is not None
@@ -144,7 +144,7 @@ def router_of(module: nn.Module) -> Router | str | None:
     _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
 
-    def ask(weights: torch.dtype | None, sizes: Sizes, dtype: torch.dtype) -> Router | str | None:
+    def ask(weights: torch.dtype | None, sizes: Sizes, dtype: torch.dtype) -> RouterFormula | str | None:
         others = [Input((experts,), _HALF)] * (len(names) - 1)
         traced = trace(module, Input((*sizes, width), dtype), *others, weights=weights)
         if traced is None or not _is_routing(traced.result):
@@ -160,7 +160,7 @@ def router_of(module: nn.Module) -> Router | str | None:
             rank: everywhere(functools.partial(ask, weights), shapes, (_HALF,))
             for rank, shapes in _SHAPES.items()
         }
-        routers = {rank: router for rank, router in found.items() if isinstance(router, Router)}
+        routers = {rank: router for rank, router in found.items() if isinstance(router, RouterFormula)}
         for router in routers.values():
             return router._replace(ranks=tuple(rank for rank in routers if routers[rank] == router))
         reason = next((reason for reason in found.values() if isinstance(reason, str)), reason)
@@ -174,7 +174,7 @@ def _is_routing(result: Any) -> bool:
     return all(tensor_of(item).dim() == 2 for item in result) and tensor_of(result[2]).dtype == torch.int64
 
 
-def _router(traced: Traced, names: list[str]) -> Router:
+def _router(traced: Traced, names: list[str]) -> RouterFormula:
     """Formula of a recorded router. Raises Unsupported if this file does not know it."""
     inputs = dict(zip(traced.inputs, names, strict=True))
     first, weights, ids = traced.result
@@ -194,7 +194,7 @@ def _router(traced: Traced, names: list[str]) -> Router:
     if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
         raise Unsupported(UNKNOWN)
     names_of_three = [name for name in (weight, bias, choice_bias) if name]
-    return Router(
+    return RouterFormula(
         inputs=tuple(names),
         ranks=(),
         in_float32=in_float32,

@@ -1,0 +1,28 @@
+"""GLM-4.5, GLM-4.6 and GLM-4.7: a first layer without experts."""
+
+import pytest
+from support import families
+
+NAME = "glm4_moe"
+
+
+def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
+    families.check_tokens(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+def test_every_call(tmp_path):
+    families.check_every_call(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+def test_bfloat16_logits():
+    families.check_bfloat16(NAME)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("captured")
+def test_launches_of_a_layer(simulated):
+    families.check_launches(
+        simulated, NAME, {"dense": 8, "sparse": 6, "outside": 2}, {"dense": 14, "sparse": 20}
+    )

@@ -1,0 +1,27 @@
+"""gpt-oss 20b and 120b: attention sinks, windows in every second layer."""
+
+import pytest
+from support import families
+
+NAME = "gpt_oss"
+
+
+def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
+    families.check_tokens(NAME, tmp_path)
+
+
+@pytest.mark.sweep
+def test_every_call(tmp_path):
+    families.check_every_call(NAME, tmp_path)
+
+
+def test_bfloat16_logits():
+    families.check_bfloat16(NAME)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("captured")
+def test_launches_of_a_layer(simulated):
+    families.check_launches(
+        simulated, NAME, {"sliding": 9, "full": 6, "outside": 2}, {"sliding": 18, "full": 18}
+    )

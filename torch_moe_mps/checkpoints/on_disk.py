@@ -1,0 +1,398 @@
+"""Models whose experts stay on the disk: the file of their experts, and loading beside it."""
+
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._progress import with_progress
+from .._text import bytes_in, shown
+from ..disk.file import ExpertsFile, Layer, written
+from ..disk.pool import Pools, least_memory, slots_in
+from ..disk.stored import StoredExperts
+from ..macs import memory_for_models
+from ..transformers.basics.interface import Experts, experts_of, formats_of, is_quantized, projections
+from ..transformers.modules.experts import pinned_config
+from ..transformers.modules.experts_on_disk import (
+    OnDisk,
+    give_weights,
+    keep_whole,
+    put_on_disk,
+    put_table_on_disk,
+    turned,
+)
+from .cutting import cutting
+from .layouts.files import checkpoint_files
+from .quantize.sizes import large_tables, room_for_experts, top_k, total_bytes
+from .quantizer import quantizer_for
+from .rows import rows_of
+from .source import Source
+from .write.parts import Parts
+
+AUTO = "auto"
+_MOST = 1 << 60  # bytes: more than any memory
+NAME = "experts.moe_mps"  # the file beside a checkpoint's
+
+
+def path_of(source: Source) -> Path:
+    """The file of the experts of a checkpoint, beside its files."""
+    if source.gguf is not None:
+        return Path(source.path) / f"{source.gguf}.{NAME}"
+    return Path(source.folder) / (source.others.get("subfolder") or "") / NAME
+
+
+def experts_file(
+    source: Source, recipe: Mapping[str, Any] | None, model: nn.Module, layers: list[Layer]
+) -> ExpertsFile | StoredExperts:
+    """Experts as `from_pretrained` would load them: in the checkpoint's own files, or in a file of them.
+
+    That is written first unless it is there; one layer at a time is in memory.
+
+    Args:
+        recipe: arguments of `accelerate`, by which weights are quantised.
+        model, layers: by `placed` and `layers_of`.
+
+    Raises: ValueError for a file of another checkpoint or recipe, or without space on the disk; OSError.
+    """
+    path, files, key = path_of(source), _files(source), _key(source, model)
+    if not path.exists():
+        if (stored := _stored(source, recipe, layers, key)) is not None:
+            return stored
+        _write_file(path, key, source, files, recipe, layers)
+    if (file := ExpertsFile(path, key, files)).layers != layers:
+        raise ValueError(f"{path} has its experts for another device: remove it")
+    return file
+
+
+def _write_file(
+    path: Path,
+    key: str,
+    source: Source,
+    files: list[str],
+    recipe: Mapping[str, Any] | None,
+    layers: list[Layer],
+) -> None:
+    """Writes the file of experts, a layer at a time, as `from_pretrained` would load them."""
+    options: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
+    options["trust_remote_code"] = source.others.get("trust_remote_code") or False
+    model_class = source.cls if isinstance(source.cls, type) else None
+    checkpoint = files[0] if source.gguf is not None else source.folder
+    with (
+        written(path, key, layers, files) as new,
+        Parts(checkpoint, model_class=model_class, recipe=recipe, **options) as parts,
+    ):
+        for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
+            name = layers[number].name
+            with parts.loaded(name):
+                new.add(number, turned(layers[number], tensors_of(parts.model.get_submodule(name))))
+
+
+def _stored(
+    source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
+) -> StoredExperts | None:
+    """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
+    if source.gguf is not None or any(layer.turned for layer in layers):
+        return None
+    (model, quantizer), files = _dense(source, recipe), _files(source)
+    if quantizer is None and source.stored:
+        return None
+    rows = rows_of(model, quantizer, files, layers)
+    if rows is None:
+        return None
+    return StoredExperts(path_of(source).parent, key, layers, rows)
+
+
+def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
+    """A checkpoint's model on the meta device, with the weights that it will have."""
+    model, quantizer = _dense(source, recipe)
+    if quantizer is not None:
+        quantizer.place_empty(model, lambda name: True)
+    return model
+
+
+def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """A checkpoint's dense model on the meta device, and its quantizer, which has placed nothing yet."""
+    model = source.skeleton()
+    return model, quantizer_for(source, model, _files(source), recipe)
+
+
+def layers_of(model: nn.Module, on_mps: bool = False) -> list[Layer]:
+    """The layers of the experts of a model, by `placed`. Raises: ValueError if there are none."""
+    result = [_layer(name, module, on_mps) for name, module in experts_of(model).items()]
+    if not result:
+        expected = "for a model whose experts have transformers' interface"
+        got = type(model).__name__
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory is {expected}, got {got}")
+    return result
+
+
+class DiskPlan(NamedTuple):
+    """Parts of a model that are on the disk.
+
+    Attributes:
+        slots: of each layer; layers that have no more experts are in memory.
+        layers: the model's.
+        tables: embeddings that are too large for memory; None for none.
+        model: on the meta device.
+    """
+
+    slots: int
+    layers: list[Layer]
+    tables: StoredExperts | None
+    model: Any
+
+    @property
+    def on_disk(self) -> list[str]:
+        """Names of the layers whose experts are not all in memory."""
+        return [layer.name for layer in self.layers if layer.experts > self.slots]
+
+
+def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str | DiskPlan) -> DiskPlan | None:
+    """Plan for the `experts_memory` of `from_pretrained`; None where all is in memory.
+
+    For AUTO, a line on stderr says what was chosen. A plan that a command has made stays.
+
+    Raises: ValueError for another text, a memory that is too small or larger than the GPU's, a device
+        without memory, and a model without experts.
+    """
+    if isinstance(asked, DiskPlan):
+        return asked
+    memory = None if asked == AUTO else _requested_memory(asked)
+    model = placed(source, recipe)
+    if memory is None and not experts_of(model):
+        _print_choice(f"{type(model).__name__} has no experts")
+        return None
+    weights = _weights_of(source, recipe, model)
+    slots = _slots_by_room(weights) if memory is None else _slots_by_memory(weights, memory)
+    if slots is None:
+        return None
+    plan = DiskPlan(slots, weights.layers, weights.tables, model)
+    if not plan.on_disk and plan.tables is None:
+        return None
+    _require_memory_of_devices(source.others.get("device_map"))
+    return plan
+
+
+def _requested_memory(asked: int | str) -> int:
+    """Bytes that `experts_memory` asks for. Raises: ValueError."""
+    memory = bytes_in(str(asked)) if not isinstance(asked, int) or asked < _MOST else _MOST
+    if memory is None or isinstance(asked, bool):
+        expected = f'bytes, a text such as "20GB", or "{AUTO}"'
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {shown(asked)}")
+    return memory
+
+
+class _Weights(NamedTuple):
+    """Weights of a model that is to be read, in bytes.
+
+    Attributes:
+        model: on the meta device.
+        layers, tables: as those of a DiskPlan.
+        total, experts: of all weights, and of the experts among them.
+        rows: of the tables.
+        limit: of memory for the model.
+        on_gpu: whether the model will be on mps.
+    """
+
+    model: Any
+    layers: list[Layer]
+    tables: StoredExperts | None
+    total: int
+    experts: int
+    rows: int
+    limit: int
+    on_gpu: bool
+
+    @property
+    def least_slots(self) -> int:
+        """Number of experts that a token is routed to."""
+        return top_k(next(iter(experts_of(self.model).values())))
+
+    @property
+    def least(self) -> str:
+        """Least memory for the experts, in words."""
+        least = self.least_slots
+        return f"{least_memory(self.layers, least) / 1e9:.3g} GB, for a token's {least} experts"
+
+    def __str__(self) -> str:
+        return f"{self.total / 1e9:.2f} GB of weights, {self.limit / 1e9:.2f} GB of memory"
+
+
+def _weights_of(source: Source, recipe: Mapping[str, Any] | None, model: Any) -> _Weights:
+    """The weights of a checkpoint's model. Raises: ValueError for a model without experts."""
+    on_gpu = "mps" in str(source.others.get("device_map"))
+    limit, layers = memory_for_models(torch.backends.mps.is_available()), layers_of(model, on_gpu)
+    tables = _tables(source, recipe, model, limit)
+    rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
+    experts = sum(map(total_bytes, experts_of(model).values()))
+    return _Weights(model, layers, tables, total_bytes(model), experts, rows, limit, on_gpu)
+
+
+def _slots_by_room(weights: _Weights) -> int | None:
+    """Slots of each layer in the memory beside the other weights; None if all experts are in memory.
+
+    A line on stderr says what was chosen.
+    """
+    memory = room_for_experts(weights.model, weights.total, weights.experts, weights.rows, weights.limit)
+    if memory is None:
+        _print_choice(f"all experts are in memory: {weights}")
+        return None
+    slots = slots_in(weights.layers, memory)
+    if slots < weights.least_slots:
+        why = f"as the disk would need {weights.least}, beside the rest"
+        _print_choice(f"all experts are in memory, {why}: {weights}")
+        return None
+    rows = weights.rows
+    disk = f"the others and {rows / 1e9:.2f} GB of embeddings" if rows else "the others"
+    _print_choice(f"{memory / 1e9:.2f} GB of experts are in memory, {disk} on the disk: {weights}")
+    return slots
+
+
+def _slots_by_memory(weights: _Weights, memory: int) -> int:
+    """Slots of each layer in the memory that was requested.
+
+    Raises: ValueError for a memory that is too small or larger than the GPU's.
+    """
+    slots, got = slots_in(weights.layers, memory), f"{memory / 1e9:.3g} GB"
+    if slots < weights.least_slots:
+        expected = f"at least {weights.least}"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
+    rest = weights.total - weights.rows - weights.experts
+    if weights.on_gpu and least_memory(weights.layers, slots) + rest > weights.limit:
+        room = max(0, weights.limit - rest)
+        limits = f"at most {room / 1e9:.3g} GB, as the GPU may have {weights.limit / 1e9:.3g} GB"
+        expected = f"{limits} and the other weights are {rest / 1e9:.3g} GB"
+        raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
+    return slots
+
+
+def _require_memory_of_devices(places: Any) -> None:
+    """Raises: ValueError for a device_map with a device that has no memory."""
+    for place in map(str, places.values() if isinstance(places, Mapping) else [places]):
+        if place in ("meta", "disk"):
+            expected = "a device with memory where experts are on the disk (experts_memory)"
+            raise ValueError(f"moe_mps::from_pretrained: device_map must be {expected}, got {place}")
+
+
+def _print_choice(why: str) -> None:
+    print(f"torch_moe_mps: experts_memory {AUTO}: {why}", file=sys.stderr)
+
+
+def _tables(
+    source: Source, recipe: Mapping[str, Any] | None, model: nn.Module, limit: int
+) -> StoredExperts | None:
+    """Embeddings that are too large for memory, where the checkpoint's files have their rows."""
+    every = (_layer_of_rows(name, model.get_submodule(name)) for name in large_tables(model, limit))
+    layers = [layer for layer in every if layer is not None]
+    return _stored(source, recipe, layers, _key(source, model)) if layers else None
+
+
+def _files(source: Source) -> list[str]:
+    """The files of weights; they are downloaded if they are not here."""
+    if source.gguf is not None:
+        return [str(Path(source.path) / source.gguf)]
+    source.check_files()
+    return [str(file) for file in checkpoint_files(source.folder)]
+
+
+def _key(source: Source, model: Any) -> str:
+    """Digest of what experts depend on beside the checkpoint's files: how these and the model have them."""
+    formats = {
+        name: {projection: format.name for projection, format in formats_of(experts).items()}
+        for name, experts in experts_of(model).items()
+        if is_quantized(experts)
+    }
+    about = json.dumps([source.stored, formats, str(model.config.dtype)], sort_keys=True, default=str)
+    return hashlib.sha256(about.encode()).hexdigest()
+
+
+def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
+    """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
+    tensors = tensors_of(module)
+    is_turned = on_mps and module.is_transposed and not is_quantized(module)
+    layer = Layer(
+        name, len(next(iter(tensors.values()))), {}, tuple(projections(module)) if is_turned else ()
+    )
+    return replace(layer, tensors=_shapes(turned(layer, tensors)))
+
+
+def _layer_of_rows(name: str, table: Any) -> Layer | None:
+    """The layer of an embedding; None for one with other tensors than rows, such as a scale."""
+    tensors, count = {**table._parameters, **table._buffers}, table.num_embeddings
+    rows = {n: t for n, t in tensors.items() if t is not None and t.numel()}
+    is_plain = all(t.shape[:1] == (count,) for t in rows.values())
+    return Layer(name, count, _shapes(rows)) if is_plain else None
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{name: (dtype, shape)} of one row."""
+    return {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for n, t in tensors.items()}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors [experts, ...] of an experts module."""
+    named = {**module._parameters, **module._buffers}
+    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+    count = next(len(tensor) for tensor in tensors.values() if tensor.dim() == 3)
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim() and len(tensor) == count}
+
+
+def reading_beside_the_disk(
+    source: Source, recipe: Mapping[str, Any] | None, plan: DiskPlan
+) -> AbstractContextManager[None]:
+    """Block where `from_pretrained` reads a model but for what stays on the disk by a plan.
+
+    Raises: as `experts_file`, before that.
+    """
+    experts = experts_file(source, recipe, plan.model, plan.layers) if plan.on_disk else None
+    names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
+
+    def cut(model: Any, device: torch.device) -> Callable[[], None]:
+        """Takes what stays on the disk out of a model. Returns: what puts slots in its place."""
+        for name in names:
+            _put(model, name, nn.Module())
+        ignored = {rf"^{re.escape(name)}\." for name in names}
+        model._keys_to_ignore_on_load_unexpected = ignored | {
+            *(model._keys_to_ignore_on_load_unexpected or ())
+        }
+        return functools.partial(_put_on_disk, model, device, plan, experts)
+
+    return cutting(cut)
+
+
+def _put_on_disk(
+    model: Any, device: torch.device, plan: DiskPlan, experts: ExpertsFile | StoredExperts | None
+) -> None:
+    """Gives a model that was cut the modules of a plan, with slots in place of weights."""
+    modules = []
+    for file, slots, put in ((experts, plan.slots, put_on_disk), (plan.tables, None, put_table_on_disk)):
+        if file is None:
+            continue
+        pools = Pools(file, slots, device)
+        for pool in pools.layers:
+            module: Any = plan.model.get_submodule(pool.about.name)
+            give_weights(module, turned(pool.about, pool.tensors))
+            module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
+            module._is_hf_initialized = True
+            if slots is not None:
+                module.config = pinned_config(module)
+                for name in projections(module):  # in place of weights that are not read
+                    vars(module).pop(name, None)
+            put(module, OnDisk(pool, pools))
+            _put(model, pool.about.name, module)
+            modules.append(module)
+    keep_whole(model, modules)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, module)

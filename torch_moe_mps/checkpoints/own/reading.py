@@ -1,0 +1,73 @@
+"""Reads checkpoints in our layout, and the experts of gpt-oss in MXFP4, which have the same bits."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...quantization import Format, QuantizedWeight, dequantize
+from ...transformers.basics.report import QuantizationReport
+from ...transformers.upstream.weights import WeightConverter
+from ..layouts.checking import check_files
+from ..layouts.dense import StreamingLayout
+from ..layouts.operations import Operation, packed_blocks
+from ..mlx.operations import Cast
+from ..mlx.rows import NamedConverter
+from ..quantize.target import Target
+from ..quantize.weights import quantized_names
+from .config import QuantizationConfig
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
+
+_MXFP8 = Format(mode="mxfp8")
+
+
+class OwnLayout(StreamingLayout):
+    """Quantised parts of a model, by the config of a checkpoint.
+
+    Raises: ValueError for a name that the model does not have.
+    """
+
+    def __init__(self, model: "PreTrainedModel", files: Sequence[str], config: QuantizationConfig):
+        super().__init__(model)
+        self.files, self.config = files, config
+        self.absent, self.targets = config.absent, config.targets(model)
+        self._dense: list[tuple[Target, str]] = []  # parameters that are dequantised
+
+    def drop_float8(self, wanted: Mapping[str, Target]) -> None:
+        before = dict(self.targets)
+        super().drop_float8(wanted)
+        dropped = (before[name] for name in before.keys() - self.targets.keys())
+        self._dense = [(target, parameter) for target in dropped for parameter in target.formats]
+
+    def start(
+        self, wanted: Mapping[str, Target], report: QuantizationReport | None
+    ) -> QuantizationReport | None:
+        """Raises: ValueError for a tensor in the files whose shape or dtype differs from the model's."""
+        check_files(self.model, self.files)
+        super().start(wanted, report)
+        return report
+
+    def conversions(self, others: list) -> list:
+        """Reads MXFP4 blocks, as gpt-oss has them, as packed weights, and dequantises what is dense here."""
+        result = [*itertools.starmap(self._dequantized, self._dense), *self.streamed(others)]
+        if Format(mode="mxfp4") not in self.config.formats():
+            return result
+        return result + [
+            WeightConverter(f"{name}_blocks", f"{name}_packed", [packed_blocks()])
+            for name in ("gate_up_proj", "down_proj")
+        ]
+
+    def _dequantized(self, target: Target, parameter: str) -> NamedConverter:
+        """Converter of MXFP8 in our layout to a dense parameter, which a recipe may quantise."""
+        packed, scales, _ = (f"{target.name}.{part}" for part in quantized_names(parameter))
+        is_transposed = target.experts.is_transposed if target.kind == "experts" else target.is_transposed
+
+        def read(tensors: list[Tensor]) -> list[Tensor]:
+            values = dequantize(QuantizedWeight(tensors[0], tensors[1], None, _MXFP8))
+            return [values.mT if is_transposed else values]
+
+        operations = [Operation(read), Cast(), self.operation]
+        return NamedConverter([packed, scales], [f"{target.name}.{parameter}"], operations)

@@ -1,0 +1,3 @@
+#include "selective_scan.h"
+
+INSTANTIATE("selective_scan", selective_scan<MOE_DTYPE>)

@@ -1,1 +1,0 @@
-"""Quantised checkpoints: which weights, how they are read, quantised, saved and loaded."""
