@@ -80,6 +80,7 @@ class Following:
             step_of(self._rows, self._call, ids)
 
     def _new_rows(self, order: orders.NewRows) -> None:
+        """Begins an empty batch; with `defers`, layers that can do so defer updates of their states."""
         self._rows = BatchedCache(self._model, deferrable_layers(self._model) if order.defers else {})
 
     def _admit(self, order: orders.Admit) -> None:
