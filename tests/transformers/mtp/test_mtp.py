@@ -124,6 +124,7 @@ def test_only_accelerated_models_read_them_once(checkpoint, monkeypatch):
     assert type(restored) is MTPCandidateGenerator
 
 
+@pytest.mark.slow("three models")
 def test_what_transformers_own_generator_takes(checkpoint, monkeypatch):
     """An accelerated dense model, with the tokens of eager code; once it takes packed ones, ours can go."""
     cls, folder = checkpoint
