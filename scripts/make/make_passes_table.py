@@ -148,7 +148,7 @@ def reasons() -> dict[int, str]:
 
 
 def formula(passed: object) -> str:
-    """What a pass looks for and puts in, from its rows or its docstring."""
+    """Formula of a pass, from its rows or its docstring."""
     if not isinstance(passed, Fusion):
         return " ".join(str(inspect.getdoc(passed)).split("\n\n")[0].split()).rstrip(".")
     (old, new), *others = passed.rows
