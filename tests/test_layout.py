@@ -3,6 +3,7 @@
 import ast
 import functools
 import io
+import itertools
 import re
 import tokenize
 from collections import Counter
@@ -72,6 +73,30 @@ def test_families_are_known_by_themselves_alone():
             assert f"{name}.".startswith(f"{family}.") or not known, (name, room)
 
 
+def stated(begin: str) -> set[str]:
+    """Names in a table of the docstring of checkpoints/: file.name."""
+    text = ast.get_docstring(tree(PACKAGE / "checkpoints/__init__.py")).partition(begin)[2].strip("\n")
+    found, file = set(), ""
+    for line in itertools.takewhile(str.strip, text.splitlines()):
+        head, names = re.fullmatch(r"    (\S*) +(.+)", line).groups()
+        file = head or file
+        found |= {f"{file}.{name}" for name in re.findall(r"\w+", names)}
+    return found
+
+
+def test_what_passes_between_checkpoints_and_others_is_stated():
+    inside, rooms = "torch_moe_mps.checkpoints.", "torch_moe_mps.transformers."
+    passed = {True: set(), False: set()}
+    for path in PACKAGE.rglob("*.py"):
+        is_inside = path.is_relative_to(PACKAGE / "checkpoints")
+        start = rooms if is_inside else inside
+        names = {name.removeprefix(start) for name in imports(path, REPOSITORY) if name.startswith(start)}
+        passed[is_inside] |= {name for name in names if name.partition(".")[0] != "upstream"}
+    assert len(passed[True]) > 20 and len(passed[False]) > 40
+    assert stated("import these names alone:\n\n") == passed[False]
+    assert stated("beside `upstream/`:\n\n") == passed[True]
+
+
 WIRING = "transformers/wiring.py"  # the one module whose import fills tables of others
 
 
@@ -138,6 +163,12 @@ def test_no_test_imports_another():
     tests = {path for path in rooms.files() if path.name.startswith("test_")}
     for path, others in rooms.files().items():
         assert not others & tests, path
+
+
+def test_no_file_of_tests_is_long():
+    """At most 700 lines: what a file tests is in its name."""
+    lines = {path: len(path.read_text().splitlines()) for path in (REPOSITORY / "tests").rglob("*.py")}
+    assert len(lines) > 300 and not {path.name: count for path, count in lines.items() if count > 700}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""What the limit on a test's time counts, and that a test over it fails."""
+"""What the limit on a test's time counts, that a test over it fails, and the CPU seconds of a whole run."""
 
 import subprocess
 import sys
 import time
 
 import pytest
-from support import slow
+from support import cpu, slow
+from support.processes import forked
 
 BUSY = "import time\nstarted = time.process_time()\nwhile time.process_time() - started < 0.1: pass\n"
 
@@ -46,3 +47,26 @@ def test_a_test_over_the_limit_fails(request, monkeypatch, mark):
         monkeypatch.setattr(request.config.option, "slow_fails", False)
         with pytest.warns(pytest.PytestWarning, match=r"took 0\.\d CPU seconds"):
             assert call(3) == "result"
+
+
+def test_the_seconds_of_a_run_count_other_processes():
+    """Those that a test waits for, and forks of the server, which are nobody's children here."""
+    table = cpu.Table()
+    subprocess.run([sys.executable, "-S", "-c", BUSY], check=True)
+    waited, not_children = table.since_last()
+    assert waited >= 0.1 and not_children == 0
+    time.sleep(0.1)
+    assert table.since_last()[0] < 0.05
+    forked(BUSY)
+    waited, not_children = table.since_last()
+    assert waited >= not_children >= 0.1
+
+
+def test_a_table_of_seconds():
+    table = cpu.Table()
+    table.tests.update({"tests/a.py::test_b[1]": 2.0, "tests/a.py::test_c": 1.0, "tests/d.py::test_e": 2.5})
+    assert table.text(7.25).splitlines() == [
+        "7.2 in all", "",
+        "    3.00 tests/a.py", "    2.50 tests/d.py", "    1.75 imports and collection", "",
+        "    2.50 tests/d.py::test_e", "    2.00 tests/a.py::test_b[1]", "    1.00 tests/a.py::test_c",
+    ]  # fmt: skip

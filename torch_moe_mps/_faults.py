@@ -1,5 +1,6 @@
 """Device errors: synchronization that checks for GPU faults, and out-of-memory errors."""
 
+import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,6 +144,12 @@ def release_cache(device: torch.device | str = "mps") -> None:
     """
     if torch.device(device).type == "mps" and torch.backends.mps.is_available():
         (torch.mps.empty_cache if host_library() is None else torch.ops.moe_mps._release_cache)()
+
+
+def free(device: torch.device | str) -> None:
+    """Frees the memory of a model that is no longer referenced."""
+    gc.collect()
+    release_cache(device)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a layer runs for one new token, with transformers' experts implementations and captured in 4 bits.
+"""Operators of a layer for one new token, with transformers' experts implementations and captured in 4 bits.
 
 Of transformers: operators of aten that are no views, for experts "eager", "grouped_mm" (the default) and
 "batched_mm" (to which generate() changes the default on a GPU), in tiny models with the number of experts a

@@ -1,7 +1,7 @@
-"""Writes torch_moe_mps/transformers/graphs/README.md: the passes over a captured decode step, in their order.
+"""Writes torch_moe_mps/transformers/graphs/README.md: the passes over a captured decode step.
 
-Formulas and reasons are those of the code. What each pass saves is in tests/pinned/passes.txt. The word `measure`
-writes that first: a tiny model of each architecture captures a token in the simulator, in 4 bits.
+Formulas and reasons are those of the code. What each pass saves is in tests/pinned/passes.txt. The word
+`measure` writes that first: a tiny model of each architecture captures a token in the simulator, in 4 bits.
 """
 
 import ast
@@ -49,12 +49,12 @@ INTRODUCTION = """\
 `simplify` runs these passes, in this order, on the recorded operators of a decode step. The script
 scripts/make/make_passes_table.py writes this page from the code.
 
-- **formula**: what the pass looks for -> what takes its place. A name in capitals is a value, `X[S]` is X in the
-  shape S, `*A` are the remaining arguments (`Fusion` in fusion.py). Of several formulas the first is shown.
+- **formula**: what the pass looks for -> what takes its place. A name in capitals is a value, `X[S]` is X in
+  the shape S, `*A` are the remaining arguments (`Fusion` in fusion.py). Of several formulas the first stands.
 - **why here**: the comment in `PASSES` in passes/, or the pass beside which a family puts its own.
-- **saves**: launching operators that a token of a tiny model in 4 bits no longer calls: how many architectures
-  save any, and the one that saves most. A pass that saves none brings values into the form that a later pass
-  looks for.
+- **saves**: launching operators that a token of a tiny model in 4 bits no longer calls: how many models have
+  less of them, and the one that saves most. A pass that saves none brings values into the form that a later
+  pass looks for.
 
 | | pass | formula | why here | saves |
 | --- | --- | --- | --- | --- |
@@ -148,7 +148,7 @@ def reasons() -> dict[int, str]:
 
 
 def formula(passed: object) -> str:
-    """What a pass looks for and puts in, from its rows or its docstring."""
+    """Formula of a pass, from its rows or its docstring."""
     if not isinstance(passed, Fusion):
         return " ".join(str(inspect.getdoc(passed)).split("\n\n")[0].split()).rstrip(".")
     (old, new), *others = passed.rows
@@ -158,7 +158,7 @@ def formula(passed: object) -> str:
 def savings(saved: dict[str, int]) -> str:
     if not saved:
         return "-"
-    most = max(saved, key=lambda name: (saved[name], name))
+    most = min(saved, key=lambda name: (-saved[name], name))
     if len(saved) <= NAMED:
         return ", ".join(f"{name} {count}" for name, count in saved.items())
     return f"{len(saved)} architectures, {most} {saved[most]}"

@@ -1,5 +1,6 @@
 """GGUF files: packed, with the file's values."""
 
+import itertools
 import os
 
 import numpy as np
@@ -138,20 +139,29 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
             assert np.array_equal(known, learned), name
 
 
-def test_orders_of_rows_are_learned_once_for_a_class(tmp_path, monkeypatch):
+def test_orders_of_rows_are_learned_once_for_a_class(monkeypatch):
     """A second file runs none of transformers' code, but one with other heads, whose shapes are the same."""
     learned, learn = [], gguf_file.GgufFile.learned_order
     monkeypatch.setattr(gguf_file, "_ORDERS", {})
     monkeypatch.setattr(
         gguf_file.GgufFile, "learned_order", lambda file, name: learned.append(name) or learn(file, name)
     )
-    stored, keys, matrices, _ = of_architecture("llama", "q8_0")
-    four = {"attention.head_count": 4, "attention.head_count_kv": 4, "rope.dimension_count": 16}
+    stored, _, matrices, model = of_architecture("llama", "f32")
+    tensors = [
+        gguf_file.GgufTensor(name, "F32", shape, np.empty((*shape[:-1], 4 * shape[-1]), np.uint8))
+        for name, (shape, _) in matrices.items()
+    ]
+    monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
     runs = []
-    for number, changed in enumerate(({}, {}, four)):
-        path = write(tmp_path / f"{number}.gguf", stored, keys | changed, matrices)
-        expected, found = logits(dense(path)), logits(load(path))
-        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    for heads in (2, 2, 4):
+        model.config.num_attention_heads = model.config.num_key_value_heads = heads
+        file = gguf_file.GgufFile("model.gguf", model)
+        found = {name: file.order(name) for name in file.parts}
+        # llama.cpp has the two numbers that a rotation turns beside each other in each head
+        expected = np.arange(64).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
+        for layer, part in itertools.product(range(2), "qk"):
+            name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
+            assert np.array_equal(found[name].rows, expected)
         runs.append(learned.copy())
         learned.clear()
     assert len(runs[0]) == len({*map(any_layer, runs[0])}) > 5

@@ -5,19 +5,17 @@ import shutil
 
 import pytest
 import torch
-from support.processes import REPOSITORY, python
+from support.processes import REPOSITORY, forked
 
 from torch_moe_mps._extension import SHADERS
 
 # rms_norm of ones in each dtype, from these shaders.
 RUN = """
     import json, sys
-    from pathlib import Path
     import torch
-    from torch_moe_mps import _extension
     from support.simulated import install
-    _extension.SHADERS = Path(sys.argv[1])
     install()
+    torch.ops.moe_mps._set_shader_directory(sys.argv[1])
     ones = [torch.ones(1, 64, dtype=getattr(torch, name)).to("mps") for name in sys.argv[2:]]
     print(json.dumps([torch.ops.moe_mps.rms_norm(x, x[0], 0.0)[0, 0].item() for x in ones]))
 """
@@ -38,7 +36,7 @@ def shaders(tmp_path):
 
 
 def results(shaders, *dtypes: str, **variables: str) -> list[float]:
-    return json.loads(python(RUN, str(shaders), *dtypes, **variables).splitlines()[-1])
+    return json.loads(forked(RUN, str(shaders), *dtypes, **variables).splitlines()[-1])
 
 
 def test_they_are_taken_for_their_source_alone(simulated, shaders):
@@ -71,7 +69,7 @@ BOUND = """
 
 def test_so_many_libraries_are_kept(simulated):
     """The oldest is released; its kernels go on, and for another one it is built again."""
-    values, kept, again, has_kernels, *built = json.loads(python(BOUND).splitlines()[-1])
+    values, kept, again, has_kernels, *built = json.loads(forked(BOUND).splitlines()[-1])
     assert values == [2, 2, 2] and {*kept} == {"norms_bf16", "norms_f16"}
     assert again == [2, False] and has_kernels and built == [True, False]
 

@@ -78,7 +78,7 @@ def test_a_few(device, name, request):
     drawn = calls(name, faults=(0, 0, 0, 1))
     if name not in calls_to_check.ON_IDS:
         drawn = drawn.filter(runs_in_float32)
-    run(name, device, request, 5, drawn, derandomize=True)
+    run(name, device, request, 3, drawn, derandomize=True)
 
 
 @pytest.mark.on("mps")
@@ -166,7 +166,8 @@ def test_references_in_calls_of_the_self_check(name):
 
 QUANTIZED = [name for name in OPERATORS if "format" in calls_to_check.names_of(name)]
 # Operators share how a format is read: each runs in one of a few, and in the others in the sweep.
-TURNS = {*zip(QUANTIZED, itertools.cycle(ALWAYS), strict=False), ("expert_qmm", "iq2_xs")}
+# Experts in a small format: a layer of them has four matrices.
+TURNS = {*zip(QUANTIZED, itertools.cycle((*ALWAYS[1:], ALWAYS[0])), strict=False), ("expert_qmm", "iq2_xs")}
 OF_FORMATS = itertools.product(QUANTIZED, EVERY_FORMAT)
 
 

@@ -457,9 +457,8 @@ def test_events_beat_a_drained_queue(simulated):
         assert 0.94 < events < 1 and drained < 0.93 * events, case
 
 
-@pytest.mark.slow("a process of its own, which loads torch and the simulator")
 def test_a_process_ends_while_a_disk_is_silent(simulated):
-    printed = processes.python(
+    printed = processes.forked(
         """
         import threading, torch
         from support.simulated import install

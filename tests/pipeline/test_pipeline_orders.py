@@ -12,7 +12,7 @@ from torch_moe_mps.pipeline.peers import Peers, Timeouts
 
 
 def test_each_order_has_a_handler_of_its_type():
-    assert HANDLERS.keys() | {orders.End} == {*orders.Order.kinds.values()}
+    assert HANDLERS.keys() | {orders.End} == {*orders.CacheOrder.kinds.values()}
     for kind, handler in HANDLERS.items():
         assert typing.get_type_hints(handler) == {"order": kind, "return": type(None)}
 
@@ -24,7 +24,7 @@ def test_orders_arrive_as_they_were_sent():
         orders.Begin({"input_ids": ids, "pixel_values": pixels}, 3, [1, 3], None, 0, True),
         orders.Keep(3, 2, [7, 8], False, []),
         orders.Step(ids[0]),
-        orders.Hold(),
+        orders.HoldStates(),
         orders.End(),
     ]
     message = orders.encode(sent)

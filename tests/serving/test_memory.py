@@ -224,7 +224,7 @@ def test_new_answers_wait_where_it_is_out_of_memory():
 
 
 def test_a_context_is_no_longer_than_memory(monkeypatch, tmp_path, capsys):
-    """Of the 256 tokens that the model reads; the line at the door is one that agents know."""
+    """Of the 256 tokens that the model reads; the line that refuses more is one that agents know."""
     checkpoint = serving.printable_checkpoint(tmp_path / "model")
     model = serving.quantised(checkpoint)
     token = model.config.num_hidden_layers * 2 * model.config.num_key_value_heads * 32 * 4  # bytes

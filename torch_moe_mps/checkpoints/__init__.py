@@ -1,4 +1,53 @@
-"""Quantised checkpoints: which weights, how they are read, quantised, saved and loaded."""
+"""Quantised checkpoints: which weights, how they are read, quantised, saved and loaded.
 
-# First: any import of a room of transformers/ registers it as a whole, which reads files of this folder.
+Other parts of the package import these names alone:
+
+    absent               around_text, beside_text, leave_out
+    activations          chosen, load_in_best, range_of
+    calibration          importance_for, SAMPLE
+    cutting              cutting, is_cutting, loading_class
+    gguf.file            check_file, GGUF_ARCHITECTURES
+    layouts.files        check_files, checkpoint_files, LARGEST, progress_file, sample_of, Shards
+    mlx.names            check_architecture
+    mlx.older_keys       with_older_keys
+    mlx.writing          save_mlx, sizes_in_mlx
+    mtp                  bytes_of_mtp, config_of_mtp, converted_mtp, empty_mtp, has_mtp, left_out_mtp, MTP,
+                         note_folder, planned_mtp, read_mtp, recipe_of_last_layer, require_mtp
+    on_disk              DiskPlan, planned, reading_beside_the_disk
+    own.config           QuantizationConfig
+    quantize.decision    weights_of
+    quantize.importance  collect_importance, given_importance, Importance, is_file_of_importance,
+                         read_importance
+    quantize.in_place    keep_when_saving, LOADED, quantize_model
+    quantize.recipe      ARGUMENTS, AUTO, fits, Recipe, recipe_of, requested_recipe, SAME
+    quantize.sizes       bytes_a_token, large_tables, prompt_bytes, quantized_sizes, room_for_experts,
+                         top_k, total_bytes
+    quantize.streaming   one_by_one, threads_crash
+    quantize.target      quantizable, Target
+    quantizer            layout_of, Quantizer, register
+    source               NO_MODEL, read_tokenizer, Source
+    write.parts          Parts
+    write.plan           LoadPlan, planned
+    write.saving         restore_saving, save_parts
+
+It imports these from the rooms of transformers/, beside `upstream/`:
+
+    basics.interface         codes_of, Experts, experts_of, formats_of, is_quantized, ON_DISK, projections,
+                             weights_in
+    basics.logits            watch
+    basics.report            aligned, any_layer, in_unit, QuantizationReport, QuantizedProjection
+    basics.scoped            having
+    basics.state             made_as, original_class, restore_class, state_in, state_of, subclass
+    families                 GgufArchitecture
+    graphs.patterns          match
+    modules.experts          activated_rows, is_interleaved, NAME, pinned_config, unsupported
+    modules.experts_on_disk  give_weights, keep_whole, OnDisk, put_on_disk, put_table_on_disk, turned
+    modules.linears          as_codes, formats_in, GroupedLinear, has_quantized_weights, OrderedLinear,
+                             QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+    modules.traced           Input, path_of, trace
+    trials.comparing         agrees, on_the_cpu, tried
+    trials.replicas          bare_replica
+"""
+
+# First: importing any room of transformers/ registers all of it, which imports files of this folder.
 from ..transformers import upstream as _upstream  # noqa: F401

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._faults import free
 from ..transformers.basics.logits import watch
 from .calibration import AUTO, text_for, tokens_of_text
 from .own.config import is_ours
-from .quantize.weights import free
 from .source import Source
 
 MARGIN = 2
@@ -150,8 +150,9 @@ def _looked_at(model: nn.Module) -> Iterator[list[Tensor]]:
     """
     seen: list[Tensor] = []
 
-    def look(module: nn.Module, given: Any, result: Any) -> None:
-        for value in (*given, *(result if isinstance(result, tuple) else (result,))):
+    def look(module: nn.Module, inputs: Any, result: Any) -> None:
+        """Adds the largest magnitude of each floating-point tensor that enters or leaves the module."""
+        for value in (*inputs, *(result if isinstance(result, tuple) else (result,))):
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
                 seen.append(value.abs().amax().float())
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._faults import free
 from ..macs import machine_memory
 from ..ops._checks import Check
 from .quantize.importance import (
@@ -16,7 +17,6 @@ from .quantize.importance import (
     is_file_of_importance,
 )
 from .quantize.sizes import total_bytes
-from .quantize.weights import free
 from .source import Source, read_tokenizer
 
 AUTO = "auto"
@@ -31,7 +31,7 @@ _CHECK = Check("importance")
 
 def importance_for(
     function: str,
-    given: Importance | str | os.PathLike,
+    importance: Importance | str | os.PathLike,
     source: Source,
     load: Callable[[bool], Any],
 ) -> Importance:
@@ -44,12 +44,12 @@ def importance_for(
 
     Raises: what `read_importance` and `collect_importance` do, and ValueError for a text that is no UTF-8.
     """
-    is_text = isinstance(given, str | os.PathLike) and not is_file_of_importance(Path(given))
+    is_text = isinstance(importance, str | os.PathLike) and not is_file_of_importance(Path(importance))
     if not is_text:
-        result = given_importance(function, given, True)
+        result = given_importance(function, importance, True)
         assert result is not None
         return result
-    name = str(given)
+    name = str(importance)
     text = text_for(name)
     ids = tokens_of_text(source, text, TOKENS)
     model = load(is_read_as_it_is(source))

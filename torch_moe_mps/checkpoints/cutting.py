@@ -35,6 +35,7 @@ def loading_class(cls: Any) -> Any:
     """
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
+        """`_load_pretrained_model` of the class, after the cut and with the state of a GGUF file."""
         model.__class__ = cls
         cut, complete, quantizer = _CUT.get(), None, load_config.hf_quantizer
         if cut is not None:

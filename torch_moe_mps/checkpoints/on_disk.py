@@ -81,13 +81,14 @@ def _write_file(
     recipe: Mapping[str, Any] | None,
     layers: list[Layer],
 ) -> None:
-    own: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
-    own["trust_remote_code"] = source.others.get("trust_remote_code") or False
+    """Writes the file of experts, a layer at a time, as `from_pretrained` would load them."""
+    options: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
+    options["trust_remote_code"] = source.others.get("trust_remote_code") or False
     model_class = source.cls if isinstance(source.cls, type) else None
     checkpoint = files[0] if source.gguf is not None else source.folder
     with (
         written(path, key, layers, files) as new,
-        Parts(checkpoint, model_class=model_class, recipe=recipe, **own) as parts,
+        Parts(checkpoint, model_class=model_class, recipe=recipe, **options) as parts,
     ):
         for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
             name = layers[number].name
@@ -339,8 +340,8 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ..
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The tensors [experts, ...] of an experts module."""
-    own = {**module._parameters, **module._buffers}
-    tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
+    named = {**module._parameters, **module._buffers}
+    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
     count = next(len(tensor) for tensor in tensors.values() if tensor.dim() == 3)
     return {name: tensor for name, tensor in tensors.items() if tensor.dim() and len(tensor) == count}
 
@@ -356,6 +357,7 @@ def reading_beside_the_disk(
     names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
 
     def cut(model: Any, device: torch.device) -> Callable[[], None]:
+        """Takes what stays on the disk out of a model. Returns: what puts slots in its place."""
         for name in names:
             _put(model, name, nn.Module())
         ignored = {rf"^{re.escape(name)}\." for name in names}

@@ -108,6 +108,7 @@ class Quantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        """Chooses the layout of the checkpoint and what is quantised, before any weight is read."""
         _keep_float32(model)
         config = self.quantization_config
         if not self.pre_quantized:
@@ -146,6 +147,7 @@ class Quantizer(HfQuantizer):
             self._start(model)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        """True for a dense weight that is quantised once it is read."""
         wanted = self.layout.wanted if isinstance(self.layout, DenseLayout) else {}
         return not self.pre_quantized and param_name in wanted
 
@@ -154,6 +156,7 @@ class Quantizer(HfQuantizer):
         return self.layout.operation
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
+        """Installs the quantised weights and moves the model to its device."""
         vars(model).pop("_get_dtype_plan", None)
         _check_no_offloading(getattr(model, "hf_device_map", None))
         self.place(model)

@@ -43,14 +43,14 @@ def rows_of(
     if found.keys() != wanted:
         return None
     result: list[dict[str, StoredTensor]] = [{} for _ in layers]
-    for layer, own in zip(layers, result, strict=True):
+    for layer, of_layer in zip(layers, result, strict=True):
         for (name, (dtype, _)), size in zip(layer.tensors.items(), layer.sizes, strict=True):
             rows = _rows(found[f"{layer.name}.{name}"], size)
             if rows is None or sum(part.rows for part in rows.parts) != layer.experts:
                 return None
             if not _is_read_as(rows.dtype, dtype_of(dtype)):
                 return None
-            own[name] = rows
+            of_layer[name] = rows
     return result
 
 
@@ -81,8 +81,8 @@ def _found(
                 changed.add(name)
             parts[name].append((key, file, places[key]))
     return {
-        name: [(file, place) for _, file, place in sorted(own, key=lambda part: dot_natural_key(part[0]))]
-        for name, own in parts.items()
+        name: [(file, place) for _, file, place in sorted(entries, key=lambda part: dot_natural_key(part[0]))]
+        for name, entries in parts.items()
         if name not in changed
     }
 
@@ -98,8 +98,8 @@ def _rows(parts: Sequence[tuple[str, TensorPlace]], size: int) -> StoredTensor |
     dtypes = {place.dtype for _, place in parts}
     if len(dtypes) > 1 or not dtypes <= _DTYPES.keys() or any(place.size % size for _, place in parts):
         return None
-    own = [FileRows(file, place.offset, place.size // size) for file, place in parts]
-    return StoredTensor(own, _DTYPES[dtypes.pop()])
+    file_rows = [FileRows(file, place.offset, place.size // size) for file, place in parts]
+    return StoredTensor(file_rows, _DTYPES[dtypes.pop()])
 
 
 def _is_read_as(stored: torch.dtype, wanted: torch.dtype) -> bool:

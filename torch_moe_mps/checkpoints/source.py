@@ -261,9 +261,9 @@ def class_for(config: PreTrainedConfig) -> Any:
     raise ValueError(f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}")
 
 
-def _config_class(name: str, given: Mapping[str, Any]) -> Any:
+def _config_class(name: str, arguments: Mapping[str, Any]) -> Any:
     """AutoConfig, or the config class for a model type that only mlx-lm knows."""
-    where = {key: value for key, value in given.items() if key in _FOR_BOTH}
+    where = {key: value for key, value in arguments.items() if key in _FOR_BOTH}
     stored, _ = PreTrainedConfig.get_config_dict(name, **where)
     if not isinstance(stored, dict):
         got = type(stored).__name__

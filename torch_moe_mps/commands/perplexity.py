@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._faults import synchronize
+from .._faults import free, synchronize
 from .._progress import with_progress
 from ..checkpoints.calibration import SAMPLE
-from ..checkpoints.quantize.weights import free
 from ..ops.attention import CACHE_BITS
 from ..transformers.basics.logits import wide_logits
 from ..transformers.basics.report import aligned

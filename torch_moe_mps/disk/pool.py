@@ -231,18 +231,18 @@ class ExpertPool:
         together = max(1, min(PIECE // sum(self.about.sizes), -(-len(into) // DEPTH)))
         readings = []
         for first in range(0, len(into), together):
-            own = dict(into[first : first + together])
-            views = {expert: self._views[slot] for expert, slot in own.items()}
-            readings.append((own, ExpertRead(self.reader, self.layer, views)))
+            slots = dict(into[first : first + together])
+            views = {expert: self._views[slot] for expert, slot in slots.items()}
+            readings.append((slots, ExpertRead(self.reader, self.layer, views)))
         errors = []
-        for own, reading in readings:
+        for slots, reading in readings:
             try:
                 reading.finish(patience)
             except Exception as error:  # reads go on behind it
                 errors.append(error)
-                self._free_behind(reading.reads, [*own.values()])
+                self._free_behind(reading.reads, [*slots.values()])
             else:
-                self._slots.update(own)
+                self._slots.update(slots)
         note_written(self.tensors.values())
         if errors:
             raise errors[0]
@@ -262,8 +262,8 @@ class ExpertPool:
         """Copies an expert that is in a slot; its lock is held. Returns: False for any other expert."""
         slot = self._slots.get(expert)
         if slot is not None:
-            for to, own in zip(views, self._views[slot], strict=True):
-                to[:] = own
+            for to, source in zip(views, self._views[slot], strict=True):
+                to[:] = source
         return slot is not None
 
 

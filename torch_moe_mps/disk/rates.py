@@ -42,8 +42,8 @@ def rates(read: int = 512 << 20) -> dict[str, Any]:
             cache(file.fileno(), is_cached)
             rows = result[way] = {}
             for depth in DEPTHS:
-                own, places = places[: read // PIECE], places[read // PIECE :]
-                rows[depth] = round(_rate(file.fileno(), own, depth) / 1e9, 2)
+                chunk, places = places[: read // PIECE], places[read // PIECE :]
+                rows[depth] = round(_rate(file.fileno(), chunk, depth) / 1e9, 2)
     if F_NOCACHE in ways:
         remember_faster(NO_CACHE, result[F_NOCACHE][DEPTH] > CLEARLY * result[PAGE_CACHE][DEPTH])
     return result
@@ -52,9 +52,9 @@ def rates(read: int = 512 << 20) -> dict[str, Any]:
 def _rate(file: int, places: Sequence[int], depth: int) -> float:
     """Bytes a second of reads, `depth` of them at once."""
 
-    def read(own: Sequence[int]) -> None:
+    def read(chunk: Sequence[int]) -> None:
         memory = bytearray(PIECE)
-        for place in own:
+        for place in chunk:
             os.preadv(file, [memory], place * PIECE)
 
     with ThreadPoolExecutor(depth) as threads:

@@ -56,9 +56,10 @@ class StoredExperts:
     ):
         self.path, self.layers = path, list(layers)
         self._tensors = [
-            [own[name] for name in layer.tensors] for layer, own in zip(layers, tensors, strict=True)
+            [of_layer[name] for name in layer.tensors]
+            for layer, of_layer in zip(layers, tensors, strict=True)
         ]
-        names = {part.path for own in self._tensors for rows in own for part in rows.parts}
+        names = {part.path for of_layer in self._tensors for rows in of_layer for part in rows.parts}
         self._files = {name: opened(name) for name in sorted(names)}
         for file in self._files.values():
             weakref.finalize(self, os.close, file)
@@ -72,15 +73,15 @@ class StoredExperts:
             if begin >= size or not rest:
                 begin -= size
                 continue
-            own, room = [], size - begin
+            wanted, room = [], size - begin
             while rest and room:
-                own.append(rest[0][:room])
-                room -= len(own[-1])
-                rest[0] = rest[0][len(own[-1]) :]
+                wanted.append(rest[0][:room])
+                room -= len(wanted[-1])
+                rest[0] = rest[0][len(wanted[-1]) :]
                 if not len(rest[0]):
                     del rest[0]
             part, row = rows.place(expert)
-            if not fill(self._files[part.path], own, part.offset + row * size + begin):
+            if not fill(self._files[part.path], wanted, part.offset + row * size + begin):
                 raise ValueError(f"{part.path} is truncated")
             begin = 0
 

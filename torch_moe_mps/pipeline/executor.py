@@ -37,14 +37,14 @@ class Leader(Beside):
     """
 
     def __init__(self, running: Running):
-        self.running, self._orders = running, list[orders.Order]()
+        self.running, self._orders = running, list[orders.CacheOrder]()
         self._numbers: weakref.WeakKeyDictionary[Prefill, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count(1)
         layers = len(running.stage.own)
         self.room = min(part["free"] * layers // part["layers"] for part in running.parts)
         _LEADERS.append(self)
 
-    def queue(self, order: orders.Order) -> None:
+    def queue(self, order: orders.CacheOrder) -> None:
         """Queues an order, which is sent with the next call."""
         self._orders.append(order)
 
@@ -141,7 +141,7 @@ class LeadingRows(BatchedCache):
 
     def alone(self, row: int) -> Any:
         copy = super().alone(row)
-        self._leader.queue(orders.Alone(row))
+        self._leader.queue(orders.CopyRow(row))
         return copy
 
     def reserve(self, tokens: int) -> None:
@@ -152,7 +152,7 @@ class LeadingRows(BatchedCache):
     def hold(self) -> None:
         if self._has_states:  # else those of others are held
             super().hold()
-        self._leader.queue(orders.Hold())
+        self._leader.queue(orders.HoldStates())
 
     def take_back(self, tokens: Any) -> None:
         super().take_back(tokens)
@@ -185,7 +185,7 @@ class PipelineExecutor(Executor):
         tokens = ids.cpu().reshape(-1)
         if isinstance(group, Single):
             number = self._leader.number(group.prefill)
-            self._leader.queue(orders.Single(tokens, number, group.lengths[0]))
+            self._leader.queue(orders.StepSingle(tokens, number, group.lengths[0]))
         else:
             self._leader.queue(orders.Step(tokens))
         with self._leader.calling():

@@ -43,7 +43,7 @@ class Following:
             peers.failed(error)
             raise
 
-    def _do(self, message: Iterable[orders.Order]) -> bool:
+    def _do(self, message: Iterable[orders.CacheOrder]) -> bool:
         """Executes the orders of a message. Returns: False once the first process releases this one."""
         for order in message:
             if isinstance(order, orders.End):
@@ -70,7 +70,7 @@ class Following:
         with self._running.without_logits():
             self._prefills[order.number].compute(self._call, order.tokens)
 
-    def _single(self, order: orders.Single) -> None:
+    def _single(self, order: orders.StepSingle) -> None:
         with self._running.without_logits():
             self._prefills[order.number].decode(self._call, order.ids[None], order.start)
 
@@ -80,6 +80,7 @@ class Following:
             step_of(self._rows, self._call, ids)
 
     def _new_rows(self, order: orders.NewRows) -> None:
+        """Begins an empty batch; with `defers`, layers that can do so defer updates of their states."""
         self._rows = BatchedCache(self._model, deferrable_layers(self._model) if order.defers else {})
 
     def _admit(self, order: orders.Admit) -> None:
@@ -98,13 +99,13 @@ class Following:
     def _finish(self, order: orders.Finish) -> None:
         self._rows.finish(order.row)
 
-    def _alone(self, order: orders.Alone) -> None:
+    def _alone(self, order: orders.CopyRow) -> None:
         self._copy = self._rows.alone(order.row)
 
     def _reserve(self, order: orders.Reserve) -> None:
         self._rows.reserve(order.count)
 
-    def _hold(self, order: orders.Hold) -> None:
+    def _hold(self, order: orders.HoldStates) -> None:
         if self._rows.are_states:  # else their update is deferred, and taken back so
             self._rows.hold()
 
@@ -127,19 +128,19 @@ class Following:
         self._prefix_cache.kept = [each for each in self._prefix_cache.kept if each.number in held]
 
 
-# What each kind of order runs; `End` ends the loop.
-HANDLERS: dict[type[orders.Order], Callable[[Following, Any], None]] = {
+# The handler of each kind of order; `End` ends the loop.
+HANDLERS: dict[type[orders.CacheOrder], Callable[[Following, Any], None]] = {
     orders.Begin: Following._begin,
     orders.Chunk: Following._chunk,
-    orders.Single: Following._single,
+    orders.StepSingle: Following._single,
     orders.Step: Following._step,
     orders.NewRows: Following._new_rows,
     orders.Admit: Following._admit,
     orders.Unadmit: Following._unadmit,
     orders.Finish: Following._finish,
-    orders.Alone: Following._alone,
+    orders.CopyRow: Following._alone,
     orders.Reserve: Following._reserve,
-    orders.Hold: Following._hold,
+    orders.HoldStates: Following._hold,
     orders.TakeBack: Following._take_back,
     orders.Keep: Following._keep,
 }

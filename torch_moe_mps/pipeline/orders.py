@@ -12,17 +12,17 @@ _TENSOR = "tensor"  # stands for a tensor in the text, with its number in the me
 
 
 @dataclass
-class Order:
+class CacheOrder:
     """One order; its fields are numbers, texts, lists of them, and tensors on the CPU."""
 
-    kinds: ClassVar[dict[str, type["Order"]]] = {}
+    kinds: ClassVar[dict[str, type["CacheOrder"]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Order.kinds[cls.__name__] = cls
+        CacheOrder.kinds[cls.__name__] = cls
 
 
 @dataclass
-class Begin(Order):
+class Begin(CacheOrder):
     """A new prefill.
 
     Attributes:
@@ -43,7 +43,7 @@ class Begin(Order):
 
 
 @dataclass
-class Chunk(Order):
+class Chunk(CacheOrder):
     """The next chunk of a prefill, of so many tokens."""
 
     number: int
@@ -51,7 +51,7 @@ class Chunk(Order):
 
 
 @dataclass
-class Single(Order):
+class StepSingle(CacheOrder):
     """A step of one sequence that is not batched: tokens [T] of a prefill, from position `start` on."""
 
     ids: Tensor
@@ -60,75 +60,75 @@ class Single(Order):
 
 
 @dataclass
-class Step(Order):
+class Step(CacheOrder):
     """A step of all rows, with their tokens [B * T]."""
 
     ids: Tensor
 
 
 @dataclass
-class NewRows(Order):
+class NewRows(CacheOrder):
     """An empty batch; with `defers` its layers defer state updates."""
 
     defers: bool
 
 
 @dataclass
-class Admit(Order):
+class Admit(CacheOrder):
     """A row for a prefill. The others reply."""
 
     number: int
 
 
 @dataclass
-class Unadmit(Order):
+class Unadmit(CacheOrder):
     """Removal of the row behind `rows` others, where it was admitted."""
 
     rows: int
 
 
 @dataclass
-class Finish(Order):
+class Finish(CacheOrder):
     """Removal of a row."""
 
     row: int
 
 
 @dataclass
-class Alone(Order):
+class CopyRow(CacheOrder):
     """A copy of a row's cache, which the next `Keep` may take."""
 
     row: int
 
 
 @dataclass
-class Reserve(Order):
+class Reserve(CacheOrder):
     """Capacity for so many further tokens of each row."""
 
     count: int
 
 
 @dataclass
-class Hold(Order):
+class HoldStates(CacheOrder):
     """A copy of the states in front of a verification step."""
 
 
 @dataclass
-class TakeBack(Order):
+class TakeBack(CacheOrder):
     """Removal of the last tokens of each row: so many."""
 
     counts: list[int]
 
 
 @dataclass
-class Keep(Order):
+class Keep(CacheOrder):
     """A cached prefix.
 
     Attributes:
         number: of the prefill that it belongs to.
         kept: the number of the prefix.
         more: its tokens behind the prompt; None for the prompt's own prefix.
-        is_copy: True if its cache is the copy of `Alone`.
+        is_copy: True if its cache is the copy of `CopyRow`.
         held: numbers of the prefixes that are cached then.
     """
 
@@ -140,11 +140,11 @@ class Keep(Order):
 
 
 @dataclass
-class End(Order):
+class End(CacheOrder):
     """No further orders."""
 
 
-def encode(orders: Iterable[Order]) -> list[Tensor]:
+def encode(orders: Iterable[CacheOrder]) -> list[Tensor]:
     """A message with orders: their text, then their tensors."""
     tensors = list[Tensor]()
 
@@ -163,7 +163,7 @@ def encode(orders: Iterable[Order]) -> list[Tensor]:
     return [as_bytes(texts), *tensors]
 
 
-def decode(message: Sequence[Tensor | None]) -> list[Order]:
+def decode(message: Sequence[Tensor | None]) -> list[CacheOrder]:
     """The orders of a message that `encode` made."""
 
     def actual(value: Any) -> Any:
@@ -175,6 +175,6 @@ def decode(message: Sequence[Tensor | None]) -> list[Order]:
         return {name: actual(item) for name, item in value.items()}
 
     return [
-        Order.kinds[kind](**{name: actual(value) for name, value in values.items()})
+        CacheOrder.kinds[kind](**{name: actual(value) for name, value in values.items()})
         for kind, values in from_bytes(message[0])
     ]

@@ -331,7 +331,7 @@ def _quantized_columns(s: Sample, least: int) -> int:
 
 
 def _deep(s: Sample) -> list[tuple[int, int]]:
-    """Tokens and columns of quantised weights, of each path of a matmul."""
+    """(tokens, columns of quantised weights) for each path of a matmul: one token, a few, and tiles."""
     return [(n, _quantized_columns(s, least)) for n, least in ((1, OFFSET), (9, OFFSET), (40, 2048))]
 
 

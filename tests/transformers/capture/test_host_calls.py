@@ -101,7 +101,6 @@ def test_of_a_layer(simulated):
 
 # What a captured token of `generate` runs in Python: a batch with padding, whose tokens are sampled.
 FILES = {
-    "ops/_registry.py",  # the operator that samples
     "transformers/attention/causal_mask.py",  # the padding of the next mask
     "transformers/basics/tensors.py",  # known of the mask before
     "transformers/capture/classes.py",
@@ -110,6 +109,7 @@ FILES = {
     "transformers/capture/match.py",
     "transformers/capture/replay.py",
     "transformers/capture/surroundings.py",
+    "transformers/modules/lazy_scores.py",
     "transformers/modules/sampling.py",
 }
 

@@ -200,8 +200,8 @@ def test_calls_that_are_left_alone():
         talk.tokens(1)
     assert "mode" in captures.reason
     assert ran == [1]
-    talk.tokens(1)
-    assert ran == [1, 1]
+    Conversation(model).tokens(1)  # the layers of the other one have buffers of several sizes now
+    assert ran == [1, 1] and captures.reason is None
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,10 +207,11 @@ class _Converted:
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from ...transformers.upstream.weights import get_gguf_conversion_mapping
 
-        own = GGUF_ARCHITECTURES.get(architecture)
-        conversions = functools.partial(get_gguf_conversion_mapping, architecture)
+        conversions: Callable[[Any], list[Any]] = functools.partial(get_gguf_conversion_mapping, architecture)
+        if (by_us := GGUF_ARCHITECTURES.get(architecture)) is not None:
+            conversions = by_us.conversions
         with torch.device("cpu"):  # the model is made on the meta device
-            mapping = (conversions if own is None else own.conversions)(model.config)
+            mapping = conversions(model.config)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._of = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -225,10 +226,11 @@ class _Converted:
         return [name] if name in self._parameters else ()
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
+        """A parameter made of the values of its tensors, or of row numbers in place of two columns."""
         pattern = self._patterns[name]
         if pattern is None:
-            ((_, own),) = values
-            return torch.from_numpy(np.array(own))
+            ((_, array),) = values
+            return torch.from_numpy(np.array(array))
         converter = copy.deepcopy(self._of[pattern])
         of_rows = values[0][1].shape[-1] != values[0][0].shape[-1]  # they stand for rows
         converter.operations = [
@@ -241,11 +243,12 @@ class _Converted:
             assert source is not None
             converter.add_tensor(name, tensor.name, source, torch.from_numpy(np.array(item)))
         if not converter.operations:
-            ((_, own),) = values
-            return torch.from_numpy(np.array(own))
+            ((_, array),) = values
+            return torch.from_numpy(np.array(array))
         return converter.convert(name)[name]
 
     def inputs(self, name: str) -> Tensor | None:
+        """Order of the inputs of a weight whose columns transformers moves; None for all, in order."""
         pattern = self._patterns[name]
         operations = [] if pattern is None else self._of[pattern].operations
         moved = [
@@ -255,6 +258,7 @@ class _Converted:
 
 
 def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
+    """The loader of transformers that reads an architecture; the second where it or a family of ours can."""
     from ...transformers.upstream.weights import is_gguf_arch_supported
 
     converts = architecture in GGUF_ARCHITECTURES or is_gguf_arch_supported(architecture)
@@ -311,15 +315,15 @@ class GgufWeight:
         out = np.empty((len(wanted), self.tensors[0].data.shape[-1]), np.uint8)
         first = 0
         for tensor in self.tensors:
-            own = (wanted >= first) & (wanted < first + tensor.rows)
-            out[own] = tensor.data.reshape(tensor.rows, -1)[wanted[own] - first]
+            in_tensor = (wanted >= first) & (wanted < first + tensor.rows)
+            out[in_tensor] = tensor.data.reshape(tensor.rows, -1)[wanted[in_tensor] - first]
             first += tensor.rows
         if self._blocks is not None:
             out = out.reshape(len(out), len(self._blocks), -1)[:, self._blocks].reshape(out.shape)
         return torch.from_numpy(out)
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """Indices of a file's rows that make up a parameter; `is_turned`: its last dimensions are transposed."""
 
     rows: Tensor
@@ -327,7 +331,7 @@ class Order(NamedTuple):
 
 
 # {what decides it: the order of a parameter}, of all files that this process has read
-_ORDERS: dict[Hashable, Order | None] = {}
+_ORDERS: dict[Hashable, RowOrder | None] = {}
 
 
 def _config_of_class(model: Any) -> str:
@@ -388,8 +392,8 @@ class GgufFile:
         out = torch.empty(len(rows), columns, dtype=weight.dtype)
         for tensor in tensors:
             data = tensor.data.reshape(tensor.rows, -1)
-            own = np.flatnonzero((rows >= first) & (rows < first + tensor.rows))
-            for some in np.array_split(own, -(-len(own) * columns // VALUES_AT_ONCE)):
+            wanted = np.flatnonzero((rows >= first) & (rows < first + tensor.rows))
+            for some in np.array_split(wanted, -(-len(wanted) * columns // VALUES_AT_ONCE)):
                 out[some] = torch.from_numpy(tensor.values(data[rows[some] - first])).to(out.dtype)
             first += tensor.rows
         return target.rows_first(out.view(target.rows_first(weight).shape)).view(weight.shape)
@@ -426,7 +430,7 @@ class GgufFile:
         rows = order.rows if target.kind == "experts" else order.rows.unsqueeze(0)
         return rows if rows.shape == weight.shape[:-1] else None
 
-    def order(self, name: str) -> Order | None:
+    def order(self, name: str) -> RowOrder | None:
         """Rows of the file that make up a parameter; None if it has other rows, too, or is no matrix."""
         tensors = self.parts.get(name, [])
         shapes = tuple((_any_layer(tensor.name), tensor.shape) for tensor in tensors)
@@ -435,7 +439,7 @@ class GgufFile:
             _ORDERS[key] = self.learned_order(name)
         return _ORDERS[key]
 
-    def learned_order(self, name: str) -> Order | None:
+    def learned_order(self, name: str) -> RowOrder | None:
         """Result of `order`, by a run of transformers' code.
 
         It runs on numbers in place of two columns, which most of it takes for a matrix.
@@ -446,7 +450,8 @@ class GgufFile:
         orders = (self._order(name, tensors, columns) for columns in tries)
         return next((order for order in orders if order is not None), None)
 
-    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> Order | None:
+    def _order(self, name: str, tensors: list[GgufTensor], columns: int) -> RowOrder | None:
+        """The order of a parameter's rows, by numbers in so many columns; None if it has other rows."""
         stands, first = [], 1
         for tensor in tensors:
             end = first + tensor.rows
@@ -462,7 +467,7 @@ class GgufFile:
             rows = whole[..., :1] / columns
             expected = (rows * columns + torch.arange(columns)).to(whole.dtype)
             if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, expected):
-                return Order(rows[..., 0].long() - 1, is_turned)
+                return RowOrder(rows[..., 0].long() - 1, is_turned)
         return None
 
 

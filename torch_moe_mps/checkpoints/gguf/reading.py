@@ -72,9 +72,9 @@ class GgufLayout(Layout):
         self.targets = {name: target for name, target in every.items() if target.formats}
         tied = tied_layers(model)
         self._agree_on_tied(tied)
-        own = {*self.targets}
+        before = {*self.targets}
         add_tied(tied, every, self.targets)
-        self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
+        self.report.shared |= {name: tied[name] for name in self.targets if name not in before}
         self._note_dense()
 
     def _agree_on_tied(self, tied: Mapping[str, str]) -> None:
@@ -117,6 +117,7 @@ class GgufLayout(Layout):
         return self.report
 
     def warn(self) -> None:
+        """Warns of tensors that were dequantised."""
         if names := [*self.report.skipped]:
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             warnings.warn(
@@ -126,6 +127,7 @@ class GgufLayout(Layout):
             )
 
     def state(self) -> dict[str, Any]:
+        """{name of a parameter: its packed or dense source}, as transformers' loader takes a state dict."""
         state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
         for name, weight in self._sources.items():
             if weight.inputs is not None:
@@ -139,13 +141,14 @@ class GgufLayout(Layout):
     def _unpacked(self, name: str) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
         present = self.model.get_submodule(owner)._parameters
-        made = [f"{owner}.{part}" for part in quantized_names(parameter) if part in present]
-        return NamedConverter([name], made, [Operation(_tensors)])
+        names = [f"{owner}.{part}" for part in quantized_names(parameter) if part in present]
+        return NamedConverter([name], names, [Operation(_tensors)])
 
     def check(self, model: Any, loaded: Callable[[str], bool]) -> None:
         """Nothing: the file was checked before it was read."""
 
     def finish(self, loaded: Callable[[str], bool]) -> None:
+        """Adds the weights of the `loaded` modules that stayed packed to the report."""
         for name in filter(loaded, self.targets):
             for parameter in self.targets[name].formats:
                 source = self._sources.get(f"{name}.{parameter}")

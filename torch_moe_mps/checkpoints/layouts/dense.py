@@ -45,6 +45,7 @@ class StreamingLayout(Layout):
     def start(
         self, wanted: Mapping[str, Target], report: QuantizationReport | None
     ) -> QuantizationReport | None:
+        """Begins to quantise the wanted weights. Returns: the report that it fills."""
         self.report, self.wanted = report or self.report, {}
         for target in wanted.values():
             target.check_columns(_CHECK)
@@ -101,10 +102,10 @@ class StreamingLayout(Layout):
         if self._errors:
             raise self._errors[0]
         self._unite_tied()
-        own = {name: found for name, found in self.wanted.items() if loaded(found[0].name)}
+        installed = {name: found for name, found in self.wanted.items() if loaded(found[0].name)}
         # Tied modules share one parameter by now, no matter which of them was in the checkpoint.
-        names = {id(getattr(t.module, p)): name for name, (t, p) in own.items() if name in self._done}
-        for target in {id(target): target for target, _ in own.values()}.values():
+        names = {id(getattr(t.module, p)): name for name, (t, p) in installed.items() if name in self._done}
+        for target in {id(target): target for target, _ in installed.values()}.values():
             sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
             result = {parameter: source for parameter, source in sources.items() if source is not None}
             if len(result) < len(sources):
@@ -113,7 +114,7 @@ class StreamingLayout(Layout):
             for parameter, source in result.items():
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
-        for name in own:
+        for name in installed:
             del self.wanted[name]
             self._done.pop(name, None)
 

@@ -107,9 +107,10 @@ def _header(file: FileIO) -> bytes:
 
 
 def _places(header: bytes) -> dict[str, TensorPlace]:
+    """{name: place} of the tensors that a safetensors header lists."""
     about = json.loads(header)
     about.pop("__metadata__", None)
-    spans = {name: (own["dtype"], *own["data_offsets"]) for name, own in about.items()}
+    spans = {name: (entry["dtype"], *entry["data_offsets"]) for name, entry in about.items()}
     data = 8 + len(header)
     return {
         name: TensorPlace(dtype, data + begin, end - begin) for name, (dtype, begin, end) in spans.items()

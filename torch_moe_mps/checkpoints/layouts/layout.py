@@ -99,7 +99,7 @@ class Layout:
 
     def install(self, model: nn.Module, loaded: Callable[[str], bool]) -> dict[str, Target]:
         """Replaces the `loaded` targets by quantised modules. Returns: these targets."""
-        taken = {name: self.targets.pop(name) for name in filter(loaded, [*self.targets])}
-        for target in taken.values():
+        installed = {name: self.targets.pop(name) for name in filter(loaded, [*self.targets])}
+        for target in installed.values():
             install_stored(model, target)
-        return taken
+        return installed

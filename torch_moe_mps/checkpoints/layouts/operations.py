@@ -36,9 +36,12 @@ class Operation(ConversionOps):
     def convert(
         self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict:
+        """The results by the target names, or by the sources' where their number is another."""
         names = [name for name in source_patterns if name in input_dict] or [*input_dict]
-        made = self.function([only(input_dict[name]) for name in names])
-        return dict(zip(target_patterns if len(made) == len(target_patterns) else names, made, strict=True))
+        results = self.function([only(input_dict[name]) for name in names])
+        return dict(
+            zip(target_patterns if len(results) == len(target_patterns) else names, results, strict=True)
+        )
 
     @property
     def reverse_op(self) -> "Operation":

@@ -86,6 +86,7 @@ class MlxNames:
         return [self._renamed(theirs, name) for theirs in reverted]
 
     def _renamed(self, theirs: str, name: str) -> str:
+        """mlx-lm's name for a name of the original checkpoint."""
         attention = name.rpartition(".")[0].rpartition(".")[0]
         renamed = {**self.architecture.renamed}
         if hasattr(self.model.get_submodule(attention), "conv1d"):

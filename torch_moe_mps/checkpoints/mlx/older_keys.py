@@ -22,8 +22,8 @@ def with_older_keys(config: Config) -> Config:
     older |= {key: value for key, value in config.items() if value is not None or key not in older}
     architecture = ARCHITECTURES.get(config.get("model_type", ""), Architecture())
     if all(key in older for key in architecture.needed):  # else the config is an original one
-        own = architecture.older_keys(older)
-        older |= {key: value for key, value in own.items() if key not in config or key in _REPLACED}
+        more = architecture.older_keys(older)
+        older |= {key: value for key, value in more.items() if key not in config or key in _REPLACED}
     return older
 
 

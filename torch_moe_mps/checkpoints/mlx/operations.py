@@ -34,8 +34,8 @@ class Cast(ConversionOps):
     hf_quantizer = True
 
     def convert(self, input_dict: dict, target_patterns: list[str], model: Any, **kwargs: Any) -> dict:
-        made = zip(target_patterns, map(only, input_dict.values()), strict=True)
-        return {name: tensor.to(model.get_parameter_or_buffer(name).dtype) for name, tensor in made}
+        named = zip(target_patterns, map(only, input_dict.values()), strict=True)
+        return {name: tensor.to(model.get_parameter_or_buffer(name).dtype) for name, tensor in named}
 
     @property
     def reverse_op(self) -> Operation:
@@ -56,6 +56,7 @@ def dequantized(
 
 
 def _matrices(formats: Sequence[Format | None], rest: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yields a dense matrix for each format, from one tensor for None, else from its packed parts."""
     for format in formats:
         if format is None:
             yield next(rest)

@@ -106,10 +106,11 @@ class TensorsOfFiles:
         check_tensor(name, (self.dtypes[name], tuple(self.tensors[name].shape)), dtypes, [shape])
 
     def _declared(self, module: str) -> Format | None:
-        own = self._quantization.get(module, bool(self._quantization))
-        if not own:
+        """The format that the config gives a module; None if it is dense."""
+        entry = self._quantization.get(module, bool(self._quantization))
+        if not entry:
             return None
-        how = self._quantization if own is True else own
+        how = self._quantization if entry is True else entry
         try:
             return Format(how.get("bits"), how.get("group_size"), how.get("mode") or "affine")
         except (AttributeError, TypeError, ValueError) as error:
@@ -155,10 +156,12 @@ class MlxLayout(StreamingLayout):
         add_tied(tied_layers(model), self.every, self.targets)
 
     def _has_some(self, part: str, state: dict[str, Tensor]) -> bool:
+        """True if the checkpoint has a tensor of this part of the model."""
         inside = (name for name in state if name.startswith(f"{part}."))
         return any(self.stored.key(theirs) for name in inside for theirs in self.names.of(name))
 
     def _experts(self, target: Target) -> None:
+        """Makes quantised projections of an experts module targets. Raises: ValueError for mixed formats."""
         name, module = target.name, target.experts
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
@@ -172,6 +175,7 @@ class MlxLayout(StreamingLayout):
             self.targets[name] = target
 
     def _layer(self, name: str, shape: torch.Size, why_dense: Callable[[str, nn.Module], str | None]) -> None:
+        """Makes a quantised layer a target, or notes its formats if it must be dense here."""
         modules = [theirs.removesuffix(".weight") for theirs in self.names.of(name)]
         attention = modules[0].removesuffix("kv_b_proj")
         if name.endswith("kv_b_proj.weight") and self.stored.key(f"{attention}embed_q.weight"):
@@ -246,11 +250,11 @@ class MlxLayout(StreamingLayout):
             if self.stored.dtypes[source] not in DENSE:
                 _CHECK.fail(source, f"of {' or '.join(DENSE)}", self.stored.dtypes[source])
         try:
-            made = copy.deepcopy(row).of(self.stored.tensors, self.model)
+            results = copy.deepcopy(row).of(self.stored.tensors, self.model)
         except RuntimeError:
             shapes = [tuple(self.stored.tensors[source].shape) for source in sources]
             _CHECK.fail(row.target_patterns[0], "made of tensors that fit", f"{shapes} of {sources}")
-        for name, tensor in made.items():
+        for name, tensor in results.items():
             shape, of = tuple(self.model.get_parameter_or_buffer(name).shape), " and ".join(sources)
             if tensor.shape != shape:
                 _CHECK.fail(name, f"of shape {shape}", f"{tuple(tensor.shape)} made of {of}")

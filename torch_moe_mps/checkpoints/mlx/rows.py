@@ -37,8 +37,8 @@ class NamedConverter(WeightConverter):
     ):
         # WeightConverter allows several names on one side only.
         WeightTransform.__init__(self, source_patterns, target_patterns)
-        own: Any = self
-        own.operations, own.force_cpu = operations, force_cpu
+        converter: Any = self
+        converter.operations, converter.force_cpu = operations, force_cpu
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         if source_key in self.source_patterns:
@@ -82,6 +82,7 @@ class RowConverters:
                 yield from self._layer(name, tensor)
 
     def _layer(self, name: str, tensor: Tensor) -> Iterator[NamedConverter]:
+        """The converter of a tensor outside of experts; none for a tensor that mlx-lm drops."""
         owner, _, part = name.rpartition(".")
         module = self.model.get_submodule(owner)
         packed = getattr(module, "packed", None) is not None and part in TENSORS
@@ -106,16 +107,18 @@ class RowConverters:
             yield NamedConverter(theirs, [name], [*operations, Cast()])
 
     def _halves(self, owner: str, theirs: str, module: nn.Module) -> NamedConverter:
+        """The converter of MLX's embed_q and unembed_out to kv_b_proj."""
         attention, config = theirs.removesuffix("kv_b_proj.weight"), self.model.config.get_text_config()
-        own: Format | None = getattr(module, "format", None)
-        formats = self.stored.get(f"{owner}.weight", [None, own])
+        format: Format | None = getattr(module, "format", None)
+        formats = self.stored.get(f"{owner}.weight", [None, format])
         parts = [f"{attention}{half}.weight" for half in ("embed_q", "unembed_out")]
-        names = ("weight",) if own is None else TENSORS if own.has_biases else TENSORS[:2]
+        names = ("weight",) if format is None else TENSORS if format.has_biases else TENSORS[:2]
         ours = [f"{owner}.{name}" for name in names]
-        operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, own)
+        operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, format)
         return NamedConverter(_matrices(parts, formats), ours, [operation, Cast()])
 
     def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
+        """The converters of an experts module, packed or dense."""
         interleaved = is_interleaved(module)
         for projection, modules in self.names.of_experts(name, module).items():
             join = _concatenated(modules, 1)

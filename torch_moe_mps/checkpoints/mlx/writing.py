@@ -43,9 +43,9 @@ def save_mlx(
         what = f"{dropped[0]} and {len(dropped) - 1} others like it"
         warnings.warn(f"torch_moe_mps: mlx-lm drops {what}: they are not written", stacklevel=2)
     for tensors in [model.state_dict()] if parts is None else parts:
-        own = _written(model, tensors)
-        for row in rows.of(own):
-            for name, tensor in row.reverse_transform().of(own, model).items():
+        written = _written(model, tensors)
+        for row in rows.of(written):
+            for name, tensor in row.reverse_transform().of(written, model).items():
                 shards.add(name, tensor)
     shards.finish()
     formats = {
@@ -73,9 +73,9 @@ def sizes_in_mlx(model: PreTrainedModel) -> dict[Tensor, int]:
     """
     names, state = MlxNames(model), model.state_dict(keep_vars=True)
     sizes = {tensor: 0 for name, tensor in state.items() if name not in _tied(model)}
-    for row in RowConverters(names, names.is_halved).of(own := _written(model, state)):
-        made = row.reverse_transform().of(own, model)
-        sizes[state[row.target_patterns[0]]] += sum(tensor.nbytes for tensor in made.values())
+    for row in RowConverters(names, names.is_halved).of(written := _written(model, state)):
+        results = row.reverse_transform().of(written, model)
+        sizes[state[row.target_patterns[0]]] += sum(tensor.nbytes for tensor in results.values())
     return sizes
 
 

@@ -230,6 +230,7 @@ class Stored:
             _CHECK.fail(name, f"of {size} columns of each group, in their order", "others, as by desc_act")
 
         def zeros_of(packed: Tensor) -> Tensor:
+            """Unpacked zero points. Raises: ValueError for others than the middle, where sym is true."""
             zeros = (unpack(packed.contiguous(), format).T + self.scheme.less) % 2**format.bits
             if self.scheme.symmetric and bool((zeros != half).any()):
                 name = self.files.label(self.name("qzeros"))
@@ -285,10 +286,10 @@ class Stored:
             scales, factor = scales.float(), factor.float()
             return scales / factor if divides else scales * factor
 
-        own = self.read(factor)
-        if not 2.0**-100 <= (value := float(own)) <= 2.0**100:  # beyond, scales leave the range of 16 bits
+        whole = self.read(factor)
+        if not 2.0**-100 <= (value := float(whole)) <= 2.0**100:  # beyond, scales leave 16 bits
             _CHECK.fail(self.files.label(self.name(factor)), "between 2^-100 and 2^100", f"{value:g}")
-        if not bool(wanted(self.read("weight_scale"), own).isfinite().all()):
+        if not bool(wanted(self.read("weight_scale"), whole).isfinite().all()):
             _CHECK.fail(self.files.label(self.name("weight_scale")), "finite", "NaN")
 
         def values(tensors: list[Tensor]) -> Tensor:
@@ -326,9 +327,9 @@ class Stored:
             exponents = (self._for_groups(scales).log2() + 127).to(torch.uint8)
             return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
 
-        made = self._made(read, format)
+        matrix = self._made(read, format)
         again = functools.partial(self._fp8, may_keep=False)
-        return made._replace(again=again, values=values, is_float8=True)
+        return matrix._replace(again=again, values=values, is_float8=True)
 
     def _for_groups(self, scales: Tensor) -> Tensor:
         """float32 scales for each 32 columns; uint8 scales are exponents."""
@@ -351,7 +352,7 @@ class StackedExperts:
         self, files: TensorFiles, parameter: str, shape: tuple[int, int, int], scheme: Scheme, turned: bool
     ):
         self.parameter = parameter
-        self.own = {
+        self.sources = {
             f"{parameter}.weight{name.removeprefix(parameter).removeprefix('_weight')}": name
             for name in files.shapes
             if name == parameter or name.startswith(f"{parameter}_")
@@ -359,17 +360,17 @@ class StackedExperts:
         if turned and f"{parameter}_packed" in files.shapes:
             expected = "of [experts, rows, columns], with scales along columns"
             _CHECK.fail(f"{parameter}_packed", expected, "experts that are turned")
-        self.experts = [_Expert(files, self.own, (shape[0], e, turned)) for e in range(shape[0])]
+        self.experts = [_Expert(files, self.sources, (shape[0], e, turned)) for e in range(shape[0])]
         self.each = [Stored(expert, parameter, shape[1:], scheme) for expert in self.experts]
         self.shape = shape
 
     @property
     def names(self) -> set[str]:
-        return {self.own[name] for name in self.each[0].names}
+        return {self.sources[name] for name in self.each[0].names}
 
     def matrix(self) -> Matrix:
         result = alike(self.parameter, [stored.matrix() for stored in self.each])
-        names = tuple(self.own[name] for name in result[0].names)
+        names = tuple(self.sources[name] for name in result[0].names)
 
         def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
             weights = [
@@ -392,31 +393,31 @@ class _Expert(TensorFiles):
     """Tensors of one expert of a stack, under a module's names; each expert has the shared ones.
 
     Args:
-        own: {name of a module's tensor: name of the stacked one}.
+        sources: {name of a module's tensor: name of the stacked one}.
         place: the number of experts, which one this is, and whether its matrices are turned.
     """
 
-    def __init__(self, files: TensorFiles, own: Mapping[str, str], place: tuple[int, int, bool]):
-        self._all, self._own = files, own
+    def __init__(self, files: TensorFiles, sources: Mapping[str, str], place: tuple[int, int, bool]):
+        self._all, self._sources = files, sources
         self._experts, self._expert, self._turned = place
-        empty = {name: torch.empty(files.shapes[stacked], device="meta") for name, stacked in own.items()}
+        empty = {name: torch.empty(files.shapes[stacked], device="meta") for name, stacked in sources.items()}
         self.shapes = {name: tuple(self.part(tensor).shape) for name, tensor in empty.items()}
-        self.dtypes = {name: files.dtypes[stacked] for name, stacked in own.items()}
+        self.dtypes = {name: files.dtypes[stacked] for name, stacked in sources.items()}
         self.beside = {}
-        for module, _, part in (name.rpartition(".") for name in own):
+        for module, _, part in (name.rpartition(".") for name in sources):
             self.beside.setdefault(module, []).append(part)
 
     def label(self, name: str) -> str:
-        return self._own.get(name, name)
+        return self._sources.get(name, name)
 
     def part(self, stacked: Tensor) -> Tensor:
-        is_own = stacked.shape[:1] == (self._experts,)
-        return self._as_rows(stacked[self._expert]) if is_own else stacked
+        is_stacked = stacked.shape[:1] == (self._experts,)
+        return self._as_rows(stacked[self._expert]) if is_stacked else stacked
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        stacked = self._own[name]
-        is_own = self._all.shapes[stacked][:1] == (self._experts,)
-        return self._as_rows(self._all.read(stacked, self._expert if is_own else None))
+        stacked = self._sources[name]
+        is_stacked = self._all.shapes[stacked][:1] == (self._experts,)
+        return self._as_rows(self._all.read(stacked, self._expert if is_stacked else None))
 
     def _as_rows(self, tensor: Tensor) -> Tensor:
         return tensor.mT.contiguous() if self._turned and tensor.dim() == 2 else tensor

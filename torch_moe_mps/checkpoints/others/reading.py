@@ -135,11 +135,11 @@ class OthersLayout(StreamingLayout):
 
     def _of_experts_apart(self) -> list[WeightConverter]:
         """Converters for experts stored as modules, of models whose dense checkpoints stack them."""
-        made: dict[str, WeightConverter] = {}
+        converters: dict[str, WeightConverter] = {}
         for name, module in self.model.named_modules():
             end = ".".join(name.split(".")[-2:])  # all layers have this end
             down = getattr(module, "down_proj", None)
-            if f"{end}.down_proj" in made or not isinstance(down, torch.Tensor) or down.dim() != 3:
+            if f"{end}.down_proj" in converters or not isinstance(down, torch.Tensor) or down.dim() != 3:
                 continue
             dense, prefix = f"{name}.0.down_proj.weight", self.model.base_model_prefix
             if rename_source_key(dense, self._renamings, self._converters, prefix, {})[1] is not None:
@@ -156,8 +156,8 @@ class OthersLayout(StreamingLayout):
                     patterns = [rf"{re.escape(end)}.*.{source}.{part}$" for source in sources]
                     operations = [MergeModulelist(0), *joined, *turned]
                     target_name = f"{end}.{parameter}"
-                    made[target_name] = WeightConverter(patterns, target_name, operations)
-        return [*made.values()]
+                    converters[target_name] = WeightConverter(patterns, target_name, operations)
+        return [*converters.values()]
 
     def _must_be_dense(self, reasons: Reasons, target: Target) -> bool:
         return target.kind != "experts" and reasons.needs(target.name, target.module) is not None
@@ -179,28 +179,28 @@ class OthersLayout(StreamingLayout):
         for name, place, stored in found:
             empty[name].append((place, torch.empty(stored.shape, device="meta")))
         quantised = {*empty}
-        taken = {name for _, _, stored in found for name in stored.names}
-        for name, place, shape in self._dense_parts(state, taken):
+        quantized_keys = {name for _, _, stored in found for name in stored.names}
+        for name, place, shape in self._dense_parts(state, quantized_keys):
             empty[name].append((place, torch.empty(shape, device="meta")))
         for name, parts in empty.items():
             places, tensors = zip(*parts, strict=True)
             try:
-                made = self._made(name, places, tensors)
+                results = self._made(name, places, tensors)
             except RuntimeError as error:
                 if name in quantised:
                     _CHECK.fail(name, f"made of matrices that fit, as {places[0].key}", first_line(error))
                 continue  # it may be code that reads values
-            for item, tensor in made.items():
+            for item, tensor in results.items():
                 if item in state and tensor.shape != (shape := state[item].shape):
                     got = f"{tuple(tensor.shape)}, made of {len(parts)} such as {places[0].key}"
                     _CHECK.fail(item, f"of shape {tuple(shape)}", got)
 
     def _dense_parts(
-        self, state: Mapping[str, Tensor], taken: Collection[str]
+        self, state: Mapping[str, Tensor], quantized_keys: Collection[str]
     ) -> Iterator[tuple[str, _Place, tuple[int, ...]]]:
         """Yields (parameter, place, shape) of dense tensors that are parts of one, after checking them."""
         for key, shape in self.files.shapes.items():
-            if key in taken or re.search(_UNREAD, key):
+            if key in quantized_keys or re.search(_UNREAD, key):
                 continue
             name, pattern = self._renamed(key, state)
             if name in state:
@@ -217,6 +217,7 @@ class OthersLayout(StreamingLayout):
         return rename_source_key(key, self._renamings, self._converters, prefix, state)
 
     def _modules(self, state: Mapping[str, Tensor], schemes: Schemes) -> Iterator[_Found]:
+        """Yields (parameter, place, tensors) of each quantised matrix of the checkpoint."""
         for module in sorted(self.files.beside, key=dot_natural_key):
             key = f"{module}.weight"
             is_dense = self.files.dtypes.get(key, "F32") in DENSE
@@ -257,6 +258,7 @@ class OthersLayout(StreamingLayout):
         return rows // joined, columns
 
     def is_float8(self, target: Target) -> bool:
+        """True if all matrices of a target are 8-bit floats."""
         matrices = [part.matrix for p in target.formats for part in self._parts[f"{target.name}.{p}"]]
         return bool(matrices) and all(matrix.is_float8 for matrix in matrices)
 
@@ -266,6 +268,7 @@ class OthersLayout(StreamingLayout):
         return [*rows, *self.streamed([*self._apart, *others])]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
+        """The converter of a parameter's matrices: to packed weights of a target, else to dense ones."""
         owner, _, parameter = name.rpartition(".")
         names = [apply_renamings(n, self._renamings) for part in parts for n in part.matrix.names]
         target = self.targets.get(owner)
@@ -273,30 +276,31 @@ class OthersLayout(StreamingLayout):
             dense = Operation(lambda tensors: [self._dense(name, parts, tensors)])
             return NamedConverter(names, [name], [dense, self.operation], force_cpu=True)
         ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
-        made = [f"{owner}.{n}" for n in ours]
+        parameters = [f"{owner}.{n}" for n in ours]
 
         def read(tensors: list[Tensor]) -> list[Tensor]:
             try:
                 weight = self._weight(name, target, parameter, parts, tensors)
             except ValueError as error:  # transformers would only mention it in its report
                 self._errors.append(error)
-                return [torch.zeros_like(self.model.get_parameter(n), device="cpu") for n in made]
+                return [torch.zeros_like(self.model.get_parameter(n), device="cpu") for n in parameters]
             return [tensor for tensor in weight if tensor is not None]
 
-        return NamedConverter(names, made, [Operation(read)], force_cpu=True)
+        return NamedConverter(names, parameters, [Operation(read)], force_cpu=True)
 
     def _weight(
         self, name: str, target: Target, parameter: str, parts: list[_Part], tensors: list[Tensor]
     ) -> QuantizedWeight:
+        """The packed weight that the matrices of a parameter are joined to; adds it to the report."""
         errors, rest = ErrorSums(), iter(tensors)
         weights = [part.matrix.read([next(rest) for _ in part.matrix.names], errors) for part in parts]
-        made: list[Any] = [
+        joined: list[Any] = [
             None if any(t is None for t in item) else self._joined(name, parts, [*item])
             for item in zip(*weights, strict=True)
         ]
         if target.kind == "experts":
-            made = [None if t is None else target.rows_first(t).contiguous() for t in made]
-        packed, scales, biases = made
+            joined = [None if t is None else target.rows_first(t).contiguous() for t in joined]
+        packed, scales, biases = joined
         weight = QuantizedWeight(packed, scales, biases, target.formats[parameter])
         add_stored(self.report, target, parameter, weight.format, errors.relative)
         return weight
@@ -317,12 +321,15 @@ class OthersLayout(StreamingLayout):
     def _joined(self, name: str, parts: list[_Part], tensors: Iterable[Tensor]) -> Tensor:
         """Parameter that transformers makes of the matrices, or of other tensors with their rows."""
         places = [part.place for part in parts]
-        made = self._made(name, places, tensors)
-        if {*made} != {name}:
-            _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {places[0].key}")
-        return made[name]
+        results = self._made(name, places, tensors)
+        if {*results} != {name}:
+            _CHECK.fail(
+                name, "a parameter made of whole matrices", f"{sorted(results)} made of {places[0].key}"
+            )
+        return results[name]
 
     def _made(self, name: str, places: Sequence[_Place], tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """{parameter: tensor} that transformers makes of tensors, or of one as it is."""
         if places[0].pattern is None:
             tensor, *_ = tensors
             return {name: tensor.mT if tensor.dim() == 3 and self._is_turned(name) else tensor}
@@ -330,8 +337,8 @@ class OthersLayout(StreamingLayout):
         for place, tensor in zip(places, tensors, strict=True):
             assert place.pattern is not None
             converter.add_tensor(name, place.key, place.pattern, tensor)
-        made = converter.convert(name, model=self.model, config=self.model.config)
-        return {item: only(tensor) for item, tensor in made.items()}
+        results = converter.convert(name, model=self.model, config=self.model.config)
+        return {item: only(tensor) for item, tensor in results.items()}
 
     def forget_absent(self, model: nn.Module) -> None:
         super().forget_absent(model)

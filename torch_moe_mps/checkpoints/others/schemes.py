@@ -71,6 +71,7 @@ class Scheme(NamedTuple):
         return -(-rows // (high or rows)), -(-columns // (wide or columns))
 
     def scales(self, rows: int, columns: int) -> DeclaredTensor:
+        """The shapes and dtypes that scales may have for a matrix of this size."""
         along, across = self.blocks(rows, columns)
         shapes: list[tuple[int, ...]] = [(along, across)]
         if self.block == (None, None):
@@ -228,6 +229,7 @@ def _check_transforms(stored: Stored) -> None:
 
 
 def _compressed_tensors(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """Yields (target, scheme) of each group of a config of compressed-tensors."""
     for group in (stored.get("config_groups") or {}).values():
         if (weights := group.get("weights")) is not None:
             named = group.get("format") or stored.get("format")
@@ -236,6 +238,7 @@ def _compressed_tensors(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 
 def _of_compressed_tensors(named: str, weights: Stored) -> Scheme:
+    """The scheme of a format of compressed-tensors. Raises: ValueError for one that is not read."""
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     block, symmetric = _block(weights), bool(weights.get("symmetric", True))
     if weights.get("actorder") in (True, "group", "dynamic"):
@@ -259,6 +262,7 @@ def _of_compressed_tensors(named: str, weights: Stored) -> Scheme:
 
 
 def _block(weights: Stored) -> tuple[int | None, int | None]:
+    """(rows, columns) that share a scale, None for all of them. Raises: ValueError for another strategy."""
     size, structure = weights.get("group_size"), weights.get("block_structure")
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
     match weights.get("strategy") or usual:
@@ -294,6 +298,7 @@ def _awq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 
 def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """GPTQ's integers, by module where `dynamic` says so. Raises: ValueError for an unknown version."""
     said = {key: stored[key] for key in ("checkpoint_format", "format") if stored.get(key)}
     for key, version in said.items():
         _one_of(key, ("gptq", "gptq_v2"), str(version).lower())
@@ -301,14 +306,14 @@ def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
     if len(versions) > 1:
         _fail("checkpoint_format", "the same as format", " and ".join(map(str, said.values())))
 
-    def scheme(own: Stored) -> Scheme:
-        bits = _one_of("bits", (2, 3, 4, 8), own.get("bits"))
+    def scheme(entry: Stored) -> Scheme:
+        bits = _one_of("bits", (2, 3, 4, 8), entry.get("bits"))
         less = 0 if versions == {"gptq_v2"} else 1
-        return Scheme("gptq", bits, _group(own), own.get("sym"), less=less)
+        return Scheme("gptq", bits, _group(entry), entry.get("sym"), less=less)
 
-    for pattern, own in (stored.get("dynamic") or {}).items():
+    for pattern, entry in (stored.get("dynamic") or {}).items():
         if not pattern.startswith("-"):  # its modules are dense
-            yield f"re:{pattern.removeprefix('+:')}", scheme({**stored, **own})
+            yield f"re:{pattern.removeprefix('+:')}", scheme({**stored, **entry})
     yield "Linear", scheme(stored)
 
 
@@ -328,17 +333,17 @@ def _auto_round(stored: Stored) -> Iterator[tuple[str, Scheme]]:
         if stored.get(key):
             _fail(key, "absent", "rotations at run time")
 
-    def scheme(own: Stored) -> Scheme:
-        _one_of("data_type", ("int",), own.get("data_type", "int"))
-        _one_of("act_bits", (None, 16, 32), own.get("act_bits"))
-        bits = _one_of("bits", (4,) if layout == "awq" else _BITS, own.get("bits"))
-        symmetric = own.get("sym") if layout == "gptq" else False
-        return Scheme(layout, bits, _group(own), symmetric, less=less)
+    def scheme(entry: Stored) -> Scheme:
+        _one_of("data_type", ("int",), entry.get("data_type", "int"))
+        _one_of("act_bits", (None, 16, 32), entry.get("act_bits"))
+        bits = _one_of("bits", (4,) if layout == "awq" else _BITS, entry.get("bits"))
+        symmetric = entry.get("sym") if layout == "gptq" else False
+        return Scheme(layout, bits, _group(entry), symmetric, less=less)
 
-    for name, own in (stored.get("extra_config") or {}).items():
-        if own.get("bits", 0) < 16:  # else its modules are dense
+    for name, entry in (stored.get("extra_config") or {}).items():
+        if entry.get("bits", 0) < 16:  # else its modules are dense
             is_name = re.fullmatch(r"[\w.-]+", name) is not None
-            yield name if is_name else f"re:.*(?:{name})", scheme({**stored, **own})
+            yield name if is_name else f"re:.*(?:{name})", scheme({**stored, **entry})
     yield "Linear", scheme(stored)
 
 
@@ -379,11 +384,12 @@ def modelopt_beside(file: str) -> dict[str, Any]:
 
 
 def _modelopt(stored: Stored) -> Iterator[tuple[str, Scheme]]:
+    """ModelOpt's algorithms, by layer where they are mixed. Raises: ValueError for another group size."""
     mixed = stored.get("quant_algo") == "MIXED_PRECISION"
-    for target, own in (stored.get("quantized_layers") or {}).items() if mixed else [("", stored)]:
-        named = _one_of("quant_algo", [*_MODELOPT], str(own.get("quant_algo")).upper())
+    for target, entry in (stored.get("quantized_layers") or {}).items() if mixed else [("", stored)]:
+        named = _one_of("quant_algo", [*_MODELOPT], str(entry.get("quant_algo")).upper())
         scheme = _MODELOPT[named]
-        size = own.get("group_size") or scheme.block[1]
+        size = entry.get("group_size") or scheme.block[1]
         if scheme.block[0] == 1 and size != scheme.block[1]:
             _fail("group_size", f"{scheme.block[1]} for {named}", size)
         yield target, scheme

@@ -161,6 +161,7 @@ def together(names: Collection[str], everything: Iterable[str]) -> list[str]:
 
 
 def _format_of(name: str, value: Any) -> Format:
+    """The format that a config names, or describes. Raises: ValueError."""
     if isinstance(value, Format):
         return value
     if isinstance(value, str):

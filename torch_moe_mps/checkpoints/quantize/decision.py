@@ -132,6 +132,7 @@ def _fitting(target: Target, parameter: str, format: Format) -> Format:
 
 
 def _does_not_fit(weight: Tensor, format: Format) -> str | None:
+    """Why a weight cannot have a format; None if it can."""
     if weight.shape[-1] % format.multiple != 0:
         return f"its input dimension {weight.shape[-1]} is no multiple of {format.multiple}"
     if not weight.is_floating_point() or weight.element_size() not in (2, 4):

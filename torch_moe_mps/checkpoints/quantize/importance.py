@@ -200,9 +200,9 @@ def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progres
         for window in with_progress(ids.split(WINDOW), "Calibrating", "window", wanted=progress):
             called(input_ids=window[None].to(device), use_cache=False)
     means: dict[str, Tensor] = {}
-    for name, own in counts.items():
-        if isinstance(own.sums, Tensor) and isinstance(own.counts, Tensor) and bool(own.counts.any()):
-            means[name] = _means(own.sums, own.counts)
+    for name, found in counts.items():
+        if isinstance(found.sums, Tensor) and isinstance(found.counts, Tensor) and bool(found.counts.any()):
+            means[name] = _means(found.sums, found.counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
     contents = text.encode() if text else ids.cpu().numpy().tobytes()
@@ -253,6 +253,7 @@ def _multiplied(model: nn.Module) -> Iterator[Target]:
 
 
 def _count_layer(args: Any, kwargs: Mapping[str, Any], grouped: bool, into: _Sums) -> None:
+    """Adds the squares of a call's inputs to the sums of a linear layer."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     squares = x.float().square()
     squares = squares.flatten(0, -3) if grouped else squares.flatten(0, -2).unsqueeze(1)

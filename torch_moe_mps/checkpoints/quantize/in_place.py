@@ -140,6 +140,7 @@ def _check_adapters(model: nn.Module, targets: Mapping[str, Target]) -> None:
 
 
 def _check_one_method(model: nn.Module) -> None:
+    """Raises: ValueError for a model that another library has quantised."""
     for module in model.modules():
         stored = getattr(getattr(module, "config", None), "quantization_config", None)
         get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)

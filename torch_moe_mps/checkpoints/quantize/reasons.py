@@ -34,6 +34,7 @@ class Reasons:
         self.written = set().union(*(weights_written_by(cls) for cls in {*map(type, model.modules())}))
 
     def of(self, name: str, module: nn.Module) -> str | None:
+        """Why a layer stays dense unless it is asked for by name; None if it does not."""
         if module in self.routers:
             return "it feeds a router"
         if name.startswith(self.adapted):
@@ -132,6 +133,7 @@ def _towers(model: Any) -> Iterator[str]:
 
 
 def _encoder_and_decoder(model: Any) -> list[Any]:
+    """The two parts of a model that is both; none of any other."""
     if not getattr(model.config, "is_encoder_decoder", False):
         return []
     return [part for part in (model.get_encoder(), model.get_decoder()) if part is not model]

@@ -123,8 +123,8 @@ def requested_recipe(
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
     more = usual.is_affine or usual.integers is not None
     auto = _format("bits", AUTO_BITS, usual) if more and usual.bits < AUTO_BITS else None
-    own = {"linear_bits": linear_bits, "embedding_bits": embedding_bits}
-    linears, embeddings = (_format(name, SAME if b == AUTO else b, usual) for name, b in own.items())
+    bits_of = {"linear_bits": linear_bits, "embedding_bits": embedding_bits}
+    linears, embeddings = (_format(name, SAME if b == AUTO else b, usual) for name, b in bits_of.items())
     large, small = (auto if bits == AUTO else None for bits in (embedding_bits, linear_bits))
     return Recipe(usual, linears, embeddings, exceptions, large, small)
 

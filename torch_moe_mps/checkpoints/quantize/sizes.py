@@ -61,14 +61,14 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
     """{parameter: bytes in its format} of dense modules that are to be quantised."""
     sizes: dict[Tensor, int] = {}
     for target in targets:
-        own: Counter[Tensor] = Counter()
+        of_target: Counter[Tensor] = Counter()
         for part, format in target.formats.items():
             # Up projections with a format of their own are dense in one parameter with their gates.
             name = part if part in target.parameters else target.parameters[0]
-            own[getattr(target.module, name)] += quantized_bytes(
+            of_target[getattr(target.module, name)] += quantized_bytes(
                 target.rows_first(target.dense(part)), format
             )
-        sizes |= own
+        sizes |= of_target
     return sizes
 
 
@@ -87,6 +87,7 @@ def quantized_bytes(weight: Tensor, format: Format) -> int:
 
 
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
+    """Bytes of the experts that one token reads."""
     parameters = list(weights_in(experts))
     count = next(p.shape[0] for p in parameters if p.dim() == 3)
     return sum(sizes.get(p, p.nbytes) for p in parameters) * top_k(experts) // count

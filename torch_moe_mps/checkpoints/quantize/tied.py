@@ -90,6 +90,7 @@ def tie_quantized(model: nn.Module) -> None:
 
 
 def _tied_tensors(model: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields (target, source) of tied tensors: those of a quantised pair in place of their weights."""
     everything = model.named_modules(remove_duplicate=False)
     # While a checkpoint is loaded, layers of torch have the tensors.
     layers = {f"{name}.weight": m for name, m in everything if getattr(m, "packed", None) is not None}

@@ -8,7 +8,6 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 """
 
 import copy
-import gc
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -17,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..._faults import release_cache
 from ...ops._checks import Check
 from ...quantization import TENSORS, QuantizedWeight
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
@@ -71,10 +69,10 @@ def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
     """A stack of matrices as parameters of a target; a layer has one matrix, without the stack dimension."""
 
     def parameter(tensor: Tensor) -> nn.Parameter:
-        own = tensor if target.kind == "experts" else tensor.squeeze(0)
-        made: Any = nn.Parameter(as_int32(own), requires_grad=False)
-        made._is_hf_initialized = not made.is_meta
-        return made
+        shaped = tensor if target.kind == "experts" else tensor.squeeze(0)
+        result: Any = nn.Parameter(as_int32(shaped), requires_grad=False)
+        result._is_hf_initialized = not result.is_meta
+        return result
 
     return stack.map(parameter)
 
@@ -168,11 +166,12 @@ def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWei
 
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Gives an experts module packed weights in place of dense ones."""
     module = target.experts
     replaced = {*weights, *chain.from_iterable(map(quantized_names, weights))}
     parameters, buffers = (
-        {name: value for name, value in own.items() if name not in replaced}
-        for own in (module._parameters, module._buffers)
+        {name: value for name, value in tensors.items() if name not in replaced}
+        for tensors in (module._parameters, module._buffers)
     )
     for parameter, quantized in weights.items():
         for name, tensor in zip(quantized_names(parameter), quantized, strict=True):
@@ -193,6 +192,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:
+    """Puts a quantised layer in place of a dense one, wherever the model has it."""
     layer = _layer(target.module, weight, target.dtype)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -202,6 +202,7 @@ def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) ->
 
 
 def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedLayer:
+    """The quantised module for a dense one: an embedding, or a linear layer of one of three kinds."""
     layer: QuantizedLayer
     if isinstance(module, nn.Embedding):
         scale = _scale_of(module, weight.packed.device)
@@ -228,9 +229,3 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
     if row.is_meta:  # it has no values, and never multiplies any
         return row
     return row[0].clone() if bool((row == row[0]).all()) else row
-
-
-def free(device: torch.device | str) -> None:
-    """Frees the memory of a model that is no longer referenced."""
-    gc.collect()
-    release_cache(device)

@@ -180,6 +180,7 @@ class Parts:
         }
 
     def _load(self, part: str) -> None:
+        """Reads the weights of a part. Raises: ValueError for a tensor that the checkpoint lacks."""
         missing = read_tensors(self.model, self._keys[part], self._conversions, self._quantizer, self.dtype)
         optional = may_lack(self.model)
         for name in sorted(self._tie(missing)):
@@ -213,6 +214,7 @@ class Parts:
 
 
 def _files_of(checkpoint: Source, source: str) -> list[str]:
+    """The files of a checkpoint's weights, or its GGUF file."""
     if checkpoint.gguf is not None:
         return [str(Path(checkpoint.path) / checkpoint.gguf)]
     return [str(file) for file in checkpoint_files(source)]

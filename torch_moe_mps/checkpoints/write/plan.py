@@ -58,9 +58,9 @@ class LoadPlan(NamedTuple):
             kinds[any_layer(weight.name), weight.stored, weight.format].append(weight)
         show = in_unit(self.before)
         rows = [("weight", "is", "becomes", "n", "before", "after")]
-        for (name, stored, format), own in kinds.items():
-            before, after = sum(w.before for w in own), sum(w.after for w in own)
-            rows.append((name, stored, format, str(len(own)), show(before), show(after)))
+        for (name, stored, format), weights in kinds.items():
+            before, after = sum(w.before for w in weights), sum(w.after for w in weights)
+            rows.append((name, stored, format, str(len(weights)), show(before), show(after)))
         return "\n".join(aligned(rows, 3))
 
 
@@ -85,7 +85,9 @@ def planned(
     if quantizer is not None:
         quantizer.place_empty(model, lambda name: True)
     quantized = {name: formats for name, m in model.named_modules() if (formats := formats_in(m))}
-    formats = {f"{name}.{p}": format for name, own in quantized.items() for p, format in own.items()}
+    formats = {
+        f"{name}.{p}": format for name, of_module in quantized.items() for p, format in of_module.items()
+    }
     sizes = {} if sizes_of is None else sizes_of(model)
     after = _weights(model, formats, tied, sizes)
     weights = [Weight(name.removesuffix(".weight"), *before[name], *after[name]) for name in before]
@@ -106,9 +108,11 @@ def _weights(
         owner, _, parameter = name.rpartition(".")
         parts |= {f"{owner}.{part}": name for part in quantized_names(parameter)}
     result: dict[str, tuple[str, int]] = {}
-    held = [(owner, module._parameters | codes_of(module)) for owner, module in model.named_modules()]
+    modules = [(owner, module._parameters | codes_of(module)) for owner, module in model.named_modules()]
     seen: set[int] = set()
-    for owner, part, tensor in ((owner, part, tensor) for owner, own in held for part, tensor in own.items()):
+    for owner, part, tensor in (
+        (owner, part, tensor) for owner, tensors in modules for part, tensor in tensors.items()
+    ):
         if owner not in tied and tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             part = f"{owner}.{part}".lstrip(".")

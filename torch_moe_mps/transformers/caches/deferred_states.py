@@ -18,7 +18,7 @@ count, which moves nothing.
 
 Where it stands: the operators `causal_conv1d_update_`, `gated_delta_rule_` and `selective_scan_`
 take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.tensors` leads modules from a state
-to its arguments. `BatchedCache` sets the counts. `transformers.deferred_states` tries which layers of a model
+to its arguments. `BatchedCache` sets the counts. `transformers.deferrable` tries which layers of a model
 may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
 """
 

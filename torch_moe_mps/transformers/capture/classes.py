@@ -106,7 +106,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return eager(self, *args, **kwargs)
-        captures: Captures | None = self.__dict__.get(STATE, NOTHING).captures
+        captures: Captures | None = getattr(self, STATE, NOTHING).captures
         if captures is None or len(args) > len(names):
             return eager(self, *args, **kwargs)
         if args:

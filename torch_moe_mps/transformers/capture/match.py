@@ -74,7 +74,7 @@ class Write(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Which of the views of a cache share a buffer.
+    """Indices of the views of a cache that share a buffer.
 
     Attributes:
         first_of: gives each buffer once, from those of all views.
@@ -94,7 +94,7 @@ class Buffers(NamedTuple):
 class Bound(NamedTuple):
     """A call that is bound to a program, and where its cache has what the call writes."""
 
-    call: Any  # of csrc/program.mm
+    call: Any  # a bound call of csrc/program.mm
     slots: list[Any]
     buffers: tuple[Buffer, ...]
     cache: Any

@@ -44,7 +44,7 @@ _OPERATIONS = {
 }
 
 
-class Integers:
+class CallIntegers:
     """The numbers that differ from call to call, as expressions of the symbols; each is computed once."""
 
     def __init__(self, env: ShapeEnv, symbols: list[Any]) -> None:
@@ -98,7 +98,7 @@ def postfix(expression: Any, symbols: list[Any]) -> str:
 
 
 def assemble(
-    graph: fx.Graph, integers: Integers, stand_ins: StandIns, least: list[int], weights: list[Tensor]
+    graph: fx.Graph, integers: CallIntegers, stand_ins: StandIns, least: list[int], weights: list[Tensor]
 ) -> Any:
     """A program of the calls of a graph.
 
@@ -131,7 +131,7 @@ def assemble(
 
 
 class _Assembly:
-    def __init__(self, program: Any, graph: fx.Graph, integers: Integers) -> None:
+    def __init__(self, program: Any, graph: fx.Graph, integers: CallIntegers) -> None:
         self._program, self._integers = program, integers
         self._places: dict[fx.Node, int] = {}
         self._constants: dict[Any, int] = {}
@@ -164,8 +164,8 @@ class _Assembly:
         arguments, lists = self._arguments(schema, node)
         items = {user.args[1]: user for user in node.users if user.target is ITEM}
         of_many = isinstance(node.meta[VALUE], (list, tuple))
-        made = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
-        read = [one if one is not None and one.users else None for one in made]
+        every = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
+        read = [one if one is not None and one.users else None for one in every]
         results = []
         for item in read:
             results.append(-1 if item is None else self._next)

@@ -22,7 +22,7 @@ from .exchange import exchange_of
 from .fingerprint import Fingerprint
 from .match import MASK, Bound, Make, Match, maker
 from .policy import TOO_FEW, Kind, Policy
-from .program import Integers, assemble
+from .program import CallIntegers, assemble
 from .reading import Reading
 from .stand_ins import StandIns
 from .user_code import UserCode
@@ -169,7 +169,7 @@ def record(
     if stand_ins.reads_mask:
         reading.read_mask()
         return record(model, forward, reading, kind, user_code, quiet)
-    integers = Integers(recorder.env, list(recorder.symbols))
+    integers = CallIntegers(recorder.env, list(recorder.symbols))
     tensors: list[Tensor] = []
     make = maker((output, sent), tensors, stand_ins.cache)
     writes, of_cache = stand_ins.written(integers.place_of, len(tensors))

@@ -155,6 +155,7 @@ class _New:
         return target, passed, self._results[key]
 
     def _value(self, form: Any) -> Any:
+        """The node or constant that a part of the form stands for; puts the calls in it into the graph."""
         if isinstance(form, ast.Name):
             value = self._found[form.id]
             return self._leaf(value, None) if isinstance(value, fx.Node) else value

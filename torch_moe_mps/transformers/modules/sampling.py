@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.sampling import LEAST_DRAW, MAX_VOCABULARY, sample
+from ...ops.sampling import LEAST_DRAW, MAX_VOCABULARY
 from ..basics.logits import is_missing
 from ..basics.unmodified import REFUSED
 from ..upstream import (
@@ -23,6 +23,7 @@ from ..upstream import (
 )
 
 OPERATOR = "sample"
+ops = torch.ops.moe_mps
 # The processors that the operator knows, in their order, with the argument that each has.
 _KNOWN = {
     TemperatureLogitsWarper: "temperature",
@@ -74,13 +75,14 @@ class Sampling:
         arguments = self.arguments()
         end = self.end if 0 <= self.end < logits.shape[1] else 0  # for rows without a distribution
         if arguments is not None and _takes(logits):
-            return sample(logits, draws, invalid, **dict(arguments), otherwise=end)
+            tokens: Tensor = ops.sample(logits, draws, invalid, **dict(arguments), otherwise=end)
+            return tokens
         shares = self.warpers(None, logits.float()).softmax(-1)
         races = shares / draws.clamp_(min=LEAST_DRAW)  # a share of 0 by a draw of 0 is NaN, the largest
         wrong = shares.isnan().any(-1)
-        tokens = races.argmax(-1).masked_fill(wrong, end)
+        best = races.argmax(-1).masked_fill(wrong, end)
         wrong = wrong if invalid is None else wrong | (invalid != 0)
-        return torch.stack((tokens, wrong.long()))
+        return torch.stack((best, wrong.long()))
 
     def arguments(self) -> tuple[tuple[str, Any], ...] | None:
         """Arguments of the operator for the warpers; None if it does not take them."""
@@ -92,7 +94,8 @@ class Sampling:
 def likeliest(logits: Tensor) -> Tensor:
     """The token with the highest of the logits [B, V] of each row, and 1 where there is none: [2, B]."""
     if _takes(logits):
-        return sample(logits, None)
+        tokens: Tensor = ops.sample(logits, None)
+        return tokens
     best = logits.max(-1)
     return torch.stack((best.indices, is_missing(best.values).long()))
 

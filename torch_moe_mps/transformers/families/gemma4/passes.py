@@ -24,7 +24,7 @@ scale_norm_sums = Fusion(
 
 
 def gate_in_one(graph: fx.Graph) -> None:
-    """Join the choice of _CHOICE and the weights of _WEIGHTS into moe_gate."""
+    """topk(softmax(linear(rms_norm(X) * SCALE))), its weights * SCALES[IDS] -> moe_gate(X)"""
     for weights in calls(graph, aten.mul):
         bound = match(_WEIGHTS, weights)
         bound = bound and match(_CHOICE, bound["T"], bound)

@@ -254,6 +254,7 @@ def _tensor(weight: fx.Node | None) -> Tensor | None:
 
 
 def _kind(weight: fx.Node | None) -> Any:
+    """Dtype, device and shape of a row, which weights that are joined have in common; None without one."""
     tensor = _tensor(weight)
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.shape[1:])
 

@@ -192,7 +192,7 @@ def _tables(module: nn.Module, layer_type: str | None, read: dict[int, set[str |
         return None
     if tensors is None or not tensors <= {name} or frequencies.is_meta or frequencies.dim() != 1:
         return None
-    trial = _Trial(module, layer_type, scaling)
+    trial = _TablesTrial(module, layer_type, scaling)
     calls, unreached = trial.calls(2)
     layout = next((layout for layout in _LAYOUTS if trial.agrees(calls, layout)), None)
     if layout is None:
@@ -210,7 +210,7 @@ class _TrialCall(NamedTuple):
     tables: list[Tensor] | None
 
 
-class _Trial:
+class _TablesTrial:
     """Comparison of a module's tables with the operator's, by a copy on the CPU."""
 
     def __init__(self, module: nn.Module, layer_type: str | None, scaling: float):

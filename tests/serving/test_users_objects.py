@@ -1,4 +1,4 @@
-"""Nothing of a user's is left changed: his model, its configs and his caches are as they were."""
+"""A user's objects stay as they were: the model, its configs and caches."""
 
 import argparse
 import copy

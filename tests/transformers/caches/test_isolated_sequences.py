@@ -1,4 +1,4 @@
-"""A row's memory is its own: what another conversation left there reaches no one."""
+"""Sequences of a batched cache are isolated: no value of a finished one reaches the next in its place."""
 
 import torch
 from support import tiny_models

@@ -1,5 +1,5 @@
-"""The door of a server: what a request may be, what it is told where nothing is generated any more, and that
-hostile requests change and delay no other answer.
+"""Limits of requests: what one may be, what it gets from a server that has stopped, and that hostile ones
+change and delay no other answer.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a batch keeps of an answer is what its cache has, and no two answers write one cache."""
+"""The cached prefix of a turn is what the sequence's cache held, and no two answers write one cache."""
 
 import pytest
 import torch
