@@ -171,7 +171,7 @@ def _decode(weight: QuantizedWeight, expert: int | None) -> Tensor:
 
 
 def _place(weight: QuantizedWeight) -> tuple:
-    packed, scales, biases = weight
+    packed, scales, biases = weight.packed, weight.scales, weight.biases
     of_weight = packed.data_ptr(), packed.shape, packed.stride(), weight.format.name
     of_scales = scales.data_ptr(), scales.stride(), scales.dtype
     return of_weight + of_scales + (() if biases is None else (biases.data_ptr(), biases.stride()))

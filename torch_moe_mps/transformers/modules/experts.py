@@ -290,8 +290,8 @@ def experts_forward(
 
 def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
-        own = _all_packed(self) if hidden_states.is_cpu else []
-        with caching(self, *own):
+        packed = _all_packed(self) if hidden_states.is_cpu else []
+        with caching(self, *packed):
             return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
