@@ -1,6 +1,7 @@
 """Quantised linear layers and embeddings: which layers, what they compute, and their names."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch_moe_mps
 from torch_moe_mps.checkpoints.quantize.importance import Importance
 from torch_moe_mps.checkpoints.quantize.reasons import groups_of
 from torch_moe_mps.checkpoints.quantize.target import Target
+from torch_moe_mps.checkpoints.quantize.weight_uses import use_of_weight
 from torch_moe_mps.checkpoints.quantize.weights import quantize_target
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.basics.report import any_layer
@@ -275,6 +277,20 @@ def test_weights_that_code_reads_stay_dense(cls):
     why = "the code around it reads its weight"
     assert report.skipped == {"reader.product": why, "reader.cast": why}
     assert len(report.modules) == 5
+
+
+def test_sources_of_a_base_are_read_once(monkeypatch):
+    """Of all models of a process: most methods are those of transformers' bases."""
+    read, own = [], inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda method: read.append(method) or own(method))
+
+    class Base(nn.Module):
+        def forward(self, x):
+            return x @ self.child.weight
+
+    for cls in [type(name, (Base,), {}) for name in "ABC"]:
+        assert use_of_weight(cls, "child") == "the code around it reads its weight"
+    assert read == [Base.forward]
 
 
 def test_code_without_source_keeps_what_it_may_read():

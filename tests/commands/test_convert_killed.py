@@ -62,7 +62,7 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.slow("converts a model as often as its files are changed")
-@pytest.mark.parametrize("step", in_sweep((1, 17), (17,)))
+@pytest.mark.parametrize("step", in_sweep((1, 29), (29,)))
 def test_killed_at_any_change(step, tmp_path, monkeypatch):
     """While files of tensors, the list of them, their last names, and files beside are written."""
     monkeypatch.setattr(files, "LARGEST", 16000)

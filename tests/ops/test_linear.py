@@ -237,22 +237,19 @@ def test_rows_of_several_layers_are_one_call(device, dtype):
         assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())
 
 
-@pytest.mark.parametrize("memory", [0, 10**9])
-def test_the_reference_dequantises_some_rows_at_a_time(memory, monkeypatch):
+def test_the_reference_dequantises_some_rows_at_a_time(monkeypatch):
     format = "affine5_64"
     weight, x = random_matrix(23, 128, format, torch.float32, 0), random((4, 128), torch.float32, 1)
-    monkeypatch.setattr(_decoded, "memory", lambda: memory)
     whole = linear_quantized(x, *weight, format)
     monkeypatch.setattr(_decoded, "VALUES_AT_ONCE", 5 * 128)
     sizes, own = [], _formats.dequantize_values
     monkeypatch.setattr(_formats, "dequantize_values", lambda *a: sizes.append(len(a[0])) or own(*a))
-    in_parts = linear_quantized(x, *[part.clone() for part in weight], format)
+    in_parts = linear_quantized(x, *weight, format)
     assert torch.allclose(in_parts, whole, rtol=0, atol=1e-5) and sizes == [5, 5, 5, 5, 3]
 
 
 @torch.no_grad()
-def test_a_weight_that_is_kept_decoded_is_multiplied_and_its_calls_are_checked(monkeypatch):
-    monkeypatch.setattr(_decoded, "memory", lambda: 10**9)
+def test_known_calls_are_multiplied_and_others_are_checked():
     weight, x = random_matrix(23, 128, "affine4_64", torch.float32, 0), random((2, 128), torch.float32, 1)
     values = torch.from_numpy(dense(weight, "affine4_64")).double()
     for _ in range(2):

@@ -8,7 +8,6 @@ import torch
 from support.processes import python
 
 from torch_moe_mps.commands import check, main
-from torch_moe_mps.ops import _decoded
 from torch_moe_mps.ops._formats import FORMATS
 from torch_moe_mps.selfcheck import large
 
@@ -82,7 +81,6 @@ import resource, sys, time
 from support.simulated import install
 install()
 import simulator, torch
-from torch_moe_mps.ops import _decoded
 from torch_moe_mps.ops._formats import FORMATS
 from torch_moe_mps.selfcheck import compare, large
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -104,13 +102,3 @@ def test_the_real_sizes_fit(simulated):
     """The kernels are encoded and do not run; the references do, and the memory of all is counted."""
     peak, arguments = map(int, python(REAL).split())
     assert peak < large.MEMORY and arguments > 3e8, (peak, arguments)
-
-
-def test_a_comparison_keeps_no_decoded_weight(simulated):
-    call = next(call for _, call in large.calls(torch.float32, AFFINE, smaller=512))
-    before = _decoded._bytes
-    kept = torch.ops.moe_mps.linear_quantized(**call.arguments)
-    assert _decoded._bytes > before
-    during = _decoded._bytes
-    assert check.compare(call) is None and kept.numel()
-    assert _decoded._bytes == during

@@ -149,7 +149,10 @@ def check_every_call(architecture: str, tmp_path: Path) -> None:
 
 
 def check_launches(
-    simulated, architecture: str, of_captured: dict[str, int], of_modules: dict[str, int] | None = None
+    simulated,
+    architecture: str,
+    of_captured: dict[str, int] | None,
+    of_modules: dict[str, int] | None = None,
 ) -> None:
     """At most so many launches of each type of layer for a token, captured and module by module.
 
@@ -159,6 +162,8 @@ def check_launches(
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     if of_modules is not None:
         check_types(launches_by_type(simulated, model), of_modules)
+    if of_captured is None:  # no token is captured without some of the layers
+        return
     found = captured_by_type(simulated, model)
     check_types(found if "outside" in of_captured else of_layers(found), of_captured)
     assert found["outside"]["embedding_rows_affine4_32_bf16"] == 1

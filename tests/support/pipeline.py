@@ -198,11 +198,12 @@ def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any
     """A tiny model as the first process writes it, and the options that load it."""
     import torch_moe_mps
 
-    with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model(architecture)
-    if form.startswith("quantised") and form != "quantised while it is read":
-        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    cls = tiny_models.model_class(architecture)
     if rank() == 0:
+        with tiny_models.groups_of_32():
+            model = tiny_models.tiny_model(architecture)
+        if form.startswith("quantised") and form != "quantised while it is read":
+            torch_moe_mps.accelerate(model, bits=4, group_size=32)
         Path(folder).mkdir(parents=True, exist_ok=True)
         if form == "mlx":
             mlx_models.write(model, Path(folder), 4)
@@ -212,7 +213,7 @@ def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any
     options = {"bits": 4, "group_size": 32} if form == "quantised while it is read" else {}
     if form == "mlx":
         folder = f"{folder}/mlx"
-    return folder, {"cls": type(model), **options, "dtype": torch.float32}
+    return folder, {"cls": cls, **options, "dtype": torch.float32}
 
 
 def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:

@@ -1,146 +1,168 @@
-"""Cache of quantised weights decoded to float32, for the CPU references.
+"""Float32 values of quantised weights, for the CPU references.
 
-Decoding a matrix takes several times as long as multiplying it with one row. Decoded values are freed with
-their codes, scales or biases. A weight that changed in place is decoded again: changes are detected by
-torch's version counter, by sums for tensors of inference mode, which have none, and by a fixed-size sample of
-each tensor, as writes through `.data` are not counted.
+An operator is a function of its arguments: whoever calls `torch.ops.moe_mps.*` has weights decoded in that
+call. Decoding a matrix takes several times as long as multiplying it with one row, so a layer that owns a
+weight caches its values (`caching`).
 """
 
 import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..macs import said
 from ._formats import QuantizedWeight
+from ._registry import PLAIN
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_SAMPLES = 64  # elements, each perhaps a cache miss: 256 took a sixth of a product of 576 x 576 with a row
 VALUES_AT_ONCE = 1 << 22  # decoded of a matrix: temporaries take a few times 16 MiB, whatever its size
 
-
-class _Memory:
-    """Elements at equal distances of what a tensor lies in; numpy reads them, and does not keep them alive.
-
-    The distance is odd, so that they lie in all columns.
-    """
-
-    def __init__(self, tensor: Tensor):
-        size = tensor.itemsize
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        span = 1 + sum((count - 1) * stride for count, stride in sizes) if tensor.numel() else 0
-        step = span // _SAMPLES | 1
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"|V{size}",
-            "data": (tensor.data_ptr(), True),
-            "shape": (-(-span // step),),
-            "strides": (step * size,),
-        }
-
-
-_Sample = tuple[Callable[[], bytes], bytes]  # (reader of the sample, its bytes when the weight was decoded)
-
-
-class _Kept(NamedTuple):
-    values: Tensor
-    changes: list[Any]  # one for each tensor that was decoded
-    samples: Sequence[_Sample]  # one for each memory that these lie in
-
-    def is_current(self, now: list[Any]) -> bool:
-        """True if the weight is unchanged since it was decoded; `now` is its current `changes`."""
-        return self.changes == now and all(read() == sample for read, sample in self.samples)
-
-
-# {where codes, scales and biases are: {number of an expert, or None for the whole: what is decoded}}
-_KEPT: dict[tuple, dict[int | None, _Kept]] = {}
-_here = threading.local()
+_here = threading.local()  # `cache`: the Cache that the operators of this thread read, or None
 _lock = threading.RLock()  # a finalizer may run wherever memory is asked for
 _bytes = 0
 _quarter = 0
 
 
+class Cache:
+    """Decoded values of a layer's weights as they are now; another state of them has another cache.
+
+    Args:
+        tensors: codes, scales, biases and whatever else the weights are views of.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        own = weakref.ref(self)
+
+        def clear(_: object) -> None:
+            if (cache := own()) is not None:
+                cache._values.clear()
+
+        self._state = [(weakref.ref(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._alive = [weakref.ref(storage, clear) for storage in storages]
+        self._memories = {storage.data_ptr() for storage in storages}
+        # {where codes, scales and biases are: {number of an expert, or None for the whole: its values}}
+        self._values: dict[tuple, dict[int | None, Tensor]] = {}
+
+    def is_current(self, tensors: list[Tensor]) -> bool:
+        """True if these are the tensors of the cache, and neither were written nor lie elsewhere."""
+        if len(tensors) != len(self._state):
+            return False
+        for tensor, (known, address, version) in zip(tensors, self._state, strict=True):
+            if known() is not tensor or tensor.data_ptr() != address or tensor._version != version:
+                return False
+        return True
+
+    def of(self, weight: QuantizedWeight) -> Callable[[int | None], Tensor]:
+        """Values of a weight's experts by number, or of the whole by None; cached if the limit allows it."""
+        place = _place(weight)
+        found = self._values.get(place, {})
+
+        def values(expert: int | None) -> Tensor:
+            known = found.get(expert)
+            if known is None:
+                known = _decode(weight, expert)
+                if self.may_hold(weight, known.nbytes):
+                    self._values.setdefault(place, found)[expert] = _counted(known)
+            return known
+
+        return values
+
+    def may_hold(self, weight: QuantizedWeight, nbytes: int) -> bool:
+        """True if a weight is of this cache, and the limit allows `nbytes` more or the whole is cached."""
+        if None in self._values.get(_place(weight), ()):
+            return True
+        memories = {tensor.untyped_storage().data_ptr() for tensor in weight if tensor is not None}
+        return memories <= self._memories and _bytes + nbytes <= memory()
+
+
+class _Reading:
+    """Block in which the operators of this thread read a cache."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+
+    def __enter__(self) -> None:
+        self._before = getattr(_here, "cache", None)
+        _here.cache = self._cache
+
+    def __exit__(self, *error: object) -> None:
+        _here.cache = self._before
+
+
+_CACHES: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()  # {layer: its cache}
+
+
+def caching(owner: Any, *tensors: Tensor | None) -> contextlib.AbstractContextManager[None]:
+    """Block in which operators that a layer calls read values that they decoded in its calls before.
+
+    The values are freed with the layer, and with the memory of its weights, which `to` and
+    `load_state_dict(assign=True)` replace. A weight that is written in place, as `load_state_dict` does, gets
+    another version and is decoded again. torch counts no writes through `.data`. Copies and pickles of the
+    layer have no values. All layers together cache at most `memory()` bytes.
+
+    Operators decode in each call if a tensor was made in inference mode, since it has no version, and under
+    torch.compile, torch.export and torch.func, where an operator runs outside the layer's call. So do a
+    backward, and programs of captured calls, which replay on mps alone. Fake tensors never reach a reference.
+
+    Args:
+        owner: the layer.
+        tensors: all of its weights that the operators read. Where a weight has the memory of several
+            parameters, which are views of it, these.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    if torch.compiler.is_compiling() or not present or not all(map(_is_counted, present)):
+        return contextlib.nullcontext()
+    if torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    cache = _CACHES.get(owner)
+    if cache is None or not cache.is_current(present):
+        _CACHES[owner] = cache = Cache(present)
+    return _Reading(cache)
+
+
+def _is_counted(tensor: Tensor) -> bool:
+    """True for a plain tensor on the CPU whose writes torch counts."""
+    return type(tensor) in PLAIN and tensor.is_cpu and not tensor.is_inference()
+
+
 def decoded(weight: QuantizedWeight) -> Tensor:
     """All values of a weight in float32, read-only."""
-    values = kept(weight.packed, weight.scales, weight.biases, weight.format.name)
-    if values is None:
-        values = _decoded_anew(weight, None) if weight.packed.is_cpu else weight.values(slice(None))
-    return values
+    return decoded_experts(weight)(None)
 
 
-def decoded_experts(weight: QuantizedWeight) -> Callable[[int], Tensor]:
-    """Matrices of a stack in float32 by index, read-only."""
-    if not weight.packed.is_cpu:
-        return weight.values
-    found, now = _KEPT.get(_place_of(weight), {}), _versions(weight)
-
-    def matrix(expert: int) -> Tensor:
-        one = found.get(expert)
-        if one is not None and one.is_current(changes(_part(weight, expert)) if now is None else now):
-            return one.values
-        return _decoded_anew(weight, expert)
-
-    return matrix
-
-
-def _part(weight: QuantizedWeight, expert: int | None) -> QuantizedWeight:
-    return weight if expert is None else weight.map(itemgetter(expert))
-
-
-def _decoded_anew(weight: QuantizedWeight, expert: int | None) -> Tensor:
-    """Decodes a weight or one expert, and caches the values if the limit allows it."""
-    part, place = _part(weight, expert), _place_of(weight)
-    before = changes(part)
-    reads = [np.asarray(_Memory(tensor)).tobytes for tensor in part if tensor is not None]
-    samples = [(read, read()) for read in reads]
-    values = _decode(part)
-    if expert in _KEPT.get(place, ()) or _takes(values.nbytes):
-        _keep(weight, place, expert, _Kept(values, before, samples))
-    return values
+def decoded_experts(weight: QuantizedWeight) -> Callable[[int | None], Tensor]:
+    """Matrices of a stack in float32 by index, or all by None, read-only."""
+    cache: Cache | None = getattr(_here, "cache", None)
+    return partial(_decode, weight) if cache is None else cache.of(weight)
 
 
 def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
     """Yields rows of a matrix in float32: all if they are cached, else VALUES_AT_ONCE values at a time."""
-    values = kept(weight.packed, weight.scales, weight.biases, weight.format.name)
-    if values is not None:
-        return [values]
+    cache: Cache | None = getattr(_here, "cache", None)
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[1])
-    if rows * columns <= VALUES_AT_ONCE or _may_keep(weight):
+    is_small = rows * columns <= VALUES_AT_ONCE
+    if is_small or (cache is not None and cache.may_hold(weight, 4 * rows * columns)):
         return [decoded(weight)]
     step = max(1, VALUES_AT_ONCE // columns)
-    return (decoded(weight.map(itemgetter(slice(first, first + step)))) for first in range(0, rows, step))
+    parts = (weight.map(itemgetter(slice(first, first + step))) for first in range(0, rows, step))
+    return (_decode(part, None) for part in parts)
 
 
-def _may_keep(weight: QuantizedWeight) -> bool:
-    if not weight.packed.is_cpu:
-        return False
-    size = 4 * weight.packed.shape[:-1].numel() * weight.format.columns(weight.packed.shape[-1])
-    return _place_of(weight) in _KEPT or _takes(size)
-
-
-def kept(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> Tensor | None:
-    """Cached values of a weight, or None if there are none or it has changed."""
-    if not packed.is_cpu:
-        return None
-    found = _KEPT.get(_place(packed, scales, biases, name), {}).get(None)
-    if found is None or not found.is_current(changes((packed, scales, biases))):
-        return None
-    return found.values
-
-
-def _decode(weight: QuantizedWeight) -> Tensor:
+def _decode(weight: QuantizedWeight, expert: int | None) -> Tensor:
+    if expert is not None:
+        return weight.values(expert)
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[-1])
     if weight.packed.dim() > 2 or rows * columns <= VALUES_AT_ONCE:
         return weight.values(slice(None))
-    values = torch.empty(rows, columns)
+    values = torch.empty(rows, columns, device=weight.packed.device)
     step = max(1, VALUES_AT_ONCE // columns)
     for first in range(0, rows, step):
         some = slice(first, first + step)
@@ -148,67 +170,26 @@ def _decode(weight: QuantizedWeight) -> Tensor:
     return values
 
 
-def _place(packed: Tensor, scales: Tensor, biases: Tensor | None, name: str) -> tuple:
-    of_weight = packed.data_ptr(), packed.shape, packed.stride(), name
+def _place(weight: QuantizedWeight) -> tuple:
+    packed, scales, biases = weight.packed, weight.scales, weight.biases
+    of_weight = packed.data_ptr(), packed.shape, packed.stride(), weight.format.name
     of_scales = scales.data_ptr(), scales.stride(), scales.dtype
     return of_weight + of_scales + (() if biases is None else (biases.data_ptr(), biases.stride()))
 
 
-def _place_of(weight: QuantizedWeight) -> tuple:
-    return _place(weight.packed, weight.scales, weight.biases, weight.format.name)
-
-
-def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """Fingerprint of tensors that changes after a write in place."""
-    versions = _versions(tensors)
-    return [_sums(tensor) for tensor in tensors if tensor is not None] if versions is None else versions
-
-
-def _versions(tensors: Iterable[Tensor | None]) -> list[Any] | None:
-    """torch's version counters of tensors; None for tensors of inference mode."""
-    try:
-        return [tensor._version for tensor in tensors if tensor is not None]
-    except RuntimeError:
-        return None
-
-
-def _sums(tensor: Tensor) -> bytes:
-    """Row sums of the elements' bits as integers; they change with any element."""
-    return tensor.view(_BITS[tensor.itemsize]).sum(-1, dtype=torch.int32).numpy().tobytes()
-
-
-@contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
-    """Context in which this thread caches nothing, for weights used only once."""
-    before, _here.keeps = getattr(_here, "keeps", True), False
-    try:
-        yield
-    finally:
-        _here.keeps = before
-
-
-def _takes(nbytes: int) -> bool:
-    """True if the limit allows caching `size` more bytes."""
-    return getattr(_here, "keeps", True) and _bytes + nbytes <= memory()
-
-
-def _keep(weight: QuantizedWeight, place: tuple, expert: int | None, made: _Kept) -> None:
+def _counted(values: Tensor) -> Tensor:
+    """The values, whose bytes count until they are freed."""
     global _bytes
     with _lock:
-        if place not in _KEPT:
-            _KEPT[place] = {}
-            for tensor in weight:  # another one may lie where one was
-                if tensor is not None:
-                    weakref.finalize(tensor.untyped_storage(), _drop, place).atexit = False
-        if expert not in _KEPT[place]:
-            _bytes += made.values.nbytes
-        _KEPT[place][expert] = made
+        _bytes += values.nbytes
+    weakref.finalize(values, _release, values.nbytes).atexit = False
+    return values
 
 
-def _drop(place: tuple) -> None:
+def _release(nbytes: int) -> None:
     global _bytes
     with _lock:
-        _bytes -= sum(one.values.nbytes for one in _KEPT.pop(place, {}).values())
+        _bytes -= nbytes
 
 
 def memory() -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 from .._extension import setting
 from .._faults import fault_of, raise_fault
 from .._text import first_line
-from ..ops._decoded import nothing_kept
 from ..ops._samples import JUDGED, OF_HEADS, packet
 from . import differences
 from .calls import Call, planned_for
@@ -165,8 +164,7 @@ def _results(call: Call, device: str, end: float) -> dict[str, Tensor]:
         for key, value in call.arguments.items()
     }
     operator: Any = packet(call.operator)
-    with nothing_kept():  # copies of the weights
-        result = operator(**own)
+    result = operator(**own)
     returned = [*result] if isinstance(result, tuple) else [] if result is None else [result]
     arguments = operator.default._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]

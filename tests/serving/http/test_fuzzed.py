@@ -32,8 +32,8 @@ def ask(url: str, body: Any, leaves: bool = False) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-@pytest.mark.slow("asks a server 80 times")
-@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.sweep)])
+@pytest.mark.slow("asks a server 40 times")
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.sweep)])
 def test_no_request_is_an_error_of_the_server(count, tmp_path):
     """Each is answered, or refused with one line."""
     draws, statuses = random.Random(5), []
@@ -60,7 +60,7 @@ _HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow("a server and many clients")
-@pytest.mark.parametrize("count", [24, pytest.param(600, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [16, pytest.param(600, marks=pytest.mark.sweep)])
 def test_what_others_ask_changes_no_answer(count, tmp_path):
     """Hostile requests beside others, which have the answers that they have alone."""
     draws, path = random.Random(7), "/v1/chat/completions"

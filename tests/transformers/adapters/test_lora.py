@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import subprocess
-import sys
 from typing import Any
 
 import peft
@@ -13,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from support import gguf_files, tiny_models
 from support.models import eager, generate, output, prompt, tiny
+from support.processes import forked
 from support.sweep import covering
 from torch import nn
 
@@ -381,10 +380,9 @@ print(is_ours())
 """
 
 
-@pytest.mark.slow("a process that imports transformers")
 @pytest.mark.parametrize(("version", "during"), [("", True), ("0.99.0", False)])
 def test_peft_is_its_own_without_packed_weights(version, during):
     """A function of PEFT is replaced from the first packed layer to the last copy; not of another version."""
-    code = LIVES.format(version=version)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [str(each) for each in (False, during, during, False, during)]
+    assert forked(LIVES.format(version=version)).split() == [
+        str(each) for each in (False, during, during, False, during)
+    ]

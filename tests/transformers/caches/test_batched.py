@@ -426,7 +426,7 @@ def test_positions_behind_images():
     assert rows.arguments()["position_ids"].tolist() == [[19], [13]]
 
 
-@pytest.mark.slow("captures three programs, and runs 130 tokens")
+@pytest.mark.slow("captures three programs, and runs 80 tokens")
 @torch.no_grad()
 def test_no_recapture_while_rows_come_and_go(monkeypatch):
     monkeypatch.setenv(_environment.CAPTURE, "1")
@@ -458,7 +458,7 @@ def test_no_recapture_while_rows_come_and_go(monkeypatch):
             batch.step()
         batch.leave(0)
     before = len(captured)
-    for _ in range(100):
+    for _ in range(50):
         if batch.talks and (len(batch.talks) == 6 or chance.random() < 0.5):
             batch.leave(chance.randrange(len(batch.talks)))
         else:

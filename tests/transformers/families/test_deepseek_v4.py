@@ -251,5 +251,5 @@ def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
 @pytest.mark.usefixtures("captured")
 def test_launches_of_a_layer(simulated):
     families.check_launches(
-        simulated, NAME, {"heavily compressed, hash moe": 26, "compressed sparse, moe": 19}
+        simulated, NAME, None, {"heavily compressed, hash moe": 26, "compressed sparse, moe": 19}
     )

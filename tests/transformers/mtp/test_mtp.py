@@ -124,6 +124,28 @@ def test_only_accelerated_models_read_them_once(checkpoint, monkeypatch):
     assert type(restored) is MTPCandidateGenerator
 
 
+@pytest.mark.slow("three models")
+def test_what_transformers_own_generator_takes(checkpoint, monkeypatch):
+    """An accelerated dense model, with the tokens of eager code; once it takes packed ones, ours can go."""
+    cls, folder = checkpoint
+    eager = cls.from_pretrained(folder).eval()
+    dense, packed = (
+        cls.from_pretrained(folder).eval(),
+        torch_moe_mps.from_pretrained(folder, bits=4, group_size=32),
+    )
+    torch_moe_mps.accelerate(dense)
+    for model in (dense, packed):
+        own = GenerationMixin._get_candidate_generator
+        monkeypatch.setattr(type(model), "_get_candidate_generator", own)
+    (generator,) = generators_of(dense, monkeypatch, use_mtp=True)
+    assert type(generator) is MTPCandidateGenerator
+    assert tokens_of(dense, use_mtp=True) == tokens_of(eager, use_mtp=True)
+    with pytest.raises(
+        RuntimeError, match=r"weights are missing .*'embed_tokens.packed'.*'shared_head.packed'"
+    ):
+        tokens_of(packed, use_mtp=True)
+
+
 @pytest.mark.parametrize("revision", ["main", "other"])
 def test_they_are_found_by_a_name_on_the_hub(revision, checkpoint, tmp_path, monkeypatch):
     """In its cache, in the revision that is asked for, and by copies."""

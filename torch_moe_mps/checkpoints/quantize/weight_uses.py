@@ -42,8 +42,16 @@ def weights_written_by(cls: type) -> frozenset[str]:
     return frozenset(written for _, source in _sources_of(cls) for written in _WRITTEN.findall(source or ""))
 
 
-def _sources_of(cls: type) -> Iterator[tuple[str, str | None]]:
-    """(name, source or None) of the methods that a class defines and that run in inference."""
+@functools.cache
+def _sources_of(cls: type) -> tuple[tuple[str, str | None], ...]:
+    """(name, source or None) of the methods that a class defines and that run in inference.
+
+    Read once for a class: all models of transformers share the bases with most of the methods.
+    """
+    return tuple(_read_sources(cls))
+
+
+def _read_sources(cls: type) -> Iterator[tuple[str, str | None]]:
     for name, function in vars(cls).items():
         method = inspect.unwrap(function) if inspect.isfunction(function) else None
         if isinstance(method, types.FunctionType) and "cuda" not in name and name != "_init_weights":

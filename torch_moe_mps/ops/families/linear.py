@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._activations import POINTWISE, Activation
 from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide
-from .._decoded import in_blocks, kept
+from .._decoded import in_blocks
 from .._formats import TENSORS, Format, QuantizedWeight
 from .._registry import Backward, operator
 from .._sample import Calls, Changes
@@ -316,8 +316,7 @@ def embedding_quantized(
     out = torch.zeros(*flat.shape, columns, dtype=NAMED_DTYPES[dtype], device=tokens.device)
     inside = ((flat >= 0) & (flat < rows)).nonzero().squeeze(-1)
     flat = flat[inside]
-    values = kept(packed, scales, biases, format)
-    out[inside] = (weight.values(flat) if values is None else values[flat]).to(out.dtype)
+    out[inside] = weight.values(flat).to(out.dtype)
     return out.view(*tokens.shape, columns)
 
 

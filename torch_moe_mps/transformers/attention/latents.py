@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops._checks import dtype_name
+from ...ops._decoded import caching
 from ..basics.report import Done
 from ..basics.state import NOTHING, STATE, state_of
 from ..basics.tensors import Deferred
@@ -162,7 +163,8 @@ def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any
         return ops.heads_mm(x, of_heads(layer.weight), **options)
     packed, scales, biases, _ = layer.weights()
     weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
-    return ops.heads_quantized(x, *weight, layer.format.name, **options)
+    with caching(layer, packed, scales, biases):
+        return ops.heads_quantized(x, *weight, layer.format.name, **options)
 
 
 def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
@@ -171,7 +173,8 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight[rows])
     packed, scales, biases, _ = layer.weights()
     weight = packed[rows], scales[rows], None if biases is None else biases[rows]
-    return ops.linear_quantized(x, *weight, layer.format.name)
+    with caching(layer, packed, scales, biases):
+        return ops.linear_quantized(x, *weight, layer.format.name)
 
 
 def _operator_for(layer: Any) -> str | None:

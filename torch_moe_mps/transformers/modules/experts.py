@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ...ops._decoded import caching
 from ...ops.families.experts import moe_experts
 from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
@@ -289,7 +290,9 @@ def experts_forward(
 
 def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
-        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
+        packed = _all_packed(self) if hidden_states.is_cpu else []
+        with caching(self, *packed):
+            return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
@@ -386,6 +389,10 @@ def _multiplied(
     for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
         out = ops.expert_lora(out, x, a, b, ids, self.num_experts, *buckets, scaling=scaling)
     return out
+
+
+def _all_packed(self: Experts) -> list[Tensor | None]:
+    return [tensor for projection in formats_of(self) for tensor in _packed(self, projection)]
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops._checks import dtype_name
+from ...ops._decoded import caching
 from ...ops.families.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
@@ -226,7 +227,8 @@ class QuantizedLinear(QuantizedLayer):
         packed, scales, biases, bias = self.weights()
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
         dtype = "float32" if wide else None
-        return linear_quantized(x, packed, scales, biases, self.format.name, bias, dtype=dtype)
+        with caching(self, packed, scales, biases):
+            return linear_quantized(x, packed, scales, biases, self.format.name, bias, dtype=dtype)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
@@ -281,13 +283,12 @@ class GroupedLinear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """[..., n_groups, in_features] -> [..., n_groups, out_features / n_groups]"""
-        stacks = [
-            None if weight is None else weight.unflatten(0, (self.n_groups, -1))
-            for weight in self.weights()[:3]
-        ]
+        own = self.weights()[:3]
+        stacks = [None if weight is None else weight.unflatten(0, (self.n_groups, -1)) for weight in own]
         rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         ids = self.group_ids.expand(len(rows), -1)
-        out: Tensor = ops.expert_qmm(rows, *stacks, ids, self.format.name)
+        with caching(self, *own):
+            out: Tensor = ops.expert_qmm(rows, *stacks, ids, self.format.name)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def extra_repr(self) -> str:

@@ -11,7 +11,8 @@ from .steps import mtp_layers
 class Candidates(MTPCandidateGenerator):
     """Candidate generator that drafts with a checkpoint's MTP layers.
 
-    It has the attributes of transformers' class, which would load dense layers in each call.
+    It has the attributes of transformers' class. That one loads dense layers in each call, and raises for a
+    packed embedding or head: it shares them before it loads, and looks for them in the checkpoint.
     """
 
     def __init__(self, model: Any, config: Any, processors: Any, accelerate: Callable[[Any], object]):

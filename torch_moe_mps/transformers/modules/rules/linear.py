@@ -8,7 +8,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ....ops._decoded import changes
 from ...basics.state import NOTHING, STATE, state_of
 from ...basics.tensors import WEIGHTS, joined_rows
 from ...graphs.patterns import Bound
@@ -37,24 +36,11 @@ class JoinedWeights:
         self.weights = [joined_rows(parts, rows) for parts in _parameters(layers)]
         self.parts = [*chain(*_parameters(layers))]
         self.addresses = [part.data_ptr() for part in self.parts if part is not None]
-        self.changes = changes(self.parts)
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
         """True if the layers' parameters still are views of these weights, which `to` moves away."""
         same = all(map(operator.is_, chain(*_parameters(layers)), self.parts))
-        if not same or [part.data_ptr() for part in self.parts if part is not None] != self.addresses:
-            return False
-        if layers[0].packed.is_cpu:
-            self._note_changes()
-        return True
-
-    def _note_changes(self) -> None:
-        """Writing to a part counts as writing to the whole, whose decoded values the CPU keeps."""
-        now = changes(self.parts)
-        if now != self.changes:
-            self.changes = now
-            wholes = [whole for whole in self.weights if whole is not None and not whole.is_inference()]
-            torch.autograd.graph.increment_version(wholes)
+        return same and [part.data_ptr() for part in self.parts if part is not None] == self.addresses
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return type(None), ()

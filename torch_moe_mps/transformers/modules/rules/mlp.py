@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from ....ops import mlp_quantized
 from ....ops._activations import Activation
+from ....ops._decoded import caching
 from ...basics.report import Done
 from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
@@ -141,7 +142,8 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
     matrices = packed, scales, biases, down_packed, down_scales, down_biases
-    return mlp_quantized(x, *matrices, first.format.name, **options)
+    with caching(module, *first.parts, down_packed, down_scales, down_biases):
+        return mlp_quantized(x, *matrices, first.format.name, **options)
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:
