@@ -259,10 +259,10 @@ def _require_module(function: str, model: object) -> None:
 
 
 def _require_known(recipe: Collection[str]) -> None:
-    own = [*inspect.signature(accelerate).parameters][:-1]  # without those of the recipe
+    parameters = [*inspect.signature(accelerate).parameters][:-1]  # without those of the recipe
     for name in recipe:
         if name not in ARGUMENTS:
-            known = ", ".join(dict.fromkeys([*own, *ARGUMENTS]))
+            known = ", ".join(dict.fromkeys([*parameters, *ARGUMENTS]))
             raise TypeError(f"moe_mps::accelerate: arguments must be some of {known}, got {name!r}")
 
 

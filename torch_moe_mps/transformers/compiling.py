@@ -176,9 +176,9 @@ def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     The dtype comes from the module's weights or scales, or else from the model.
     """
     for module in model.modules():
-        own = [*weights_in(module, recurse=False)]
-        if own and own[0].device.type == "mps":
-            every = itertools.chain(own, model.parameters())
+        weights = [*weights_in(module, recurse=False)]
+        if weights and weights[0].device.type == "mps":
+            every = itertools.chain(weights, model.parameters())
             dtype = next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)
             if dtype is not None:
                 yield module, dtype

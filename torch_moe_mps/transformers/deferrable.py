@@ -153,9 +153,9 @@ def _takes_back(replica: Any, states: int, kind: AnyKind) -> bool:
         expected = [_result(replica, drafts[one, n : n + 1], alone) for n in range(right)]
         before = _copies(alone.layer)
         expected.append(_result(replica, token[one], alone))
-        own = torch.cat((of_drafts[one, :right], found[one]), 1)
+        ours = torch.cat((of_drafts[one, :right], found[one]), 1)
         theirs = [torch.cat(expected, 1), *before, *_copies(alone.layer)]
-        if not agrees([own, *behind[row], *_copies(_row_of(layer, row))], theirs, 1e-4):
+        if not agrees([ours, *behind[row], *_copies(_row_of(layer, row))], theirs, 1e-4):
             return False
     return True
 
@@ -178,12 +178,12 @@ def _copies(layer: Any) -> list[Tensor]:
 
 def _result(replica: nn.Module, x: Tensor, cache: Any) -> Tensor:
     """All that a module returns for each token."""
-    own = original_class(replica).forward
-    arguments = needed_arguments(own, cache) | cache_argument(own, cache)
+    eager_forward = original_class(replica).forward
+    arguments = needed_arguments(eager_forward, cache) | cache_argument(eager_forward, cache)
     if isinstance(cache.layer, DeferredLayer):
         cache.layer.show_uncommitted()
     result: Any = replica(x, **arguments)
     parts = result if isinstance(result, tuple) else (result,)
-    held = cache.states()  # returned by some, too
-    of_tokens = [part for part in parts if part is not None and not any(part.equal(s) for s in held)]
+    states = cache.states()  # returned by some, too
+    of_tokens = [part for part in parts if part is not None and not any(part.equal(s) for s in states)]
     return torch.cat([part.flatten(2) for part in of_tokens], -1)

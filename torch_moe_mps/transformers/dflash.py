@@ -49,5 +49,5 @@ class DFlashStep(PreTrainedModel):
             **cache_argument(self.assistant, cache),
         )
         kept.set_previous_accepted_tokens(0)
-        made: Tensor = out.last_hidden_state
-        return made
+        hidden_states: Tensor = out.last_hidden_state
+        return hidden_states

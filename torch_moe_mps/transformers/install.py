@@ -167,8 +167,8 @@ def _run(
 
 def runs_with_cache(module: nn.Module) -> bool:
     """True if a module's forward, original or replaced, takes a cache."""
-    made = made_as(type(module), REWRITTEN)
-    forwards: list[Any] = [type(module).forward] if made is None else [made.own, made.ours]
+    record = made_as(type(module), REWRITTEN)
+    forwards: list[Any] = [type(module).forward] if record is None else [record.own, record.ours]
     return any(map(cache_name, forwards))
 
 
@@ -189,14 +189,14 @@ def _rewritten_class(
     original: type[nn.Module], rewritten: Callable, is_own: bool, yields: bool
 ) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
-    own = original.forward
+    original_forward = original.forward
     replaced = eager_of(rewritten)
-    eager = own if replaced is None else in_place(own, replaced)
-    bound = as_given if is_own else Binder(own, rewritten)
+    eager = original_forward if replaced is None else in_place(original_forward, replaced)
+    bound = as_given if is_own else Binder(original_forward, rewritten)
 
-    @functools.wraps(own)
+    @functools.wraps(original_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if original.forward is not own:  # somebody has patched the class
+        if original.forward is not original_forward:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
         # A module without a state was restored, and a wrapper that a user put on before still calls this.
         # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
@@ -206,14 +206,14 @@ def _rewritten_class(
             or state.reads is None
             or (yields and eager_is_faster(args or kwargs.values()))
         ):
-            return own(self, *args, **kwargs)
+            return original_forward(self, *args, **kwargs)
         if (state.reads and not holds(self)) or runs_eager(self, *args, *kwargs.values()):
             return eager(self, *args, **kwargs)
-        given = bound(args, kwargs)
-        result = NotImplemented if given is None else rewritten(self, *given[0], **given[1])
+        arguments = bound(args, kwargs)
+        result = NotImplemented if arguments is None else rewritten(self, *arguments[0], **arguments[1])
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
-    batched = forward if cache_name(own) is None else by_sequence(forward)
+    batched = forward if cache_name(original_forward) is None else by_sequence(forward)
     cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched, **_methods(original))
     return cls
 
@@ -221,13 +221,13 @@ def _rewritten_class(
 def _methods(original: type[nn.Module]) -> dict[str, Callable]:
     """Methods of rewritten modules of a class. If somebody patches the class, they call what it has then."""
 
-    def method(name: str, own: Callable) -> Callable:
-        ours = METHODS[name](own)
+    def method(name: str, original_method: Callable) -> Callable:
+        ours = METHODS[name](original_method)
 
-        @functools.wraps(own)
+        @functools.wraps(original_method)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = getattr(original, name)
-            return (ours if now is own else now)(self, *args, **kwargs)
+            return (ours if now is original_method else now)(self, *args, **kwargs)
 
         return call
 

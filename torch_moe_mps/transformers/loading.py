@@ -150,10 +150,10 @@ def _of_gguf(source: Source, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the class's from_pretrained for a GGUF file."""
     dtype = kwargs.get("dtype")
     usual = torch.bfloat16 if dtype == "auto" else torch.get_default_dtype()
-    own = {"dtype": usual if dtype in (None, "auto") else dtype}
+    options = {"dtype": usual if dtype in (None, "auto") else dtype}
     if getattr(kwargs.get("quantization_config"), "dequantize", False):  # transformers reads it
-        return {**kwargs, **own, "config": source.config, "gguf_file": source.gguf}
-    return {**source.others, **own, "config": source.config}
+        return {**kwargs, **options, "config": source.config, "gguf_file": source.gguf}
+    return {**source.others, **options, "config": source.config}
 
 
 def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: int | None) -> None:
@@ -228,7 +228,7 @@ def _too_large(source: Source, size: int) -> str:
 
 
 def _importance(
-    given: Importance | str | os.PathLike,
+    importance: Importance | str | os.PathLike,
     source: Source,
     name: str,
     model_class: type | None,
@@ -239,13 +239,13 @@ def _importance(
 ) -> Importance:
     if not quantises:
         raise ValueError("moe_mps::from_pretrained: importance needs bits or a mode, got neither")
-    own = {"config", "gguf_file", "quantization_config", "output_loading_info", "distributed_config"}
-    others = {key: value for key, value in kwargs.items() if key not in own}
+    excluded = {"config", "gguf_file", "quantization_config", "output_loading_info", "distributed_config"}
+    others = {key: value for key, value in kwargs.items() if key not in excluded}
 
     def load(dense: bool) -> Any:
         return from_pretrained(name, model_class, check=check, **others, **({} if dense else asked))
 
-    return importance_for("from_pretrained", given, source, load)
+    return importance_for("from_pretrained", importance, source, load)
 
 
 def _with_quantization(
@@ -253,8 +253,8 @@ def _with_quantization(
 ) -> dict[str, Any]:
     """Arguments of from_pretrained, with a quantization config if Quantizer reads the checkpoint."""
     quantization = source.quantization(asked, importance=importance)
-    given = kwargs.get("quantization_config")
-    if quantization is None or (given is not None and (source.gguf is None or "gguf_file" in kwargs)):
+    passed_config = kwargs.get("quantization_config")
+    if quantization is None or (passed_config is not None and (source.gguf is None or "gguf_file" in kwargs)):
         return kwargs
     if not source.stored:
         return kwargs | {"quantization_config": QuantizationConfig(**quantization)}

@@ -145,7 +145,7 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     dtypes = _dtypes(model)
     names = [name for dtype in dtypes for name in cache_libraries(model, DTYPES[dtype])]
     compile_libraries(names, strict=False)
-    result, _ = _failing(model, [CACHE, "attention"], given=[("k_scales",)])
+    result, _ = _failing(model, [CACHE, "attention"], options=[("k_scales",)])
     for finding in result.values():
         warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
     return 16 if result else bits
@@ -169,10 +169,10 @@ def _failing(
     operators: Collection[str],
     formats: Iterable[Format] = (),
     seconds: float | None = None,
-    given: Collection[tuple[str, ...]] = ((),),
+    options: Collection[tuple[str, ...]] = ((),),
 ) -> tuple[dict[str, Finding], set[str]]:
     """Faults of operators in the dtypes and head widths of a model: see once.first_failures."""
-    wanted = subjects(operators, _dtypes(model), sorted(formats, key=str), _heads(model), given)
+    wanted = subjects(operators, _dtypes(model), sorted(formats, key=str), _heads(model), options)
     return once.first_failures(once.checks_of(wanted), seconds)
 
 

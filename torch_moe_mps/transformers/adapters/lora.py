@@ -63,8 +63,8 @@ def check_trained_whole(config: Any, model: Any) -> None:
     """
     tokens = getattr(config, "trainable_token_indices", None)
     if tokens is not None and not isinstance(tokens, dict):
-        own = model.get_input_embeddings()
-        tokens = [name for name, module in model.named_modules() if module is own]
+        embedding = model.get_input_embeddings()
+        tokens = [name for name, module in model.named_modules() if module is embedding]
     asked = {
         "modules_to_save": getattr(config, "modules_to_save", None) or (),
         "trainable_token_indices": tokens or (),
@@ -175,9 +175,9 @@ class ParamWrapper(layer.ParamWrapper):
         )
         if not active:
             return self.base_layer(x, *args, **kwargs)
-        held = self.get_base_layer().__dict__
-        before = held.get(ADDED, {})
-        held[ADDED] = before | {
+        attributes = self.get_base_layer().__dict__
+        before = attributes.get(ADDED, {})
+        attributes[ADDED] = before | {
             self.parameter_name: [
                 (self.lora_A[item].weight, self.lora_B[item].weight, self.scaling[item]) for item in active
             ]
@@ -185,7 +185,7 @@ class ParamWrapper(layer.ParamWrapper):
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
-            held[ADDED] = before
+            attributes[ADDED] = before
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_merging(self.get_base_layer())
@@ -201,13 +201,13 @@ def check_stored(adapter: str, model: Any) -> None:
     Raises: ValueError that names a tensor.
     """
     tensors = load_peft_weights(adapter, device="cpu")
-    stored, own = (
+    stored, wanted = (
         {name: tuple(tensor.shape) for name, tensor in found.items() if "lora_" in name}
         for found in (tensors, get_peft_model_state_dict(model))
     )
-    for name in sorted(stored.keys() | own.keys()):
-        if stored.get(name) != own.get(name):
-            expected = f"{name} {own[name]}" if name in own else f"without {name}"
+    for name in sorted(stored.keys() | wanted.keys()):
+        if stored.get(name) != wanted.get(name):
+            expected = f"{name} {wanted[name]}" if name in wanted else f"without {name}"
             refuse("an adapter of this model", expected, stored.get(name, "none"))
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():

@@ -91,11 +91,11 @@ def _naming_stacks(experts: Any) -> Iterator[None]:
 
     PEFT takes the device from a `weight` or a parameter, which experts of a GGUF file lack.
     """
-    own = experts.named_parameters
+    original = experts.named_parameters
     first, *_, last = formats_of(experts)
 
     def named_parameters(prefix: str = "", recurse: bool = True, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        yield from own(prefix, recurse, **kwargs)
+        yield from original(prefix, recurse, **kwargs)
         if not recurse:
             for name in (first, last):
                 yield f"{prefix}.{name}" if prefix else name, StackParameter(experts, name)
@@ -110,9 +110,9 @@ def _naming_stacks(experts: Any) -> Iterator[None]:
 
 def _check_on_disk(peft_config: Any, model: nn.Module) -> None:
     """Raises: ValueError for LoRA on experts that are read from the disk."""
-    for name, own in experts_on_disk(model):
-        if own.pools.staging is not None and adapts_experts(peft_config, name, model.get_submodule(name)):
-            own.refuse("LoRA needs all experts in memory")
+    for name, on_disk in experts_on_disk(model):
+        if on_disk.pools.staging is not None and adapts_experts(peft_config, name, model.get_submodule(name)):
+            on_disk.refuse("LoRA needs all experts in memory")
 
 
 def adapts_experts(peft_config: Any, name: str, experts: Any) -> bool:

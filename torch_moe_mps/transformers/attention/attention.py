@@ -52,14 +52,14 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None
 
 
-def around_sdpa(own: Callable) -> Callable:
+def around_sdpa(original: Callable) -> Callable:
     """Our function around transformers' attention `sdpa`."""
-    return functools.wraps(own)(functools.partial(_sdpa, own))
+    return functools.wraps(original)(functools.partial(_sdpa, original))
 
 
-def around_sdpa_mask(own: Callable) -> Callable:
+def around_sdpa_mask(original: Callable) -> Callable:
     """Our function around the mask of that."""
-    return functools.wraps(own)(functools.partial(_sdpa_mask, own))
+    return functools.wraps(original)(functools.partial(_sdpa_mask, original))
 
 
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
@@ -245,14 +245,14 @@ def _are_none(names: frozenset[str], options: dict[str, Any]) -> bool:
     return names.isdisjoint(options) or all(options.get(name) is None for name in names)
 
 
-def _not_taken(own: Any, others: frozenset[str]) -> frozenset[str]:
+def _not_taken(attention: Any, others: frozenset[str]) -> frozenset[str]:
     """The `others`, and arguments that a release has added to an attention function or a class's."""
-    if own not in _added:  # a dictionary: torch.compile warns of functools' caches
-        function = _attention_of(own) if isinstance(own, type) else own
+    if attention not in _added:  # a dictionary: torch.compile warns of functools' caches
+        function = _attention_of(attention) if isinstance(attention, type) else attention
         names = () if function is None else [*inspect.signature(function).parameters.values()][5:]
         added = {item.name for item in names if item.kind not in _COLLECTED}
-        _added[own] = frozenset(added - _UNDERSTOOD)
-    return others | _added[own]
+        _added[attention] = frozenset(added - _UNDERSTOOD)
+    return others | _added[attention]
 
 
 def _attention_of(cls: type) -> Callable[..., tuple[Tensor, Tensor | None]] | None:

@@ -78,9 +78,11 @@ class ChosenMask(CausalMask):
     def __new__(cls, choice: Choice, mask: CausalMask, heads: int) -> "ChosenMask":
         batch, _, tokens, keys = mask.shape
         shape = (batch, heads, tokens, keys)
-        made: Any = super().__new__(cls, shape, mask.seen, None, mask.dtype, mask.device, mask.key_range)
-        made.choice = choice
-        return made
+        chosen_mask: Any = super().__new__(
+            cls, shape, mask.seen, None, mask.dtype, mask.device, mask.key_range
+        )
+        chosen_mask.choice = choice
+        return chosen_mask
 
     def read_by_one(self) -> Tensor | None:
         """Keys that a single token reads, [B, Hk or 1, 1, K], in blocks; None if it needs a mask."""

@@ -84,12 +84,12 @@ def indexer_forward(
 
 
 def _choice(
-    indexer: Any, form: IndexerForm, hidden: Tensor, given: dict[str, Any], seen: int
+    indexer: Any, form: IndexerForm, hidden: Tensor, arguments: dict[str, Any], seen: int
 ) -> Choice | None:
     """Adds the new keys to the cache. Returns: None where tokens may choose all keys."""
     chooses = seen > indexer.index_topk
-    q = _queries(indexer, hidden, given) if chooses else None
-    q, k = _into_cache(indexer, form, q, indexer.wk(hidden), given)
+    q = _queries(indexer, hidden, arguments) if chooses else None
+    q, k = _into_cache(indexer, form, q, indexer.wk(hidden), arguments)
     if q is None:
         return None
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
@@ -98,13 +98,13 @@ def _choice(
 
 
 def _into_cache(
-    indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, given: dict[str, Any]
+    indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor]:
     """The queries, turned; the keys k [B, T, D], normed and turned, behind the cached ones."""
-    norm, cache, dtype = indexer.k_norm, given.get(CACHE), k.dtype
+    norm, cache, dtype = indexer.k_norm, arguments.get(CACHE), k.dtype
     cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
     if form.turn is not None:
-        cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
+        cos, sin, options = tables_and_options(form.turn, *arguments["position_embeddings"])
     layer: Any = None if cache is None else cache.layers[indexer.layer_idx]
     writes = isinstance(layer, HeldIndex) and original_class(norm) is nn.LayerNorm and not is_observed(norm)
     slots = layer.index_slots(k) if writes else None
@@ -125,13 +125,13 @@ def _into_cache(
     return q, k if cache is None else cache.update_indexer(k, indexer.layer_idx)
 
 
-def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+def _queries(indexer: Any, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
     """[B, T, Hi, D], which have not turned."""
     children = indexer._modules
-    x = given["q_resid"] if "q_resid" in given else children["q_input_norm"](hidden)
+    x = arguments["q_resid"] if "q_resid" in arguments else children["q_input_norm"](hidden)
     q: Tensor = indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     scaling = children.get("softmax_scaling")
-    return q if scaling is None else scaling(q, given["position_ids"], head_dim_first=False)
+    return q if scaling is None else scaling(q, arguments["position_ids"], head_dim_first=False)
 
 
 # Recognising an indexer
@@ -141,8 +141,10 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what runs) for an indexer, else None."""
     if not has_parts(module, _LAYERS, _NUMBERS):
         return None
-    own = original_class(module).forward
-    _, _, *names = (CACHE if n == cache_name(own) else n for n in inspect.signature(own).parameters)
+    eager_forward = original_class(module).forward
+    _, _, *names = (
+        CACHE if n == cache_name(eager_forward) else n for n in inspect.signature(eager_forward).parameters
+    )
     rotary, width = getattr(module, "qk_rope_head_dim", None), getattr(module, "head_dim", 0)
     fits = {*names} <= _TAKEN and {*names} >= _TAKEN - {"q_resid", "position_ids"}
     heads: Any = module.n_heads
@@ -172,7 +174,7 @@ def _fits(turn: Turn | None, rotary: int, width: int) -> bool:
 def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
     """A trial of an indexer whose layers have few inputs."""
     replica, forward = replica_of(module, index_topk=3), original_class(module).forward
-    own = eager(forward)
+    eager_forward = eager(forward)
     keys = _BEFORE + _TOKENS
     hidden, before = numbers(_BATCH, _TOKENS, replica.wk.in_features), numbers(_BATCH, _BEFORE, width)
     every = {
@@ -184,13 +186,13 @@ def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -
     arguments = {name: value for name, value in every.items() if name in names}
     return IndexerTrial(
         held=lambda: HeldKeys(before, replica.layer_idx),
-        own=lambda cache: own(replica, hidden, **arguments, **{str(cache_name(forward)): cache}),
+        own=lambda cache: eager_forward(replica, hidden, **arguments, **{str(cache_name(forward)): cache}),
         ours=lambda form, cache: _choice(replica, form, hidden, arguments | {CACHE: cache}, keys),
         is_same=_is_same,
     )
 
 
-def _is_same(own: Tensor, found: Choice) -> bool:
+def _is_same(expected: Tensor, found: Choice) -> bool:
     known = untied(found.q, found.k)
     chosen = found.chosen(0, _TOKENS, _BEFORE + _TOKENS)
-    return bool(known.any()) and torch.equal(own.sort(-1).values[known], chosen[known])
+    return bool(known.any()) and torch.equal(expected.sort(-1).values[known], chosen[known])

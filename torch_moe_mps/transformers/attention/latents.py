@@ -83,8 +83,8 @@ class Latents:
         rotated: [B, 1, S, R].
     """
 
-    def __init__(self, module: nn.Module, own: Callable, latents: Tensor, rotated: Tensor):
-        self.module, self.own, self.latents, self.rotated = module, own, latents, rotated
+    def __init__(self, module: nn.Module, eager_method: Callable, latents: Tensor, rotated: Tensor):
+        self.module, self.own, self.latents, self.rotated = module, eager_method, latents, rotated
         self._expanded: tuple[Tensor, Tensor] | None = None
 
     def expanded(self) -> tuple[Tensor, Tensor]:
@@ -113,12 +113,12 @@ class Latents:
         for first in range(0, form.heads, heads):
             some = slice(first, min(first + heads, form.heads))
             expanded = _rows_product(layer, slice(some.start * rows, some.stop * rows), latents)
-            own, values = (
+            unrotated, values = (
                 expanded.view(batch, keys, -1, rows)
                 .transpose(1, 2)
                 .split_with_sizes((form.key_rows, form.value_rows), -1)
             )
-            yield some, torch.cat((own, rotated.expand(-1, own.shape[1], -1, -1)), -1), values
+            yield some, torch.cat((unrotated, rotated.expand(-1, unrotated.shape[1], -1, -1)), -1), values
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """[B, 1, S, L + R], where a growing cache has them, else a copy; and its first L columns."""
@@ -142,9 +142,9 @@ class Latents:
             return None
         if _operator_for(layer) is None or not layer.weight.dtype == query.dtype == self.latents.dtype:
             return None
-        own, tail = query.transpose(1, 2).split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
+        unrotated, tail = query.transpose(1, 2).split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
         rows = slice(form.key_rows)
-        return _product(layer, form, rows, own, transposed=True, appended=tail).transpose(1, 2)
+        return _product(layer, form, rows, unrotated, transposed=True, appended=tail).transpose(1, 2)
 
     def project_output(self, sums: Tensor) -> Tensor:
         """Attention output over latents, [B, T, Hq, L] float32, multiplied by W_v: [B, T, Hq, V]."""
@@ -206,12 +206,12 @@ def expansion_of(module: nn.Module) -> Expansion | None:
 
     It is tried with numbers in place of what its linear layer gives.
     """
-    own, rotary = getattr(type(module), METHOD, None), getattr(module, "qk_rope_head_dim", None)
-    if own is None or not isinstance(rotary, int):
+    method, rotary = getattr(type(module), METHOD, None), getattr(module, "qk_rope_head_dim", None)
+    if method is None or not isinstance(rotary, int):
         return None
     trial = _Trial(module)
     latents, rotated = torch.rand(2, 1, 3, 5), torch.rand(2, 1, 3, rotary)
-    found = tried(inspect.unwrap(own), trial, latents, rotated)
+    found = tried(inspect.unwrap(method), trial, latents, rotated)
     if not (isinstance(found, tuple) and len(found) == 2 and len(trial.calls) == 1):
         return None
     keys, values = found
@@ -239,9 +239,9 @@ class _Trial:
         value = getattr(self._module, name)
         return functools.partial(self._call, name, value) if isinstance(value, nn.Module) else value
 
-    def _call(self, name: str, layer: Any, given: Tensor) -> Tensor:
-        result = torch.rand(*given.shape[:-1], layer.out_features)
-        self.calls.append((name, given, result))
+    def _call(self, name: str, layer: Any, x: Tensor) -> Tensor:
+        result = torch.rand(*x.shape[:-1], layer.out_features)
+        self.calls.append((name, x, result))
         return result
 
 

@@ -38,10 +38,10 @@ def fits(heads: int, width: int, rate: int) -> bool:
     )
 
 
-def is_same(own: Tensor, found: Choice) -> bool:
+def is_same(expected: Tensor, found: Choice) -> bool:
     """True if a mask shows the selected keys, of tokens whose pools have no equal scores."""
     known = untied(found.q, found.k)
-    tokens, keys = own.shape[-2:]
+    tokens, keys = expected.shape[-2:]
     order = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
     mask = found.as_mask(None, 1, tokens, keys)
-    return bool(known.any()) and torch.equal((own & order)[:, 0][known], (mask & order)[:, 0][known])
+    return bool(known.any()) and torch.equal((expected & order)[:, 0][known], (mask & order)[:, 0][known])

@@ -124,10 +124,10 @@ def _selection(mask: Tensor, indices: Tensor, by_operator: bool) -> tuple[Tensor
 def _in_order(indices: Tensor, mask: CausalMask) -> Tensor:
     """The indices [B, T, K] with -1 in place of keys that the mask hides."""
     tokens = mask.shape[2]
-    own = torch.arange(mask.seen - tokens, mask.seen, dtype=torch.int32, device=indices.device)[:, None]
-    shown = indices <= own + mask.lookahead
+    positions = torch.arange(mask.seen - tokens, mask.seen, dtype=torch.int32, device=indices.device)[:, None]
+    shown = indices <= positions + mask.lookahead
     if mask.window is not None:
-        shown = shown & (indices > own - mask.window)
+        shown = shown & (indices > positions - mask.window)
     if mask.key_range is not None:
         first, end = mask.key_range[:, :, None, None].unbind(1)
         shown = shown & (indices >= first) & (indices < end)

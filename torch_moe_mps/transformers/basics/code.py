@@ -139,11 +139,11 @@ def _read(subject: Any) -> Iterator[Hashable]:
         file = vars(value)
         if isinstance(value, types.FunctionType):
             yield value
-            own = names_in(value.__code__) & vars(functional).keys()
-            yield from ((name, vars(functional)[name]) for name in own)
-            held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            yield from map(_key, held)
-            waiting += [*held, getattr(value, "__wrapped__", None)]
+            functional_names = names_in(value.__code__) & vars(functional).keys()
+            yield from ((name, vars(functional)[name]) for name in functional_names)
+            contents = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            yield from map(_key, contents)
+            waiting += [*contents, getattr(value, "__wrapped__", None)]
             file = value.__globals__
         if _is_followed(file.get("__name__")) and id(file) not in seen:
             seen.add(id(file))

@@ -47,8 +47,8 @@ class ImplementationNames:
         self._views: dict[int, Any] = {}
 
     def add(self, config: Any, attribute: str, name: str) -> None:
-        own = plain_config(config)
-        self._named.setdefault(id(own), {})[attribute] = getattr(own, attribute, None), name
+        plain = plain_config(config)
+        self._named.setdefault(id(plain), {})[attribute] = getattr(plain, attribute, None), name
 
     def show(self, model: nn.Module) -> None:
         """Gives modules views. A model of transformers, which makes masks, has one during its calls alone."""
@@ -109,7 +109,10 @@ def _is_model(module: nn.Module) -> bool:
 
 def _is_handed_on(model: nn.Module, config: Any) -> bool:
     """True if a model in this one has the same config, and makes the masks."""
-    return any(own is config and module is not model and _is_model(module) for module, own in _configs(model))
+    return any(
+        module_config is config and module is not model and _is_model(module)
+        for module, module_config in _configs(model)
+    )
 
 
 class _Config:
@@ -144,7 +147,7 @@ def _view_class(cls: Any) -> type:
     def named(attribute: str) -> property:
         return property(lambda self: getattr(self, _BEHIND).name(attribute))
 
-    def held(key: str) -> property:
+    def inner_config(key: str) -> property:
         return property(lambda self: getattr(self, _BEHIND).inner.get(key, vars(self).get(key)))
 
     def __setattr__(self: Any, key: str, value: Any) -> None:
@@ -160,8 +163,8 @@ def _view_class(cls: Any) -> type:
         object.__setattr__(self, "__dict__", behind.config.__dict__)
 
     methods = (__new__, __setattr__, __reduce_ex__, __setstate__)
-    own: dict[str, Any] = {each.__name__: each for each in methods}
-    own |= {key: held(key) for key in getattr(cls, "sub_configs", ())}
-    own |= {attribute: named(attribute) for attribute in (ATTENTION, EXPERTS)}
-    own |= {"__slots__": (_BEHIND,), "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), own)
+    attributes: dict[str, Any] = {each.__name__: each for each in methods}
+    attributes |= {key: inner_config(key) for key in getattr(cls, "sub_configs", ())}
+    attributes |= {attribute: named(attribute) for attribute in (ATTENTION, EXPERTS)}
+    attributes |= {"__slots__": (_BEHIND,), "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), attributes)

@@ -16,7 +16,7 @@ _CODES = (*TENSORS, "order")
 def experts_on_disk(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, its `OnDisk`) of each module of a model whose experts are on the disk."""
     named = ((name, vars(module).get(ON_DISK)) for name, module in model.named_modules())
-    return ((name, own) for name, own in named if own is not None)
+    return ((name, on_disk) for name, on_disk in named if on_disk is not None)
 
 
 class Experts(nn.Module):

@@ -108,6 +108,6 @@ def _loaded(model: nn.Module, keys: Any) -> None:
 
 def _left(resident: "weakref.ref[Resident]") -> None:
     """Ends the set that a deleted weight was in, once for all weights that leave before the next call."""
-    if (own := resident()) is not None:
-        own.end()
-        MOVED.add(own)
+    if (resident_set := resident()) is not None:
+        resident_set.end()
+        MOVED.add(resident_set)

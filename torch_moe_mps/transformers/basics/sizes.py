@@ -72,9 +72,9 @@ class _Size(int):
     _decisions: Decisions
 
     def __new__(cls, number: int, decisions: Decisions) -> "_Size":
-        made = super().__new__(cls, number)
-        made._decisions = decisions
-        return made
+        size = super().__new__(cls, number)
+        size._decisions = decisions
+        return size
 
     def _decides(self, *_: Any) -> NoReturn:
         self._decisions.refuse()

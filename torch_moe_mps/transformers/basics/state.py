@@ -69,7 +69,7 @@ def subclass(
 def made_as(cls: type, kind: str) -> MadeClass | None:
     """Record of a class, or of its first base, that was made as this kind; None if none was."""
     every = (vars(base).get(MADE) for base in cls.__mro__)
-    return next((made for made in every if made is not None and made.kind == kind), None)
+    return next((record for record in every if record is not None and record.kind == kind), None)
 
 
 def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
@@ -78,11 +78,11 @@ def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
 
 
 def _without(cls: type[nn.Module], kind: str) -> type[nn.Module]:
-    made: MadeClass | None = vars(cls).get(MADE)
-    if made is None or made.kind == kind:
-        return cls if made is None else made.original
-    beneath = _without(made.original, kind)
-    return cls if beneath is made.original else made.class_of_copies(beneath)
+    record: MadeClass | None = vars(cls).get(MADE)
+    if record is None or record.kind == kind:
+        return cls if record is None else record.original
+    beneath = _without(record.original, kind)
+    return cls if beneath is record.original else record.class_of_copies(beneath)
 
 
 def restore_class(module: nn.Module, kind: str) -> None:
@@ -101,8 +101,8 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 def _recipe(cls: type[nn.Module]) -> Any:
     """A class as a pickle names it; generated ones as (factory, recipe of the base)."""
-    made: MadeClass | None = vars(cls).get(MADE)
-    return cls if made is None else (made.class_of_copies, _recipe(made.original))
+    record: MadeClass | None = vars(cls).get(MADE)
+    return cls if record is None else (record.class_of_copies, _recipe(record.original))
 
 
 def _class_of(recipe: Any) -> type[nn.Module]:
@@ -191,17 +191,17 @@ def state_in(module: nn.Module) -> State:
 
 def state_of(module: nn.Module) -> State:
     """The state of a module, made if it has none."""
-    own: dict[str, State] = module.__dict__
-    if STATE not in own:
-        own[STATE] = State()
-    return own[STATE]
+    attributes: dict[str, State] = module.__dict__
+    if STATE not in attributes:
+        attributes[STATE] = State()
+    return attributes[STATE]
 
 
-def with_eager(own: Callable) -> Callable[[Callable], Callable]:
-    """Decorator of a replaced forward: `own` runs in place of an eager forward that is wrong alone."""
+def with_eager(eager_forward: Callable) -> Callable[[Callable], Callable]:
+    """Decorator of a replaced forward: `eager_forward` runs in place of one that is wrong alone."""
 
     def mark(forward: Callable) -> Callable:
-        _EAGER[forward] = own
+        _EAGER[forward] = eager_forward
         return forward
 
     return mark
@@ -253,15 +253,15 @@ def depends_on(owner: Any, path: str, value: object = None) -> None:
     value = _value(owner, path) if value is None else value
     if isinstance(value, types.MethodType):
         return
-    own = vars(owner)
-    held = (
-        own
-        if path in own
-        else next((own[place] for place in _PLACES if path in own.get(place, ())), _NOWHERE)
+    attributes = vars(owner)
+    mapping = (
+        attributes
+        if path in attributes
+        else next((attributes[place] for place in _PLACES if path in attributes.get(place, ())), _NOWHERE)
     )
-    if held is not own and held is not _NOWHERE:  # nothing is written over it
-        reads[id(own), path] = Read(own, path, own, owner)
-    reads[id(owner if held is _NOWHERE else held), path] = Read(held, path, _kept(value), owner)
+    if mapping is not attributes and mapping is not _NOWHERE:  # nothing is written over it
+        reads[id(attributes), path] = Read(attributes, path, attributes, owner)
+    reads[id(owner if mapping is _NOWHERE else mapping), path] = Read(mapping, path, _kept(value), owner)
 
 
 def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = False) -> None:
@@ -277,21 +277,21 @@ def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = Fals
         return
     names = names_of(original_class(module), *methods or ("forward",), by_name=bool(methods) or calls_forward)
     reads |= reads_of(names)
-    for held in vars(module).values():
-        is_other = callable(held) or isinstance(held, (nn.Module, Tensor, *_PLAIN))
-        if not is_other and hasattr(held, "__dict__"):
-            own = vars(held)  # a config has such
-            for name in names.every & own.keys():
-                if own[name] is None or isinstance(own[name], _PLAIN):
-                    depends_on(held, name)
+    for member in vars(module).values():
+        is_other = callable(member) or isinstance(member, (nn.Module, Tensor, *_PLAIN))
+        if not is_other and hasattr(member, "__dict__"):
+            attributes = vars(member)  # a config has such
+            for name in names.every & attributes.keys():
+                if attributes[name] is None or isinstance(attributes[name], _PLAIN):
+                    depends_on(member, name)
 
 
 def reads_of(names: CodeNames) -> dict[tuple[int, str], Read]:
     """The names of classes and files that code looks up."""
     result = {}
     for place, name, value in names.found:
-        held = vars(place) if isinstance(place, type) else place
-        result[id(place), name] = Read(held, name, held if value is ABSENT else _kept(value), None)
+        mapping = vars(place) if isinstance(place, type) else place
+        result[id(place), name] = Read(mapping, name, mapping if value is ABSENT else _kept(value), None)
     return result
 
 
@@ -317,8 +317,8 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 def holds(module: nn.Module) -> bool:
     """True if every name that the replaced forward depends on is unchanged."""
     for read in module.__dict__[STATE].reads:  # runs for each module of a token
-        held, name, value, _ = read
-        if held.get(name, held) is not value and _has_changed(*read):
+        mapping, name, value, _ = read
+        if mapping.get(name, mapping) is not value and _has_changed(*read):
             return False
     return True
 
@@ -328,9 +328,9 @@ def are_unchanged(reads: tuple[tuple, ...]) -> bool:
     return not any(_has_changed(*read) for read in reads)
 
 
-def _has_changed(held: Mapping[str, Any], name: str, value: object, owner: Any) -> bool:
+def _has_changed(mapping: Mapping[str, Any], name: str, value: object, owner: Any) -> bool:
     """True if code can tell the value of a name from the one that was read."""
-    now = held.get(name, held)
+    now = mapping.get(name, mapping)
     if now is value or (value is _TENSOR and isinstance(now, Tensor)):
         return False
     if owner is not None:

@@ -98,9 +98,9 @@ class Deferred(Tensor):
 
     @classmethod
     def made(cls, shape: tuple[int, ...], dtype: torch.dtype, device: Any, **attributes: Any) -> Any:
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        vars(made).update(attributes)
-        return made
+        tensor: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        vars(tensor).update(attributes)
+        return tensor
 
     def elements(self) -> Tensor:
         raise NotImplementedError
@@ -131,9 +131,9 @@ WEIGHTS = ("packed", "scales", "biases", "bias")  # tensors of a quantised linea
 def may_join(parts: list[Tensor | None]) -> bool:
     """True if weights may lie in one memory: those that already share one with others stay in it."""
     present = [part for part in parts if part is not None]
-    own = [part.untyped_storage().nbytes() == part.nbytes for part in present]
+    alone = [part.untyped_storage().nbytes() == part.nbytes for part in present]
     alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)
-    return alike and (all(own) or (len(present) == len(parts) and _lie_together(present)))
+    return alike and (all(alone) or (len(present) == len(parts) and _lie_together(present)))
 
 
 def _lie_together(parts: Sequence[Tensor]) -> bool:

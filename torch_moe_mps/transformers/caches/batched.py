@@ -119,8 +119,8 @@ class BatchedCache:
     def memory(self) -> int:
         """Bytes of all sequences, without free slots."""
         layers = [] if self.cache is None else [self.cache.layers[n] for n in self._shared(self.cache.layers)]
-        own = chain.from_iterable(self._separate.values())
-        return sum(LayerState(layer).memory() for layer in chain(layers, own))
+        separate = chain.from_iterable(self._separate.values())
+        return sum(LayerState(layer).memory() for layer in chain(layers, separate))
 
     def admit(self, cache: DynamicCache, tokens: int, moved: int = 0) -> None:
         """Admits a sequence as the last one, by copy; its own cache is unchanged.
@@ -136,12 +136,12 @@ class BatchedCache:
             raise NotBatchable(f"its cache is a {type(cache).__name__}, or has layers that are not declared")
         separate = [number for number, layer in enumerate(cache.layers) if self._is_separate(layer)]
         _check(cache, tokens, separate)
-        held = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
-        count, values = len(self), [state.values() for state in held]
+        states = [] if self.cache is None else [LayerState(layer) for layer in self.cache.layers]
+        count, values = len(self), [state.values() for state in states]
         try:
             self._admit(cache, tokens, moved, separate)
         except BaseException:
-            for state, value in zip(held, values, strict=True):
+            for state, value in zip(states, values, strict=True):
                 state.replace(value)
             self._cut(count)
             raise
@@ -180,8 +180,8 @@ class BatchedCache:
             _check_alike(layer, one)
         for layer, one in pairs:
             _admit(layer, one, end)
-        for number, own in self._separate.items():
-            own.append(_own(others[number]))
+        for number, separate_layers in self._separate.items():
+            separate_layers.append(_own(others[number]))
 
     def finish(self, row: int) -> None:
         """Removes a sequence: the last one takes its number and its place."""
@@ -309,14 +309,14 @@ class BatchedCache:
             for row in rows:
                 self._separate[number][row] = layers[row]
             self._show_separate(number)
-        for number, held in self._held.states.items():
+        for number, saved_states in self._held.states.items():
             layer = self.cache.layers[number]
             for name, state in _states(layer).items():
                 if len(rows) == len(self):
-                    _put_state(layer, name, held[name], len(self))
+                    _put_state(layer, name, saved_states[name], len(self))
                     continue
                 for row in rows:
-                    state[row].copy_(held[name][row])
+                    state[row].copy_(saved_states[name][row])
         self._held = _Held()
 
     def _shared(self, layers: Sequence[Any]) -> list[int]:
@@ -363,23 +363,23 @@ def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
         end: how many tokens the longest sequence has then. In front of those that a window shows, its buffer
             has those that it has moved on from.
     """
-    for held in _shown(layer):
-        behind, shown = held.end - tokens, layer.shown(end, held.tokens - tokens - first)
-        _show(layer, held._replace(start=behind - shown, tokens=shown))
+    for contents in _shown(layer):
+        behind, shown = contents.end - tokens, layer.shown(end, contents.tokens - tokens - first)
+        _show(layer, contents._replace(start=behind - shown, tokens=shown))
     _count(layer, end)
 
 
 def _move(layer: Any, row: int, by: int, length: int) -> None:
     """Moves a sequence of so many tokens to the end of a layer, from where it ends so many tokens before."""
-    for held in _shown(layer):
-        end = held.end
+    for contents in _shown(layer):
+        end = contents.end
         if layer.needs_order:
-            count = min(held.tokens, length)
+            count = min(contents.tokens, length)
             first = end - by - count
         else:
             count = min(by, length)
             first = end - by - length
-        for part in parts(held.buffer.tensor):
+        for part in parts(contents.buffer.tensor):
             moved = part[row, ..., first : first + count, :]
             if first + count > end - count:
                 moved = moved.clone()
@@ -388,14 +388,14 @@ def _move(layer: Any, row: int, by: int, length: int) -> None:
 
 def reserve(layer: Any, rows: int, tokens: int) -> None:
     """Moves what has no free slots for so many tokens to a buffer that has some, and spare rows."""
-    for held in _shown(layer):
-        if held.free_slots >= tokens:
+    for contents in _shown(layer):
+        if contents.free_slots >= tokens:
             continue
-        slots, with_spare = layer.slots_for(held.tokens), len(parts(held.buffer.rows)[0])
-        larger = _larger(held.buffer.tensor, max(rows, with_spare), held.tokens + slots)
+        slots, with_spare = layer.slots_for(contents.tokens), len(parts(contents.buffer.rows)[0])
+        larger = _larger(contents.buffer.tensor, max(rows, with_spare), contents.tokens + slots)
         for row in range(rows):
-            _write(larger, row, held.tokens, held, row)
-        _put(layer, held, larger, rows, 0, held.tokens)
+            _write(larger, row, contents.tokens, contents, row)
+        _put(layer, contents, larger, rows, 0, contents.tokens)
 
 
 def _own(layer: Any) -> Any:
@@ -434,17 +434,17 @@ def _check_layer(layer: Any, kind: str, tokens: int) -> None:
             raise NotBatchable(f"{name.key} of a {kind} is of {tensor.shape[batch]} sequences")
         if time is not None:
             raise NotBatchable(f"{name.key} of a {kind} does not grow in place")
-    if (longest := max((held.tokens for held in _shown(layer)), default=0)) > tokens:
+    if (longest := max((contents.tokens for contents in _shown(layer)), default=0)) > tokens:
         raise NotBatchable(f"a {kind} holds {longest} tokens of a sequence of {tokens}")
 
 
 def _check_alike(layer: Any, one: Any) -> None:
-    own, other = (
-        [([c[1:] for c in held.columns], *_kind(held.buffer.tensor)) for held in _shown(item)]
+    buffers, other_buffers = (
+        [([c[1:] for c in contents.columns], *_kind(contents.buffer.tensor)) for contents in _shown(item)]
         for item in (layer, one)
     )
     kind = layer.committed_class if isinstance(layer, DeferredLayer) else type(layer)
-    if kind is not type(one) or own != other:
+    if kind is not type(one) or buffers != other_buffers:
         raise NotBatchable(_OTHER)
 
 
@@ -461,8 +461,8 @@ def _shown(layer: Any) -> list[_Shown]:
             continue
         view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
         column = column_of(view) * tensor.shape[-1] // max(1, view.shape[-1])
-        held = by_id.setdefault(id(buffer), _Shown(buffer, start_of(tensor), tensor.shape[-2], []))
-        held.columns.append((name, column, tensor.shape[-1]))
+        contents = by_id.setdefault(id(buffer), _Shown(buffer, start_of(tensor), tensor.shape[-2], []))
+        contents.columns.append((name, column, tensor.shape[-1]))
     return [*by_id.values()]
 
 
@@ -472,16 +472,16 @@ def _states(layer: Any) -> dict[Name, Tensor]:
     return {name: tensor for name, tensor in tensors if tensor.dim() > 1 and buffer_of(tensor) is None}
 
 
-def _put(layer: Any, held: _Shown, with_spare: Any, rows: int, start: int, tokens: int) -> None:
+def _put(layer: Any, contents: _Shown, with_spare: Any, rows: int, start: int, tokens: int) -> None:
     """Gives a layer the first rows of a tensor as the buffer of some of its tensors."""
     buffer = Buffer(changed(with_spare, lambda part: part[:rows]), rows=with_spare)
-    _show(layer, held._replace(buffer=buffer, start=start, tokens=tokens))
+    _show(layer, contents._replace(buffer=buffer, start=start, tokens=tokens))
 
 
-def _show(layer: Any, held: _Shown) -> None:
+def _show(layer: Any, contents: _Shown) -> None:
     """Gives a layer the tokens of a buffer, up to the last written one."""
-    whole = held.buffer.view(held.start, held.tokens)
-    for name, column, width in held.columns:
+    whole = contents.buffer.view(contents.start, contents.tokens)
+    for name, column, width in contents.columns:
         part = whole
         if width != whole.shape[-1]:
             _, part, _ = columns_of(whole, (column, width, whole.shape[-1] - column - width))
@@ -505,28 +505,28 @@ def _larger(like: Any, rows: int, tokens: int) -> Any:
     return changed(like, larger)
 
 
-def _write(larger: Any, row: int, end: int, held: _Shown, source: int = 0) -> None:
+def _write(larger: Any, row: int, end: int, contents: _Shown, source: int = 0) -> None:
     """Writes a sequence's tokens to where they end with token `end` of a row, and zeros in front of them.
 
     A sequence that had this row may have left NaN, which a weight of zero does not hide.
     """
-    for place, own in zip(parts(larger), parts(held.buffer.tensor), strict=True):
-        tokens = own[source, ..., held.start : held.end, :]
-        place[row, ..., : end - held.tokens, :] = 0
-        place[row, ..., end - held.tokens : end, :] = tokens
+    for place, part in zip(parts(larger), parts(contents.buffer.tensor), strict=True):
+        tokens = part[source, ..., contents.start : contents.end, :]
+        place[row, ..., : end - contents.tokens, :] = 0
+        place[row, ..., end - contents.tokens : end, :] = tokens
 
 
 def _admit(layer: Any, one: Any, end: int) -> None:
-    for held, other in zip(_shown(layer), _shown(one), strict=True):
-        like, with_spare, last = held.buffer.tensor, held.buffer.rows, held.end
-        rows, tokens = len(parts(like)[0]), max(held.tokens, other.tokens)
+    for contents, other in zip(_shown(layer), _shown(one), strict=True):
+        like, with_spare, last = contents.buffer.tensor, contents.buffer.rows, contents.end
+        rows, tokens = len(parts(like)[0]), max(contents.tokens, other.tokens)
         if len(parts(with_spare)[0]) == rows or last < tokens:
             with_spare = _larger(like, batch_capacity(rows + 1), tokens + layer.slots_for(tokens))
             last = tokens
             for row in range(rows):
-                _write(with_spare, row, last, held, row)
+                _write(with_spare, row, last, contents, row)
         _write(with_spare, rows, last, other)
-        _put(layer, held, with_spare, rows + 1, last - tokens, tokens)
+        _put(layer, contents, with_spare, rows + 1, last - tokens, tokens)
     others = _states(one)
     for name, state in _states(layer).items():
         rows, with_spare = len(state), _SPARE_ROWS.get(state, state)
@@ -540,11 +540,11 @@ def _admit(layer: Any, one: Any, end: int) -> None:
 
 
 def _finish(layer: Any, row: int, last: int, end: int) -> None:
-    for held in _shown(layer):
+    for contents in _shown(layer):
         if row != last:
-            _write(held.buffer.rows, row, held.end, held, last)
-        tokens = min(held.tokens, end)
-        _put(layer, held, held.buffer.rows, last, held.end - tokens, tokens)
+            _write(contents.buffer.rows, row, contents.end, contents, last)
+        tokens = min(contents.tokens, end)
+        _put(layer, contents, contents.buffer.rows, last, contents.end - tokens, tokens)
     for name, state in _states(layer).items():
         with_spare = _SPARE_ROWS.get(state, state)
         if row != last:
@@ -560,14 +560,14 @@ def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
         places: of its tokens in layers of any order; None where they lie in their order.
     """
     one = copy_of_layer(layer)
-    for held in _shown(layer):
-        tokens = min(held.tokens, length)
-        copy = _larger(held.buffer.tensor, 1, tokens + layer.slots_for(tokens))
-        _write(copy, 0, tokens, held._replace(start=held.end - tokens, tokens=tokens), row)
+    for contents in _shown(layer):
+        tokens = min(contents.tokens, length)
+        copy = _larger(contents.buffer.tensor, 1, tokens + layer.slots_for(tokens))
+        _write(copy, 0, tokens, contents._replace(start=contents.end - tokens, tokens=tokens), row)
         if places is not None and not layer.needs_order:
             for part in parts(copy):
                 part[..., :tokens, :] = part[..., :tokens, :].index_select(-2, places)
-        _put(one, held, copy, 1, 0, tokens)
+        _put(one, contents, copy, 1, 0, tokens)
     for name, state in _states(layer).items():
         LayerState(one).put({name: state[row : row + 1].clone()})
     _count(one, length)
@@ -584,7 +584,7 @@ def _copied(layer: Any, tokens: int) -> Any:
 
 def _free_slots(layer: Any) -> int:
     """Number of free slots behind the tokens of a layer."""
-    return min((held.free_slots for held in _shown(layer)), default=growing.LEAST_SLOTS)
+    return min((contents.free_slots for contents in _shown(layer)), default=growing.LEAST_SLOTS)
 
 
 def _put_state(layer: Any, name: Name, with_spare: Tensor, rows: int) -> None:

@@ -150,11 +150,11 @@ def counts_holders() -> bool:
     """True if torch counts the holders of a storage as `_lies_alone` needs it; if not, all is copied."""
     try:
         memory = torch.empty(2, 4, device="cpu")
-        held, others = memory.narrow(0, 0, 1), [memory.narrow(0, 1, 1), memory.detach()]
-        alone = [_lies_alone(memory, (memory, held))]
+        view, others = memory.narrow(0, 0, 1), [memory.narrow(0, 1, 1), memory.detach()]
+        alone = [_lies_alone(memory, (memory, view))]
         while others:
             others.pop()
-            alone.append(_lies_alone(memory, (memory, held)))
+            alone.append(_lies_alone(memory, (memory, view)))
     except Exception:  # it is torch's own
         return False
     return alone == [False, False, True]

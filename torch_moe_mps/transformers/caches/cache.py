@@ -157,10 +157,12 @@ def as_held(layer: Any, bits: int) -> dict[str, Any]:
     """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them."""
     plain: Any = type(layer)
     cls = growing_class(plain, bits if bits == CACHE_BITS else None)
-    held = LayerState(layer).values()
+    values = LayerState(layer).values()
     if getattr(cls, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
-        held |= {name: QuantizedStates.empty(held[name], held[name].shape[2]) for name in ("keys", "values")}
-    return held
+        values |= {
+            name: QuantizedStates.empty(values[name], values[name].shape[2]) for name in ("keys", "values")
+        }
+    return values
 
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:

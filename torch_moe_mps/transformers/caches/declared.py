@@ -142,11 +142,11 @@ def declaration_of(cls: Any) -> DeclaredLayer | None:
 
 @functools.cache
 def _declaration_of(cls: Any) -> DeclaredLayer | None:
-    own: DeclaredLayer | None = getattr(cls, "declared", None)
-    if own is None and cls.__module__.partition(".")[0] == "transformers":
-        own = _OF_TRANSFORMERS.get(cls.__name__)
-    if own is not None:
-        return own
+    declaration: DeclaredLayer | None = getattr(cls, "declared", None)
+    if declaration is None and cls.__module__.partition(".")[0] == "transformers":
+        declaration = _OF_TRANSFORMERS.get(cls.__name__)
+    if declaration is not None:
+        return declaration
     growing: Any = next(filter(None, (of(cls) for of in GROWING_CLASSES)), None)
     return None if growing is None else growing.declared
 

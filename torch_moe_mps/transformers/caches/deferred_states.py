@@ -74,12 +74,12 @@ class StateKind(NamedTuple):
         _, heads, key_width, value_width = state.shape
         none = state.new_empty((1, 0, heads))
         keys, values = (state.new_empty((1, 0, heads, width)) for width in (key_width, value_width))
-        given: dict[str, Any] = {"beta": none, **_counted(uncommitted, count)}
+        options: dict[str, Any] = {"beta": none, **_counted(uncommitted, count)}
         decay: Tensor | None = keys if self.is_wide else none
         if not self.delta:
             decay = None
-            given |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
-        ops.gated_delta_rule_(keys, keys, values, decay, state, 1.0, **given)
+            options |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
+        ops.gated_delta_rule_(keys, keys, values, decay, state, 1.0, **options)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""
@@ -161,21 +161,21 @@ class DeferredLayer(LinearAttentionLayer):
 @functools.cache
 def _deferred_class(plain: type) -> type:
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    held, base = DeclaredLayer(mappings={"uncommitted": STATE}), declaration_of(plain)
+    declaration, base = DeclaredLayer(mappings={"uncommitted": STATE}), declaration_of(plain)
     assert base is not None
-    own = {"_layer_type": None, "committed_class": plain, "declared": base.with_more(held)}
-    return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), own)
+    attributes = {"_layer_type": None, "committed_class": plain, "declared": base.with_more(declaration)}
+    return type(f"Deferred{plain.__name__}", (DeferredLayer, plain), attributes)
 
 
 def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
     """The states of a layer of linear attention."""
     both = {_POSITIONS: layer.conv_states, "tokens": layer.recurrent_states}
-    return {(kind, n): s for kind, held in both.items() for n, s in held.items() if s is not None}
+    return {(kind, n): s for kind, states in both.items() for n, s in states.items() if s is not None}
 
 
 def _defers(layer: Any) -> bool:
-    held = declaration_of(type(layer))
-    return held is not None and held.defers
+    declaration = declaration_of(type(layer))
+    return declaration is not None and declaration.defers
 
 
 def can_defer(layer: Any) -> bool:
@@ -201,10 +201,10 @@ def deferred(layer: Any, kind: AnyKind) -> DeferredLayer:
     }
     state = next(iter(states.values()))
     uncommitted[_COUNTS] = torch.zeros(len(state), 1, dtype=torch.int32, device=state.device)
-    made = copy_of_layer(layer, uncommitted=uncommitted)
+    deferred_layer = copy_of_layer(layer, uncommitted=uncommitted)
     cls: Any = type(layer)
-    made.__class__ = _deferred_class(cls)
-    return made
+    deferred_layer.__class__ = _deferred_class(cls)
+    return deferred_layer
 
 
 def _uncommitted_shape(name: tuple[str, int], state: Tensor, kind: AnyKind) -> tuple[int, ...]:
@@ -240,11 +240,11 @@ def committed(layer: DeferredLayer, count: int, kind: AnyKind) -> Any:
         for name, state in states_of(layer).items():
             commit = _commit_positions if name[0] == _POSITIONS else kind.commit
             commit(state, layer.uncommitted[name], count)
-    made = object.__new__(layer.committed_class)
+    plain_layer = object.__new__(layer.committed_class)
     values = LayerState(layer).values()
     del values["uncommitted"]
-    LayerState(made).replace(values)
-    return made
+    LayerState(plain_layer).replace(values)
+    return plain_layer
 
 
 def _counted(uncommitted: Tensor, count: int) -> dict[str, Tensor]:

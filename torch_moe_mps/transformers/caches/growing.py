@@ -59,84 +59,84 @@ def are_latents(keys: Tensor, values: Tensor) -> bool:
 
 
 def extended(
-    held: Sequence[Tensor], new: Sequence[Tensor], slots: int | None = None, quantized: bool = False
+    cached: Sequence[Tensor], new: Sequence[Tensor], slots: int | None = None, quantized: bool = False
 ) -> Sequence[Tensor]:
-    """`held` followed by `new` along the tokens, which are the last dimension but one.
+    """`cached` followed by `new` along the tokens, which are the last dimension but one.
 
-    Several tensors lie side by side in one buffer. Into free slots behind `held` only `new`
+    Several tensors lie side by side in one buffer. Into free slots behind `cached` only `new`
     is written; else both are copied to a buffer with `slots` free slots, or a share of the tokens.
     """
-    if len(held) == 1 and not quantized and (longer := _written_behind(held[0], new[0])) is not None:
+    if len(cached) == 1 and not quantized and (longer := _written_behind(cached[0], new[0])) is not None:
         return (longer,)
-    is_first = _is_empty(held[0])
-    if not _may_lie_behind(held, new):
-        return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
-    tokens, before = new[0].shape[-2], 0 if is_first else held[0].shape[-2]
+    is_first = _is_empty(cached[0])
+    if not _may_lie_behind(cached, new):
+        return [torch.cat(parts, dim=-2) for parts in zip(cached, new, strict=True)]
+    tokens, before = new[0].shape[-2], 0 if is_first else cached[0].shape[-2]
     widths = [part.shape[-1] for part in new]
-    buffer = _common_buffer(held)
+    buffer = _common_buffer(cached)
     if (
         buffer is None
         or isinstance(buffer.tensor, QuantizedStates) != quantized
-        or not buffer.has_slots(held[0], tokens, *held[1:])
+        or not buffer.has_slots(cached[0], tokens, *cached[1:])
     ):
         slots = free_slots_for(before + tokens) if slots is None else slots
         buffer, start = Buffer.empty(new[0], before + tokens + slots, widths, quantized), 0
         if before:
-            buffer.write(0, held)
+            buffer.write(0, cached)
     else:
-        start = start_of(held[0])
+        start = start_of(cached[0])
     return columns_of(buffer.append(start, before, new), widths)
 
 
-def _is_empty(held: Tensor) -> bool:
+def _is_empty(cached: Tensor) -> bool:
     """True for the tensor that transformers starts with."""
-    return held.dim() == 1
+    return cached.dim() == 1
 
 
-def _may_lie_behind(held: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
+def _may_lie_behind(cached: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
     """True if new tokens may be written behind the held ones, into their buffer."""
     are_plain = all(type(part) in PLAIN for part in new)
-    return are_plain and (_is_empty(held[0]) or all(map(_alike, held, new)))
+    return are_plain and (_is_empty(cached[0]) or all(map(_alike, cached, new)))
 
 
-def _written_behind(held: Tensor, new: Tensor) -> Tensor | None:
+def _written_behind(cached: Tensor, new: Tensor) -> Tensor | None:
     """`extended` for most tokens: one tensor, whose buffer has free slots. None for all others."""
-    buffer = buffer_of(held)
+    buffer = buffer_of(cached)
     if buffer is None or type(buffer.tensor) not in PLAIN or type(new) not in PLAIN:
         return None
-    if buffer.tensor.shape[-1] != held.shape[-1]:
+    if buffer.tensor.shape[-1] != cached.shape[-1]:
         return None
-    longer = slots_behind(held, new)
+    longer = slots_behind(cached, new)
     if longer is not None:
-        longer.narrow(-2, held.shape[-2], new.shape[-2]).copy_(new)
+        longer.narrow(-2, cached.shape[-2], new.shape[-2]).copy_(new)
     return longer
 
 
-def slots_behind(held: Any, new: Tensor) -> Tensor | None:
+def slots_behind(cached: Any, new: Tensor) -> Tensor | None:
     """View of the held tokens and of free slots for new ones behind them; None where there are none."""
-    buffer = buffer_of(held)
-    if buffer is None or not may_grow() or not _alike(held, new):
+    buffer = buffer_of(cached)
+    if buffer is None or not may_grow() or not _alike(cached, new):
         return None
     tokens = new.shape[-2]
-    if not buffer.has_slots(held, tokens):
+    if not buffer.has_slots(cached, tokens):
         return None
-    longer: Tensor = buffer.view(start_of(held), held.shape[-2] + tokens)
+    longer: Tensor = buffer.view(start_of(cached), cached.shape[-2] + tokens)
     return longer
 
 
-def _common_buffer(held: Sequence[Tensor]) -> Buffer | None:
+def _common_buffer(cached: Sequence[Tensor]) -> Buffer | None:
     """The buffer that is filled by these tensors, side by side; None if they have none, or not the same."""
-    buffer, width = buffer_of(held[0]), 0
-    for part in held:
+    buffer, width = buffer_of(cached[0]), 0
+    for part in cached:
         if buffer is None or buffer_of(part) is not buffer:
             return None
         width += part.shape[-1]
     return buffer if buffer is not None and buffer.tensor.shape[-1] == width else None
 
 
-def _alike(held: Tensor, new: Tensor) -> bool:
-    (*many, _, width), (*others, _, other) = held.shape, new.shape
-    return held.dtype is new.dtype and width == other and many == others and held.device == new.device
+def _alike(cached: Tensor, new: Tensor) -> bool:
+    (*many, _, width), (*others, _, other) = cached.shape, new.shape
+    return cached.dtype is new.dtype and width == other and many == others and cached.device == new.device
 
 
 def copied(states: Tensor, slots: int) -> Tensor:

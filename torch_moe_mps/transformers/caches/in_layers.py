@@ -38,7 +38,7 @@ def _has_list(cls: type) -> bool:
 
 
 @functools.cache
-def _with_layers(own: type) -> Any:
+def _with_layers(cls: type) -> Any:
     """A subclass of a model's own class of caches, without the list."""
     plain = {name: getattr(DynamicCache, name) for name in _PLAIN}
-    return type(f"{own.__name__}InLayers", (InLayers, own), plain)
+    return type(f"{cls.__name__}InLayers", (InLayers, cls), plain)

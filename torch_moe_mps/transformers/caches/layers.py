@@ -29,8 +29,8 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
         return None
     bases = (base,) if issubclass(base, plain) else (base, plain) if base.is_first else (plain, base)
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    own = {"_layer_type": None, "plain": plain, "bits": bits, "declared": declaration_of(plain)}
-    return type(f"Growing{plain.__name__}", bases, own)
+    attributes = {"_layer_type": None, "plain": plain, "bits": bits, "declared": declaration_of(plain)}
+    return type(f"Growing{plain.__name__}", bases, attributes)
 
 
 def _base_of(plain: Any) -> Any:
@@ -85,9 +85,9 @@ class LayerBase(CacheLayerMixin):
         """Free slots of a new buffer for so many tokens."""
         return growing.free_slots_for(tokens)
 
-    def shown(self, tokens: int, held: int) -> int:
+    def shown(self, tokens: int, cached: int) -> int:
         """Number of the held tokens that are visible, of so many in all."""
-        return held
+        return cached
 
     def note_batch(self, tokens: int) -> None:
         """Notes that its buffers have other sequences, or others of their tokens: at most so many of one."""
@@ -132,8 +132,8 @@ class Growing(LayerBase, DynamicLayer):
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
         slots = self._free_slots(tokens)
         if self.holds_latents and growing.are_latents(key_states, value_states):
-            held, new = (self.keys, self.values), (key_states, value_states)
-            keys, values = growing.extended(held, new, slots, quantized)
+            cached, new = (self.keys, self.values), (key_states, value_states)
+            keys, values = growing.extended(cached, new, slots, quantized)
         else:
             (keys,) = growing.extended((self.keys,), (key_states,), slots, quantized)
             (values,) = growing.extended((self.values,), (value_states,), slots, quantized)
@@ -199,13 +199,13 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
         return keys
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
-        held = self.pools
-        before = 0 if held is None else held.shape[1]
+        pools = self.pools
+        before = 0 if pools is None else pools.shape[1]
         if before > count or (before and rate != self.rate):  # they are of other keys
-            held, before = None, 0
+            pools, before = None, 0
         if before < count:
             new = pool(before, count)
-            (self.pools,) = growing.extended((new.new_empty(0) if held is None else held,), (new,))
+            (self.pools,) = growing.extended((new.new_empty(0) if pools is None else pools,), (new,))
             self.rate = rate
         return self.pools
 
@@ -259,7 +259,7 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
     def slots_for(self, tokens: int) -> int:
         return growing.window_slots(self.sliding_window)
 
-    def shown(self, tokens: int, held: int) -> int:
+    def shown(self, tokens: int, cached: int) -> int:
         return min(self.sliding_window - 1, tokens)
 
     def note_batch(self, tokens: int) -> None:

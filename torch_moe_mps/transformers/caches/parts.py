@@ -43,9 +43,9 @@ def block(cache: DynamicCache, start: int, end: int) -> Part:
     for index, layer in enumerate(cache.layers):
         if not fits_one_prefix(layer):
             before, after = (LayerState(_cut(layer, tokens)) for tokens in (start, end))
-            held = before.stored()
+            stored = before.stored()
             part[index] = {
-                name: _behind(held.get(name), value, after.axes(Name(OWN, name)).time)
+                name: _behind(stored.get(name), value, after.axes(Name(OWN, name)).time)
                 for name, value in after.stored().items()
             }
     return part
@@ -101,33 +101,37 @@ class JoinedCache:
         name, bits = kind
         if plain_class(layer).__name__ != name:
             raise ValueError("it is of a model with other layers")
-        held = LayerState(layer).values()
-        made = copy_of_layer(layer)
+        cached = LayerState(layer).values()
+        longer = copy_of_layer(layer)
         if bits is not None and getattr(layer, "bits", None) is None:
             plain: Any = type(layer)
-            made.__class__ = growing_class(plain, bits)
-        LayerState(made).replace({key: self._with(held.get(key), new, end) for key, new in values.items()})
-        if getattr(made, "keys", None) is not None and made.get_seq_length() != end:
-            raise ValueError(f"layers must have {end} tokens, got a {name} of {made.get_seq_length()}")
-        return made
+            longer.__class__ = growing_class(plain, bits)
+        LayerState(longer).replace(
+            {key: self._with(cached.get(key), new, end) for key, new in values.items()}
+        )
+        if getattr(longer, "keys", None) is not None and longer.get_seq_length() != end:
+            raise ValueError(f"layers must have {end} tokens, got a {name} of {longer.get_seq_length()}")
+        return longer
 
-    def _with(self, held: Any, new: Any, end: int) -> Any:
+    def _with(self, cached: Any, new: Any, end: int) -> Any:
         if isinstance(new, dict):
             return {key: copied(value) for key, value in new.items()}
         if not isinstance(new, Grows):
             return copied(new)
-        before: Any = held if isinstance(held, Tensor) and self.tokens else None
+        before: Any = cached if isinstance(cached, Tensor) and self.tokens else None
         if isinstance(new.tensor, QuantizedStates):
             pairs = zip((None,) * 3 if before is None else before.parts(), new.tensor.parts(), strict=True)
             return QuantizedStates(*(self._longer(old, part, new.dim, end) for old, part in pairs))
         return self._longer(before, new.tensor, new.dim, end)
 
-    def _longer(self, held: Tensor | None, new: Tensor, dim: int, end: int) -> Tensor:
+    def _longer(self, cached: Tensor | None, new: Tensor, dim: int, end: int) -> Tensor:
         if dim != new.dim() - 2:
-            return new.clone() if held is None else torch.cat((held, new), dim)
+            return new.clone() if cached is None else torch.cat((cached, new), dim)
         left = (self._most - end) * new.shape[dim] // max(1, end - self.tokens)
         (joined,) = growing.extended(
-            (new.new_empty(0) if held is None else held,), (new,), left + growing.free_slots_for(self._most)
+            (new.new_empty(0) if cached is None else cached,),
+            (new,),
+            left + growing.free_slots_for(self._most),
         )
         return joined
 
@@ -161,9 +165,9 @@ def read_part(file: Path, header: str) -> tuple[Part, Classes]:
     Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, something else, or of
         another header.
     """
-    with safe_open(file, framework="pt") as held:
-        about = held.metadata() or {}
-        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    with safe_open(file, framework="pt") as reader:
+        about = reader.metadata() or {}
+        tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     if about.pop("sum", None) != _checksum(about, tensors):
         raise ValueError("its checksum is another")
     if about["header"] != header:
@@ -205,11 +209,11 @@ def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
     raise ValueError(f"a cache with a {type(value).__name__} cannot be written")
 
 
-def _read(held: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _read(stored: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The value of which `_stored` made this JSON."""
-    if not isinstance(held, dict):
-        return held
-    ((kind, value),) = held.items()
+    if not isinstance(stored, dict):
+        return stored
+    ((kind, value),) = stored.items()
     match kind:
         case "dict":
             return {key: _read(item, tensors) for key, item in value}

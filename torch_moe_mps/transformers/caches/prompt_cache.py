@@ -34,8 +34,8 @@ States = Mapping[int, dict[int, dict[str, Any]]]
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """The cache that `generate` would make, with all states in its layers."""
-    made: DynamicCache = cache_class(model)(config=model.config.get_text_config(decoder=True))
-    return made
+    cache: DynamicCache = cache_class(model)(config=model.config.get_text_config(decoder=True))
+    return cache
 
 
 def takes_layers(model: PreTrainedModel) -> bool:
@@ -96,7 +96,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_FILE}
     result = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
     samples = []
-    on_disk = {name: own.key for name, own in experts_on_disk(model)}
+    on_disk = {name: weights.key for name, weights in experts_on_disk(model)}
     result.update("".join(on_disk.values()).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.rpartition(".")[0] in on_disk:

@@ -53,8 +53,11 @@ class QuantizedStates(Deferred):
     @staticmethod
     def __new__(cls, packed: Tensor, scales: Tensor, biases: Tensor) -> "QuantizedStates":
         *rows, words = packed.shape
-        shape, own = (*rows, words * 32 // CACHE_BITS), {"packed": packed, "scales": scales, "biases": biases}
-        return cls.made(shape, scales.dtype, scales.device, **own)
+        shape, attributes = (
+            (*rows, words * 32 // CACHE_BITS),
+            {"packed": packed, "scales": scales, "biases": biases},
+        )
+        return cls.made(shape, scales.dtype, scales.device, **attributes)
 
     @classmethod
     def empty(cls, like: Tensor, tokens: int, widths: Sequence[int] = ()) -> "QuantizedStates":

@@ -66,19 +66,23 @@ class Separate(CacheLayerMixin):
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """[position_dims, B, S], zeros in front of shorter sequences: some models keep all positions here."""
-        held = [layer.indexer_position_ids for layer in self.layers]
-        if any(positions is None for positions in held):
+        position_ids = [layer.indexer_position_ids for layer in self.layers]
+        if any(positions is None for positions in position_ids):
             return None
-        longest = max(positions.shape[-1] for positions in held)
-        return torch.cat([F.pad(positions, (longest - positions.shape[-1], 0)) for positions in held], 1)
+        longest = max(positions.shape[-1] for positions in position_ids)
+        return torch.cat(
+            [F.pad(positions, (longest - positions.shape[-1], 0)) for positions in position_ids], 1
+        )
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
         new = positions.shape[-1] - max(layer.indexer_position_ids.shape[-1] for layer in self.layers)
         for row, layer in enumerate(self.layers):
             count = layer.indexer_position_ids.shape[-1] + new
-            own = positions[:, row : row + 1, positions.shape[-1] - count :]
-            layer.indexer_position_ids = own.contiguous()  # so that strides do not follow the longest
+            row_positions = positions[:, row : row + 1, positions.shape[-1] - count :]
+            layer.indexer_position_ids = (
+                row_positions.contiguous()
+            )  # so that strides do not follow the longest
 
 
 def is_separate(layer: Any, pools: bool) -> bool:
@@ -120,21 +124,23 @@ def _of_row(
     """The result of a forward for one sequence, with its layers of the cache."""
     rows = len(cache.layers[number].layers)
     alone = copy_of_cache(cache, [_layer_of(layer, row) for layer in cache.layers])
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, value in bound.arguments.items():
         if bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
-            given |= {inner: _row(item, row, rows) for inner, item in value.items()}
+            arguments |= {inner: _row(item, row, rows) for inner, item in value.items()}
         else:
-            given[key] = _row(value, row, rows)
-    module = given.pop("self")
-    given = {key: alone if value is cache else value for key, value in given.items()}
-    tokens = next(value for value in given.values() if isinstance(value, Tensor)).shape[1]
+            arguments[key] = _row(value, row, rows)
+    module = arguments.pop("self")
+    arguments = {key: alone if value is cache else value for key, value in arguments.items()}
+    tokens = next(value for value in arguments.values() if isinstance(value, Tensor)).shape[1]
     keys = alone.layers[number].get_mask_sizes(tokens)[0]
-    if isinstance(mask := given.get(_MASK), Tensor):
-        given[_MASK] = _mask_of(mask, tokens, keys)
-    if isinstance(tables := given.get(_TABLES), tuple):
-        given[_TABLES] = tuple(table if table.shape[1] == tokens else table[:, -keys:] for table in tables)
-    return forward(module, **given)
+    if isinstance(mask := arguments.get(_MASK), Tensor):
+        arguments[_MASK] = _mask_of(mask, tokens, keys)
+    if isinstance(tables := arguments.get(_TABLES), tuple):
+        arguments[_TABLES] = tuple(
+            table if table.shape[1] == tokens else table[:, -keys:] for table in tables
+        )
+    return forward(module, **arguments)
 
 
 def _joined(results: list[Any]) -> Any:

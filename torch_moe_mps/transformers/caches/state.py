@@ -41,9 +41,9 @@ class LayerState:
 
     def values(self) -> dict[str, Any]:
         """All attributes, in dictionaries that are copies."""
-        held, mappings = self._held, self._declared.mappings
-        names = (name for name in self._declared.names if name in held)
-        return {name: dict(held[name]) if name in mappings else held[name] for name in names}
+        attributes, mappings = self._held, self._declared.mappings
+        names = (name for name in self._declared.names if name in attributes)
+        return {name: dict(attributes[name]) if name in mappings else attributes[name] for name in names}
 
     def stored(self) -> dict[str, Any]:
         """`values` to write: without the attributes that the others are enough to derive."""
@@ -67,8 +67,8 @@ class LayerState:
 
     def memory(self) -> int:
         """Bytes of the held tokens, without free slots."""
-        held = chain.from_iterable(map(parts, self.tensors().values()))
-        return sum(part.nbytes for part in held)
+        tensors = chain.from_iterable(map(parts, self.tensors().values()))
+        return sum(part.nbytes for part in tensors)
 
     def put(self, values: Mapping[Name, Any]) -> None:
         """Overwrites these entries of the layer's state."""

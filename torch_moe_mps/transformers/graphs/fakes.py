@@ -63,14 +63,14 @@ class FakeResults:
         if not has_symbols and key in _known:
             return self._like(_known[key])
         with self.mode:
-            made: Any
+            fake: Any
             if stride is None:
-                made = torch.empty(sizes, **options)
+                fake = torch.empty(sizes, **options)
             else:
-                made = torch.empty_strided(sizes, stride, **options)
+                fake = torch.empty_strided(sizes, stride, **options)
         if not has_symbols:
-            _known[key] = _Like(made)
-        return made
+            _known[key] = _Like(fake)
+        return fake
 
     def of(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Result of an operator, taken from an equal call before: layers and modules make many of these."""

@@ -88,8 +88,10 @@ def _fuse(root: fx.Node, end: fx.Node, bound: Bound, new: ast.expr, results: dic
     shared = [item.node for item in bound.values() if isinstance(item, Shared)]
     place = shared[0] if shared else end
     for node in inside:
-        own = memory_of(node)
-        is_read_inside = node is root or own not in inside or own in shared or {*node.users} <= inside.keys()
+        buffer = memory_of(node)
+        is_read_inside = (
+            node is root or buffer not in inside or buffer in shared or {*node.users} <= inside.keys()
+        )
         if not is_read_inside or not _may_run_at(place, node, inside):
             return False
     try:
@@ -126,9 +128,9 @@ class _New:
             if self._before < memory_of(item):
                 raise _Unfit
             hoist(item, self._before)
-        made = put(self._before, target, like, **arguments)
+        call = put(self._before, target, like, **arguments)
         for number, item in enumerate(old):
-            result = put(self._before, ITEM, like[number], made, number) if several else made
+            result = put(self._before, ITEM, like[number], call, number) if several else call
             shaped: Any = in_shape(result, item, self._before)  # it is contiguous
             item.replace_all_uses_with(shaped)
 
@@ -160,8 +162,8 @@ class _New:
             value = self._found[form.id]
             return self._leaf(value, None) if isinstance(value, fx.Node) else value
         if isinstance(form, ast.Subscript):
-            own = form.value
-            value = self._found[own.id] if isinstance(own, ast.Name) else self._value(own)
+            inner = form.value
+            value = self._found[inner.id] if isinstance(inner, ast.Name) else self._value(inner)
             return self._leaf(value, self._shape(form.slice))
         if isinstance(form, ast.Constant):
             return form.value

@@ -153,11 +153,11 @@ class Recorder(TorchDispatchMode):
     def symbol(self, value: int, least: int) -> torch.SymInt:
         """A number that is `value` now and at least `least` in every call."""
         name = _Named(f"n{len(self.symbols)}")
-        made = self.env.create_symbol(
+        symbol = self.env.create_symbol(
             value, name, DimDynamic.DYNAMIC, positive=least > 0 or None, do_not_specialize_zero_one=least < 2
         )
-        self.symbols[made] = value
-        number: Any = self.env.create_symintnode(made, hint=value)
+        self.symbols[symbol] = value
+        number: Any = self.env.create_symintnode(symbol, hint=value)
         return number
 
     def input(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -258,8 +258,8 @@ class Recorder(TorchDispatchMode):
         for number, item in enumerate(results):
             if isinstance(item, Tensor) and id(item) not in self._nodes:
                 of_list = isinstance(result, (list, tuple))
-                made = self.graph.call_function(_item, (node, number)) if of_list else node
-                self._name(item, made)
+                producer = self.graph.call_function(_item, (node, number)) if of_list else node
+                self._name(item, producer)
         return result
 
 

@@ -181,11 +181,11 @@ def _is_cast(x: Tensor) -> bool:
 def is_observed(*modules: nn.Module) -> bool:
     """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
-        own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        attributes = module.__dict__
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
             return True
-        made: MadeClass | None = getattr(type(module), MADE, None)
-        if made is not None and made.original.forward is not made.own:  # the class beneath was patched
+        record: MadeClass | None = getattr(type(module), MADE, None)
+        if record is not None and record.original.forward is not record.own:  # the class beneath was patched
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
@@ -294,8 +294,8 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         compute = partial(_quantized_forward, self, hidden_states, top_k_index, top_k_weights)
         return with_cache(compute, self, *_all_packed(self)) if hidden_states.is_cpu else compute()
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    own = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
-    if own or not _fits(hidden_states, first, top_k_index):
+    is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
+    if is_eager or not _fits(hidden_states, first, top_k_index):
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)
     if activation is None:
@@ -311,15 +311,19 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
     dispatch: Any = type(experts).forward  # to implementations; it wraps the eager forward
-    own: Callable[..., Tensor] = dispatch.__wrapped__
+    eager_forward: Callable[..., Tensor] = dispatch.__wrapped__
     name = getattr(plain_config(experts.config), EXPERTS)
     is_chosen = name != NAME and dtype in ACTIVATION_DTYPES
-    return ALL_EXPERTS_FUNCTIONS.get(name, own) if is_chosen else own
+    return ALL_EXPERTS_FUNCTIONS.get(name, eager_forward) if is_chosen else eager_forward
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    own = self.__dict__
-    in_steps = own.get("up_quantization") is not None or own.get(ADDED) or _activation_is_observed(self)
+    attributes = self.__dict__
+    in_steps = (
+        attributes.get("up_quantization") is not None
+        or attributes.get(ADDED)
+        or _activation_is_observed(self)
+    )
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         in_steps = True  # gradients reach the inputs of each of the steps
     activation = None if in_steps else _activation(self)
@@ -382,8 +386,8 @@ def _multiplied(
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
     biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
     outs = [
-        ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, own)
-        for name, own in zip(names, biases, strict=True)
+        ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, bias_part)
+        for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
@@ -396,8 +400,8 @@ def _all_packed(self: Experts) -> list[Tensor | None]:
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    names, own = _PACKED[projection], self._parameters | self._buffers
-    packed, scales, biases = own.get(names[0]), own.get(names[1]), own.get(names[2])
+    names, tensors = _PACKED[projection], self._parameters | self._buffers
+    packed, scales, biases = tensors.get(names[0]), tensors.get(names[1]), tensors.get(names[2])
     if packed is None or scales is None:  # not where `quantize` put them
         return getattr(self, names[0]), getattr(self, names[1]), getattr(self, names[2], None)
     return packed, scales, biases

@@ -79,8 +79,10 @@ class Unreadable(Deferred):
     def of(on_disk: OnDisk, name: str) -> Any:
         about, device = on_disk.pool.about, on_disk.pool.tensors[name].device
         shape = turned(about, {name: on_disk.pool.tensors[name]})[name].shape[1:]
-        own: dict[str, Any] = {"on_disk": on_disk, "_is_hf_initialized": True}
-        return Unreadable.made((about.experts, *shape), dtype_of(about.tensors[name][0]), device, **own)
+        attributes: dict[str, Any] = {"on_disk": on_disk, "_is_hf_initialized": True}
+        return Unreadable.made(
+            (about.experts, *shape), dtype_of(about.tensors[name][0]), device, **attributes
+        )
 
     def elements(self) -> NoReturn:
         self.on_disk.refuse("it cannot be saved or copied")
@@ -93,10 +95,12 @@ class Unreadable(Deferred):
             return func(*args, **(kwargs or {}))
 
 
-def _refuse_to_save(own: OnDisk, module: nn.Module, state: dict[str, Any], prefix: str, about: Any) -> None:
+def _refuse_to_save(
+    on_disk: OnDisk, module: nn.Module, state: dict[str, Any], prefix: str, about: Any
+) -> None:
     """Hook of state dicts: the weights in it refuse to be saved."""
-    for name in own.pool.tensors:
-        state[f"{prefix}{name}"] = Unreadable.of(own, name)
+    for name in on_disk.pool.tensors:
+        state[f"{prefix}{name}"] = Unreadable.of(on_disk, name)
 
 
 def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,29 +108,30 @@ def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.mT if n in layer.turned else t for n, t in tensors.items()}
 
 
-def put_on_disk(module: nn.Module, own: OnDisk) -> None:
+def put_on_disk(module: nn.Module, on_disk: OnDisk) -> None:
     """Makes a module whose weights are those of a pool keep them there."""
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for tensor in own.pool.tensors.values():
+        for tensor in on_disk.pool.tensors.values():
             empty = tensor.new_empty(0)  # no view: a function may give its memory another place
-            if (made := function(empty)).device != empty.device or made.dtype != empty.dtype:
-                own.refuse("its device and dtype are those that from_pretrained was given")
+            if (moved := function(empty)).device != empty.device or moved.dtype != empty.dtype:
+                on_disk.refuse("its device and dtype are those that from_pretrained was given")
         return module
 
-    vars(module)[ON_DISK], vars(module)["_apply"] = own, _apply
-    module.register_state_dict_post_hook(partial(_refuse_to_save, own))  # pickle meets `own`, and is refused
+    vars(module)[ON_DISK], vars(module)["_apply"] = on_disk, _apply
+    # A partial, so that pickle meets `on_disk`, and is refused.
+    module.register_state_dict_post_hook(partial(_refuse_to_save, on_disk))
 
 
-def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
+def put_table_on_disk(module: nn.Module, on_disk: OnDisk) -> None:
     """Makes an embedding gather its rows from the disk; as many ids as its pool has slots at a time."""
-    put_on_disk(module, own)
+    put_on_disk(module, on_disk)
     forward = module.forward
 
     def gathered(ids: Tensor) -> Tensor:
-        parts = ids.flatten().split(own.pool.size)
+        parts = ids.flatten().split(on_disk.pool.size)
         with using_slots:
-            rows = [forward(ops._expert_slots(part, own.pool.number)) for part in parts]
+            rows = [forward(ops._expert_slots(part, on_disk.pool.number)) for part in parts]
         return torch.cat(rows).view(*ids.shape, -1)
 
     vars(module)["forward"] = gathered
@@ -134,31 +139,31 @@ def put_table_on_disk(module: nn.Module, own: OnDisk) -> None:
 
 def expert_pools(model: nn.Module) -> Pools | None:
     """The pools of a model whose experts are on the disk; None for any other."""
-    every = (own.pools for _, own in experts_on_disk(model))
+    every = (on_disk.pools for _, on_disk in experts_on_disk(model))
     return next((pools for pools in every if pools.staging is not None), None)
 
 
 def reads_of(model: nn.Module) -> dict[str, Counters]:
     """Reads of a model from the disk: of "experts", of "embeddings"."""
-    every = [own.pools for _, own in experts_on_disk(model)]
+    every = [on_disk.pools for _, on_disk in experts_on_disk(model)]
     return {"embeddings" if pools.staging is None else "experts": pools.counters for pools in every}
 
 
 def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
     """Makes a model refuse what its experts on the disk refuse, before anything of it is changed."""
-    own = weakref.ref(model)
+    reference = weakref.ref(model)
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for each in experts:
             each._apply(function)
-        model: Any = own()
+        model: Any = reference()
         return type(model)._apply(model, function, recurse)
 
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         raise ValueError("moe_mps::experts_memory: a model whose experts are on the disk cannot be saved")
 
     def set_experts_implementation(asked: str | dict[str, str]) -> None:
-        model: Any = own()
+        model: Any = reference()
         # `generate` itself asks for these on a GPU, and for what there was
         known = {NAME, "grouped_mm", "batched_mm", *model.get_experts_implementation().values()}
         if others := {*(asked.values() if isinstance(asked, dict) else [asked])} - known:
@@ -187,7 +192,7 @@ def give_weights(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     parameters = {n: p for n, p in module._parameters.items() if n not in tensors}
     buffers = {n: b for n, b in module._buffers.items() if n not in tensors}
     for name, tensor in tensors.items():
-        given: Any = nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor
-        given._is_hf_initialized = True
-        (parameters if isinstance(given, nn.Parameter) else buffers)[name] = given
+        weight: Any = nn.Parameter(tensor, requires_grad=False) if tensor.is_floating_point() else tensor
+        weight._is_hf_initialized = True
+        (parameters if isinstance(weight, nn.Parameter) else buffers)[name] = weight
     module.__dict__.update(_parameters=parameters, _buffers=buffers)

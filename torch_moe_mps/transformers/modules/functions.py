@@ -83,7 +83,7 @@ def _run_with(
     copied = _decorated(forward, inner, ours)
     if copied is None:
         return None
-    own = copied
+    with_replacements = copied
     keys, values = (*names,), (*names.values(),)
 
     @torch.compiler.assume_constant_result
@@ -92,7 +92,7 @@ def _run_with(
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (own if holds() else forward)(*args, **kwargs)
+        return (with_replacements if holds() else forward)(*args, **kwargs)
 
     return run
 
@@ -104,11 +104,11 @@ def _decorated(function: Any, inner: types.FunctionType, ours: types.FunctionTyp
     wrapped = function.__wrapped__
     copied = _decorated(wrapped, inner, ours)
     cells = getattr(function, "__closure__", None) or ()
-    held = [cell != _EMPTY and cell.cell_contents is wrapped for cell in cells]
-    if copied is None or not isinstance(function, types.FunctionType) or held.count(True) != 1:
+    matches = [cell != _EMPTY and cell.cell_contents is wrapped for cell in cells]
+    if copied is None or not isinstance(function, types.FunctionType) or matches.count(True) != 1:
         return None
     closure = tuple(
-        types.CellType(copied) if is_it else cell for cell, is_it in zip(cells, held, strict=True)
+        types.CellType(copied) if is_it else cell for cell, is_it in zip(cells, matches, strict=True)
     )
     result: Any = _copy(function, closure, function.__globals__)
     result.__wrapped__ = copied
@@ -117,8 +117,8 @@ def _decorated(function: Any, inner: types.FunctionType, ours: types.FunctionTyp
 
 def _copy(function: types.FunctionType, closure: Any, names: dict[str, Any]) -> types.FunctionType:
     """A function of the same code with this closure, which looks these names up."""
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
-    made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
-    made.__dict__.update(function.__dict__)
-    return made
+    copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
+    copied.__qualname__, copied.__doc__ = function.__qualname__, function.__doc__
+    copied.__dict__.update(function.__dict__)
+    return copied

@@ -72,17 +72,19 @@ class HeadWeight(Deferred):
 
     @staticmethod
     def of(weight: LazyWeight) -> "HeadWeight":
-        made: HeadWeight = HeadWeight.made(tuple(weight.shape), weight.dtype, weight.device, weight=weight)
-        return made
+        head_weight: HeadWeight = HeadWeight.made(
+            tuple(weight.shape), weight.dtype, weight.device, weight=weight
+        )
+        return head_weight
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
-        own = next(item for item in (*args, *(kwargs or {}).values()) if isinstance(item, HeadWeight))
+        head_weight = next(item for item in (*args, *(kwargs or {}).values()) if isinstance(item, HeadWeight))
         if func is Tensor.__getitem__:
-            return own.weight[args[1]]
+            return head_weight.weight[args[1]]
         raise _needs_dense(func.__self__.__name__ if func.__name__ == "__get__" else func.__name__)
 
     @classmethod
@@ -120,18 +122,18 @@ class QuantizedLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLayer":
         """Moves codes as parameters are moved, in place: layers that share them go on doing so."""
-        own = codes_of(self)
-        for name, codes in own.items():
+        all_codes = codes_of(self)
+        for name, codes in all_codes.items():
             moved = fn(codes)
             if torch._has_compatible_shallow_copy_type(codes, moved):
                 codes.data = moved
             else:
-                own[name] = moved
+                all_codes[name] = moved
             del self._buffers[name]
         try:
             super()._apply(fn, recurse)
         finally:
-            self._buffers.update(own)
+            self._buffers.update(all_codes)
         return self
 
     @property

@@ -78,10 +78,10 @@ class Logits(Deferred):
     def _made(
         cls, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, head: Head, versions: list[int]
     ) -> "Logits":
-        made: Logits = cls.made(
+        logits: Logits = cls.made(
             shape, dtype, rows.device, rows=rows, head=head, versions=versions, _elements={}
         )
-        return made
+        return logits
 
     def elements(self) -> Tensor:
         """Raises: RuntimeError where the weights have changed since the call."""
@@ -212,10 +212,10 @@ def restore_losses(model: nn.Module) -> None:
 
 @functools.cache
 def _chunking_class(original: type[nn.Module]) -> type[nn.Module]:
-    own: Callable[..., Any] = original.forward
-    place = list(inspect.signature(own).parameters).index(_LABELS) - 1
+    eager_forward: Callable[..., Any] = original.forward
+    place = list(inspect.signature(eager_forward).parameters).index(_LABELS) - 1
 
-    @functools.wraps(own)
+    @functools.wraps(eager_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get(_LABELS, args[place] if len(args) > place else None)
         if labels is None or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
@@ -232,8 +232,8 @@ def _deferring(head: Any) -> Iterator[None]:
     if next(head.children(), None) is not None or not hasattr(head, "weight"):
         yield
         return
-    own, call = head.__dict__, head.forward
-    before, size = own.get("forward"), rows_of_chunk(head.weight.shape[0])
+    attributes, call = head.__dict__, head.forward
+    before, size = attributes.get("forward"), rows_of_chunk(head.weight.shape[0])
 
     def forward(rows: Tensor) -> Tensor:
         if rows.shape[:-1].numel() <= size:
@@ -243,11 +243,11 @@ def _deferring(head: Any) -> Iterator[None]:
         autocast = (device, torch.get_autocast_dtype(device)) if is_cast else None
         return Logits.of(rows, Head(call, tuple(head.parameters()), autocast))
 
-    own["forward"] = forward
+    attributes["forward"] = forward
     try:
         yield
     finally:
         if before is None:
-            del own["forward"]
+            del attributes["forward"]
         else:
-            own["forward"] = before
+            attributes["forward"] = before

@@ -198,9 +198,9 @@ class _Watch:
             return self._fake(value, path)
         if isinstance(value, nn.Module):
             cls: type = _class_of(value)
-            made: Any = object.__new__(_class_of_stand_in(cls))
-            object.__getattribute__(made, "__dict__")[_REAL] = value, self, path
-            return made
+            stand_in: Any = object.__new__(_class_of_stand_in(cls))
+            object.__getattribute__(stand_in, "__dict__")[_REAL] = value, self, path
+            return stand_in
         if hasattr(value, "__dict__") and not callable(value):
             return _Object(value, self, path)
         return self.refuse(f"a {type(value).__name__}")
@@ -286,10 +286,10 @@ def _look(owner: Any, name: str) -> Any:
         return getattr(owner, name, _MISSING)
     if type(owner) is QuantizedLinear and name == "weight":
         return owner.weight
-    own = vars(owner)
-    value = own[name] if name in own else _of_class(_class_of(owner), name)
+    attributes = vars(owner)
+    value = attributes[name] if name in attributes else _of_class(_class_of(owner), name)
     places = _PLACES if value is _MISSING else ()
-    return next((own[place][name] for place in places if name in own[place]), value)
+    return next((attributes[place][name] for place in places if name in attributes[place]), value)
 
 
 def _is_constant(value: Any) -> bool:
@@ -399,8 +399,8 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
 
 
 def _outside(module: nn.Module) -> tuple:
-    own = ((name, _described(item)) for place in _PLACES for name, item in vars(module)[place].items())
-    return code_of(original_class(module)), *own
+    attributes = ((name, _described(item)) for place in _PLACES for name, item in vars(module)[place].items())
+    return code_of(original_class(module)), *attributes
 
 
 def _is_alike(module: nn.Module, seen: dict[Path, Any]) -> bool:

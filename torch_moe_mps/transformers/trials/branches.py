@@ -67,9 +67,9 @@ class Branches(TorchDispatchMode):
         if outcomes is None and name in _COMPARE | {"_local_scalar_dense"}:
             outcomes = self._behind(name, args, result)
         if outcomes:
-            held = self.seen.setdefault(_place(name), {})
+            seen = self.seen.setdefault(_place(name), {})
             for outcome, happened in outcomes.items():
-                held[outcome] = held.get(outcome, False) or happened
+                seen[outcome] = seen.get(outcome, False) or happened
         return result
 
     def unreached(self) -> Iterator[tuple[Place, str]]:
@@ -80,9 +80,9 @@ class Branches(TorchDispatchMode):
     def add(self, other: "Branches") -> None:
         """Adds the outcomes of another record."""
         for place, outcomes in other.seen.items():
-            held = self.seen.setdefault(place, {})
+            seen = self.seen.setdefault(place, {})
             for outcome, happened in outcomes.items():
-                held[outcome] = held.get(outcome, False) or happened
+                seen[outcome] = seen.get(outcome, False) or happened
         self.bounds |= other.bounds
 
     def _before(self, name: str, args: Any, kwargs: Any) -> Outcomes | None:

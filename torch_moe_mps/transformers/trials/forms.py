@@ -111,14 +111,16 @@ def _same_as(module: nn.Module, trial: Callable, forward: Callable) -> Callable[
 
 def made_alike(module: nn.Module, usual: nn.Module) -> bool:
     """True if a module has the classes and attributes of another one; its linear layers may be any."""
-    own, others = (dict(item.named_modules()) for item in (module, usual))
-    if own.keys() != others.keys():
+    modules, others = (dict(item.named_modules()) for item in (module, usual))
+    if modules.keys() != others.keys():
         return False
     for path, other in others.items():
-        held = dict(_attributes(own[path]))
-        same = all(_described(held.get(name)) == _described(value) for name, value in _attributes(other))
+        attributes = dict(_attributes(modules[path]))
+        same = all(
+            _described(attributes.get(name)) == _described(value) for name, value in _attributes(other)
+        )
         if not hasattr(other, "out_features") and not (
-            same and original_class(own[path]) is original_class(other)
+            same and original_class(modules[path]) is original_class(other)
         ):
             return False
     return True
@@ -159,11 +161,11 @@ def _described(value: Any, is_inside: bool = False) -> Any:
         return type(value), value
     if callable(value) and isinstance(value, Hashable):  # functions and classes
         return value
-    own = () if is_inside else sorted(vars(value).items()) if hasattr(value, "__dict__") else ()
-    return type(value), *((name, _described(item, True)) for name, item in own)
+    attributes = () if is_inside else sorted(vars(value).items()) if hasattr(value, "__dict__") else ()
+    return type(value), *((name, _described(item, True)) for name, item in attributes)
 
 
 def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) -> bool:
     """True if a module has layers and numbers of these names."""
-    own = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
-    return own and all(isinstance(getattr(module, name, None), int | float) for name in numbers)
+    has_layers = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
+    return has_layers and all(isinstance(getattr(module, name, None), int | float) for name in numbers)

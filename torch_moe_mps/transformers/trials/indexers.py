@@ -36,12 +36,12 @@ def form_by_trial(
 def _begin(module: nn.Module, make: Callable[..., IndexerTrial], *arguments: Any) -> Callable[[Any], bool]:
     trial = make(module, *arguments)
     cache = trial.held()
-    own = tried(trial.own, cache)
+    expected = tried(trial.own, cache)
 
     def holds(form: Any) -> bool:
         other = trial.held()
         choice = trial.ours(form, other)
-        is_choice = isinstance(own, Tensor) and isinstance(choice, tuple)
-        return is_choice and trial.is_same(own, choice) and agrees(cache.keys, other.keys)
+        is_choice = isinstance(expected, Tensor) and isinstance(choice, tuple)
+        return is_choice and trial.is_same(expected, choice) and agrees(cache.keys, other.keys)
 
     return holds

@@ -53,8 +53,8 @@ def bare_replica(module: nn.Module) -> Any:
     cls: Any = original_class(module)
     replica = cls.__new__(cls)
     nn.Module.__init__(replica)
-    own = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES_OF_MODULES}
-    vars(replica).update(own)
+    attributes = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES_OF_MODULES}
+    vars(replica).update(attributes)
     return replica.eval()
 
 
@@ -104,8 +104,9 @@ def replica_of(module: Any, **attributes: Any) -> Any:
         value = None if buffer is None else buffer.detach().cpu()
         if value is not None and value.is_floating_point():
             is_first, is_positive = draw is None or draw.number == 0, bool((value > 0).all())
-            made = value.float() if is_first else _random(value.shape).detach()
-            value = made.abs() if is_positive else made  # rates, of which a logarithm may be taken
+            replacement = value.float() if is_first else _random(value.shape).detach()
+            # Positive ones are rates, of which a logarithm may be taken.
+            value = replacement.abs() if is_positive else replacement
         replica.register_buffer(name, value)
     for name, child in module._modules.items():
         replica._modules[name] = None if child is None else replica_of(child)

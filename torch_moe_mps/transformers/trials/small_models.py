@@ -132,8 +132,10 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 def _switches(module: nn.Module) -> list[tuple[str, Any]]:
-    own = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
-    return sorted((name, str(value)) for name, value in own if isinstance(value, bool | str))
+    attributes = (
+        (name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training"
+    )
+    return sorted((name, str(value)) for name, value in attributes if isinstance(value, bool | str))
 
 
 def selections(kinds: Sequence[Hashable]) -> Iterator[list[int]]:
@@ -204,7 +206,7 @@ class _Shrink(NamedTuple):
     def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """A config with its parts."""
         values = {k: v for k, v in copy.deepcopy(config.to_dict()).items() if k not in _LEFT_OUT}
-        own = divisors(config) if self.narrow and config is not self.text else []
+        factors = divisors(config) if self.narrow and config is not self.text else []
         for name, value in values.items():
             part = vars(config).get(name)
             if isinstance(part, PreTrainedConfig):
@@ -212,7 +214,7 @@ class _Shrink(NamedTuple):
             elif config is self.text:
                 values[name] = self._of_text(name, value)
             else:
-                values[name] = self._of_another(name, value, own[0] if own else 1)
+                values[name] = self._of_another(name, value, factors[0] if factors else 1)
         result = type(config).from_dict(values)
         if config._attn_implementation in ("eager", "sdpa"):
             result._attn_implementation = config._attn_implementation

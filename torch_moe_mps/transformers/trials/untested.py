@@ -82,9 +82,9 @@ def settle(
         if (line := _warning(one, verdict)) is not None:
             _require_experts(function, one, verdict, quantizes)
             warnings.warn(line, stacklevel=4)
-        own = {_name(one)} if verdict.reason is not None else {*verdict.own}
+        class_names = {_name(one)} if verdict.reason is not None else {*verdict.own}
         for cls in {*map(class_before, one.modules())}:
-            if cls.__name__ in own:
+            if cls.__name__ in class_names:
                 UNMODIFIED[cls] = f"it differs from its eager code with transformers {version}"
     names = ", ".join(dict.fromkeys(map(_name, found)))
     return _of_all([verdict for _, verdict in results], names, f"transformers {version} is not tested: ")
@@ -102,10 +102,10 @@ def _of_all(verdicts: list[Verdict], names: str, begins: str) -> Verdict:
 
 
 def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, quantizes: bool) -> None:
-    own = {class_before(module).__name__ for module in experts_of(model).values()}
+    class_names = {class_before(module).__name__ for module in experts_of(model).values()}
     if verdict.reason is None:
-        own &= {*verdict.own}
-    if own and (quantizes or any(map(is_quantized, experts_of(model).values()))):
+        class_names &= {*verdict.own}
+    if class_names and (quantizes or any(map(is_quantized, experts_of(model).values()))):
         got = verdict.fault or verdict.reason
         raise RuntimeError(
             f"moe_mps::{function}: quantised experts cannot be used with transformers "
@@ -236,11 +236,11 @@ def said(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _differs(result: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
-    for name, own in expected.items():
+    for name, theirs in expected.items():
         ours = result.get(name)
-        if ours is None or ours.shape != own.shape:
-            return f"{name} has no logits of the shape {[*own.shape]}"
-        error = (torch.sub(ours, own).abs().max() / own.abs().max()).item()
+        if ours is None or ours.shape != theirs.shape:
+            return f"{name} has no logits of the shape {[*theirs.shape]}"
+        error = (torch.sub(ours, theirs).abs().max() / theirs.abs().max()).item()
         if not error <= TOLERANCE:
             return f"{name} differs by {error:.1g} of the largest logit"
     return None

@@ -104,17 +104,17 @@ class _Forms(NamedTuple):
     hands_cache_on: bool = False
 
 
-def _forms(own: Callable, ours: Callable) -> _Forms:
-    _, *theirs = inspect.signature(own).parameters.values()
-    _, *taken = inspect.signature(ours).parameters.values()
+def _forms(original: Callable, ours: Callable) -> _Forms:
+    _, *theirs = inspect.signature(original).parameters.values()
+    _, *parameters = inspect.signature(ours).parameters.values()
     names = [parameter.name for parameter in theirs if parameter.kind in _NAMED]
     defaults = {parameter.name: parameter.default for parameter in theirs}
     order = tuple(parameter.name for parameter in theirs if parameter.kind in _POSITIONAL)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return _Forms(order, {name: name for name in names}, defaults, (), is_open=True)
-    wanted = [parameter.name for parameter in taken]
-    needed = tuple(parameter.name for parameter in taken if parameter.default is parameter.empty)
-    of_cache = cache_name(own) if CACHE in wanted else None
+    wanted = [parameter.name for parameter in parameters]
+    needed = tuple(parameter.name for parameter in parameters if parameter.default is parameter.empty)
+    of_cache = cache_name(original) if CACHE in wanted else None
     known = _named_in_ours(names, wanted, order, of_cache)
     hands_cache_on = CACHE in wanted and of_cache is None
     return _Forms(order, known, defaults, needed, hands_cache_on=hands_cache_on)
@@ -146,8 +146,8 @@ class Binder:
     That one names arguments as the forward does, but for the first one, and for the cache, which is `cache`.
     """
 
-    def __init__(self, own: Callable, ours: Callable) -> None:
-        self._forms = _forms(own, ours)
+    def __init__(self, original: Callable, ours: Callable) -> None:
+        self._forms = _forms(original, ours)
         order, known, _, needed, *_ = self._forms
         first = known.get(order[0]) if order else None
         self._first = first if {*needed} <= {first} else None  # the only argument that the other one needs
@@ -164,11 +164,11 @@ class Binder:
         that this forward does not name.
         """
         order, known, defaults, needed, is_open, hands_cache_on = self._forms
-        given = dict(zip(order, args, strict=False))
-        if len(args) > len(order) or any(name in given for name in kwargs):
+        passed = dict(zip(order, args, strict=False))
+        if len(args) > len(order) or any(name in passed for name in kwargs):
             return None
         values: dict[str, Any] = {}
-        for name, value in (*given.items(), *kwargs.items()):
+        for name, value in (*passed.items(), *kwargs.items()):
             if name in known:
                 values[known[name]] = value
             elif hands_cache_on and isinstance(value, Cache):
@@ -190,18 +190,18 @@ def _is_default(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, bool | int | float | str) and value == default)
 
 
-def in_place(own: Callable, ours: Callable) -> Callable:
-    """A forward that runs `ours` for calls that a Binder understands, and `own` for all others.
+def in_place(original: Callable, ours: Callable) -> Callable:
+    """A forward that runs `ours` for calls that a Binder understands, and `original` for all others.
 
     `ours` returns NotImplemented for a call that wants more.
     """
-    bound = Binder(own, ours)
+    bound = Binder(original, ours)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = bound(args, kwargs)
-        result = NotImplemented if given is None else ours(module, *given[0], **given[1])
-        return own(module, *args, **kwargs) if result is NotImplemented else result
+        arguments = bound(args, kwargs)
+        result = NotImplemented if arguments is None else ours(module, *arguments[0], **arguments[1])
+        return original(module, *args, **kwargs) if result is NotImplemented else result
 
     return forward
 

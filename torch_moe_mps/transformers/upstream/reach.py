@@ -134,7 +134,7 @@ def _put(row: ReachRow) -> Callable[[], None]:
     file, cls, name = row.what
     owner = getattr(importlib.import_module(file), cls)
     mapping: dict[str, Any] | None = getattr(owner, "_global_mapping", None)
-    held = vars(owner) if mapping is None else mapping
+    registry = vars(owner) if mapping is None else mapping
 
     def put(value: Any) -> None:
         if mapping is None:
@@ -143,12 +143,12 @@ def _put(row: ReachRow) -> Callable[[], None]:
             mapping[name] = value
 
     module, maker = row.ours
-    before = held[name]
+    before = registry[name]
     ours = getattr(importlib.import_module(_PLACE + module), maker)(before)
     put(ours)
 
     def undo() -> None:
-        if held[name] is ours:  # one that somebody has put around ours stays, and ours calls the function
+        if registry[name] is ours:  # one that somebody has put around ours stays, and ours calls the function
             put(before)
 
     return undo

@@ -45,24 +45,26 @@ def compressed_layer(
     output_attentions: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of a layer that is recognised."""
-    held, (_, *within) = _layer_of(cache, layer.layer_idx), layer.modules()
+    cache_layer, (_, *within) = _layer_of(cache, layer.layer_idx), layer.modules()
     unpadded = type(attention_mask) is CausalMask and attention_mask.key_range is None
     plain = attention_mask is None or unpadded
-    if held is None or not plain or output_attentions or is_observed(*within):
+    if cache_layer is None or not plain or output_attentions or is_observed(*within):
         return NotImplemented
     tables = position_embeddings[layer.rope_layer_type]
-    return _attended(layer, held, hidden_states, tables), None
+    return _attended(layer, cache_layer, hidden_states, tables), None
 
 
 def _layer_of(cache: Any, number: int) -> GrowingCompressed | None:
     """The layer of a cache that grows in place, whose tokens are in order; None without one."""
     layers = getattr(cache, "layers", ())
-    held = layers[number] if number < len(layers) else None
-    usable = isinstance(held, GrowingCompressed) and held.is_in_order and not torch.is_grad_enabled()
-    return held if usable else None
+    cache_layer = layers[number] if number < len(layers) else None
+    usable = (
+        isinstance(cache_layer, GrowingCompressed) and cache_layer.is_in_order and not torch.is_grad_enabled()
+    )
+    return cache_layer if usable else None
 
 
-def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
@@ -71,24 +73,25 @@ def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tens
     q, kv = layer.q_b_proj(latent).unflatten(-1, (-1, layer.head_dim)), layer.kv_proj(x).unsqueeze(2)
     ones = constant(("ones", layer.head_dim, q.device), lambda: torch.ones(layer.head_dim, device=q.device))
     weight, eps = layer.kv_norm.weight, layer.kv_norm.variance_epsilon
-    keys = held.slots(kv.transpose(1, 2))
+    keys = cache_layer.slots(kv.transpose(1, 2))
     if keys is None:
         q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
-        keys, _ = held.update(k, k)
+        keys, _ = cache_layer.update(k, k)
     else:
         q = ops.rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
-        keys, _ = held.take(keys, keys, x.shape[1])
+        keys, _ = cache_layer.take(keys, keys, x.shape[1])
 
-    position = held.cumulative_length - x.shape[1]
-    entries = _pooled(compressor, held, "compressor", x, position).unsqueeze(1)
+    position = cache_layer.cumulative_length - x.shape[1]
+    entries = _pooled(compressor, cache_layer, "compressor", x, position).unsqueeze(1)
     indices = None
     if indexer is not None:
-        index_keys = _pooled(indexer, held, "indexer", x, position)
+        index_keys = _pooled(indexer, cache_layer, "indexer", x, position)
         if index_keys.shape[1] > indexer.index_topk:  # else it would choose all
             of_heads = indexer.q_b_proj(latent).unflatten(-1, (-1, indexer.head_dim))
             of_heads, _ = ops.rope(of_heads, None, cos, sin, **turn)
             weights = indexer.scorer.weights_proj(x)
-            indices = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, held).unsqueeze(1)
+            chosen = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, cache_layer)
+            indices = chosen.unsqueeze(1)
     out = ops.attention(
         *(q, keys, keys, layer.scaling),
         window=layer.sliding_window,
@@ -102,24 +105,24 @@ def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tens
     return _projected(layer, out, cos, derived(sin, torch.neg), turn)
 
 
-def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:
+def _pooled(compressor: Any, cache_layer: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:
     """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
-    state, memory = held.buffers_for(name, kv, compressor.head_dim, compressor.position_bias)
+    state, memory = cache_layer.buffers_for(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
     ops._pool_window_(
         *(kv, gate, compressor.position_bias, state, memory, position, norm.weight),
         *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
         norm.variance_epsilon,
     )
-    return held.compressed_kv[name]
+    return cache_layer.compressed_kv[name]
 
 
-def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: GrowingCompressed) -> Tensor:
+def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, cache_layer: GrowingCompressed) -> Tensor:
     """[B, T, K]: the entries that an indexer chooses for each token."""
     scorer = indexer.scorer
     scale = scorer.softmax_scale * scorer.weights_scaling
-    of_blocks = {"block": indexer.compress_rate, "keys": held.cumulative_length}
+    of_blocks = {"block": indexer.compress_rate, "keys": cache_layer.cumulative_length}
     return ops._index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
 
 
@@ -206,9 +209,9 @@ def _is_same(module: Any, forward: Callable) -> bool:
     window = layer.sliding_window
     is_norm(layer.q_a_norm)
     caches: Any = [DynamicCache(config=layer.config) for _ in range(2)]
-    own, held = (cache.layers[layer.layer_idx] for cache in caches)
-    plain: Any = type(held)
-    held.__class__ = growing_class(plain)
+    plain_layer, growing_layer = (cache.layers[layer.layer_idx] for cache in caches)
+    plain: Any = type(growing_layer)
+    growing_layer.__class__ = growing_class(plain)
     theirs, ours = [], []
     for begin, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 17)):
         some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
@@ -219,8 +222,8 @@ def _is_same(module: Any, forward: Callable) -> bool:
         arguments = x[:, begin:end], some, torch.arange(begin, end)[None]
         theirs.append(eager(original_class(layer).forward)(layer, *arguments, mask, caches[0])[0])
         ours.append(forward(layer, *arguments, None, caches[1])[0])
-    theirs += [own.keys, *own.compressed_kv.values()]
-    ours += [held.keys, *held.compressed_kv.values()]
+    theirs += [plain_layer.keys, *plain_layer.compressed_kv.values()]
+    ours += [growing_layer.keys, *growing_layer.compressed_kv.values()]
     return agrees(ours, theirs)
 
 

@@ -94,12 +94,12 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
                 self.windows, self.biases = {}, {}
             self.biases[name] = position_bias.detach()  # transformers' class keeps sums with it
             window = self._window_of_buffers(name, kv, width, self.cumulative_length - tokens)
-        held = self.compressed_kv[name]
-        buffer = buffer_of(held)
+        entries = self.compressed_kv[name]
+        buffer = buffer_of(entries)
         if buffer is None or not _may_write(buffer.tensor, kv) or closed > buffer.capacity:
             buffer = Buffer(kv.new_empty(kv.shape[0], closed + growing.free_slots_for(closed), width))
-            if held is not None:
-                buffer.write(0, (held,))
+            if entries is not None:
+                buffer.write(0, (entries,))
         self.windows[name] = window
         self.compressed_kv[name] = buffer.view(0, closed)
         self.entry_count[name] = closed
@@ -133,13 +133,13 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             self._forget()
         rate, position = self.compress_rate, self.cumulative_length - tokens
         rows, columns = state.shape[1], state.shape[3]
-        held = self.compressed_kv[name].shape[2]
+        width = self.compressed_kv[name].shape[2]
         places = torch.arange(position // rate * rate, position, device=state.device) % rows
         self.buffer_kv[name], self.buffer_gate[name] = state[:, places].unbind(2)
-        if columns > held and position >= rate:
+        if columns > width and position >= rate:
             places = torch.arange(position // rate * rate - rate, position // rate * rate) % rows
-            before, gate = state[:, places.to(state.device), :, :held].unbind(2)
-            self.overlap_kv[name], self.overlap_gate[name] = before, gate + bias[:, :held]
+            before, gate = state[:, places.to(state.device), :, :width].unbind(2)
+            self.overlap_kv[name], self.overlap_gate[name] = before, gate + bias[:, :width]
 
     def _forget(self) -> None:
         if type(self.windows) is dict:
@@ -152,11 +152,11 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         for name in [*self.windows]:
             self._leave(name)
-        made, arguments, state = super().__reduce_ex__(protocol)
+        factory, arguments, state = super().__reduce_ex__(protocol)
         for name, value in state.items():
             if type(value) is dict:
-                state[name] = {item: growing.compact(held) for item, held in value.items()}
-        return made, arguments, state
+                state[name] = {item: growing.compact(tensor) for item, tensor in value.items()}
+        return factory, arguments, state
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises: RuntimeError, for a window of tokens that is complete cannot be opened again."""
@@ -176,11 +176,11 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         self.values = self.keys
         state = LayerState(self)
         tensors = state.tensors().items()
-        held = {name: tensor for name, tensor in tensors if name.dictionary not in (OWN, "biases")}
-        state.put({name: growing.with_slots(tensor, change) for name, tensor in held.items()})
+        of_sequences = {name: tensor for name, tensor in tensors if name.dictionary not in (OWN, "biases")}
+        state.put({name: growing.with_slots(tensor, change) for name, tensor in of_sequences.items()})
 
 
-def _may_write(held: Tensor, new: Tensor) -> bool:
+def _may_write(buffer: Tensor, new: Tensor) -> bool:
     """True if something of new tokens may be written there. torch refuses some tensors of inference mode."""
-    same = held.shape[0] == new.shape[0] and held.dtype is new.dtype and held.device == new.device
-    return same and (torch.is_inference_mode_enabled() or not held.is_inference())
+    same = buffer.shape[0] == new.shape[0] and buffer.dtype is new.dtype and buffer.device == new.device
+    return same and (torch.is_inference_mode_enabled() or not buffer.is_inference())

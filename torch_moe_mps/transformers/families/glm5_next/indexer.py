@@ -83,9 +83,9 @@ def _hides_any(mask: Tensor) -> bool:
 def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     """True if any row of a batch has or had padding. A single token is none."""
     noted = None if layer is None else layer.is_padded
-    held = None if layer is None else layer.indexer_keys
-    if noted is None and held is not None and held.shape[1] > 0:  # the model's eager code has written it
-        noted = not bool(held[..., -1].all())  # the column that says which keys are shown
+    keys = None if layer is None else layer.indexer_keys
+    if noted is None and keys is not None and keys.shape[1] > 0:  # the model's eager code has written it
+        noted = not bool(keys[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
         noted = derived(mask, _hides_any)
     if layer is not None:
@@ -121,10 +121,10 @@ def _trial(module: Any) -> IndexerTrial:
     """A trial of the one form that there is."""
     replica, width = replica_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
     replica.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
-    held = BEFORE if is_first_kind() else 0  # else a prompt: its first tokens see no pool
-    tokens = BEFORE + TOKENS - held
+    cached_tokens = BEFORE if is_first_kind() else 0  # else a prompt: its first tokens see no pool
+    tokens = BEFORE + TOKENS - cached_tokens
     hidden, q_resid = (numbers(BATCH, tokens, layer.in_features) for layer in (replica.wk, replica.wq_b))
-    before = torch.cat((numbers(BATCH, held, 2 * width), torch.ones(BATCH, held, 1)), -1)
+    before = torch.cat((numbers(BATCH, cached_tokens, 2 * width), torch.ones(BATCH, cached_tokens, 1)), -1)
     shown = torch.ones(BATCH, tokens, dtype=torch.bool)
     forward = eager(original_class(module).forward)
 
@@ -133,7 +133,7 @@ def _trial(module: Any) -> IndexerTrial:
     assert _is_padded(padded, None)
 
     def own(cache: HeldKeys) -> Any:
-        hidden_keys = torch.cat((before[..., :-1], padded[:, :1].expand(-1, held)[..., None]), -1)
+        hidden_keys = torch.cat((before[..., :-1], padded[:, :1].expand(-1, cached_tokens)[..., None]), -1)
         forward(replica, hidden, q_resid, padded, HeldKeys(hidden_keys, replica.layer_idx))
         return forward(replica, hidden, q_resid, shown, cache)
 
@@ -145,9 +145,9 @@ def _trial(module: Any) -> IndexerTrial:
     )
 
 
-def _is_same(own: Tensor, choice: Choice) -> bool:
+def _is_same(expected: Tensor, choice: Choice) -> bool:
     """True if the indices of keys, -1 for none, belong to the selected pools."""
     keys = BEFORE + TOKENS
-    mask = torch.zeros(*own.shape[:2], keys + 1, dtype=torch.bool)
-    mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)
+    mask = torch.zeros(*expected.shape[:2], keys + 1, dtype=torch.bool)
+    mask.scatter_(2, torch.where(expected < 0, keys, expected).long(), True)
     return is_same(mask[..., :keys].unsqueeze(1), choice)

@@ -17,7 +17,7 @@ def masks_choices(module: nn.Module) -> bool:
     return hasattr(module, METHOD)
 
 
-def taking_choices(own: Callable) -> Callable:
+def taking_choices(original: Callable) -> Callable:
     """The method of rewritten layers that makes a mask of chosen keys, and takes what our indexers give."""
 
     def build(self: nn.Module, topk_indices: Any, query_states: Tensor, kv_length: int) -> Tensor | None:
@@ -25,7 +25,7 @@ def taking_choices(own: Callable) -> Callable:
         if isinstance(topk_indices, Choice):
             return topk_indices.as_mask(None, 1, tokens, kv_length)
         if topk_indices is not EVERYTHING:
-            mask: Tensor = own(self, topk_indices, query_states, kv_length)
+            mask: Tensor = original(self, topk_indices, query_states, kv_length)
             return mask
         mask = CausalMask((batch, 1, tokens, kv_length), kv_length, None, torch.bool, query_states.device)
         return None if mask.hides_nothing or mask.is_of_first_tokens else mask

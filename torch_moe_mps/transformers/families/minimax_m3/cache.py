@@ -34,8 +34,8 @@ class GrowingBlocks(Growing, HeldIndex):
     def update_index(self, idx_k: Tensor) -> Tensor:
         if not growing.may_grow():
             return self.plain.update_index(self, idx_k)
-        held = idx_k.new_empty(0) if self.idx_keys is None else self.idx_keys
-        (self.idx_keys,) = growing.extended((held,), (idx_k,))
+        cached = idx_k.new_empty(0) if self.idx_keys is None else self.idx_keys
+        (self.idx_keys,) = growing.extended((cached,), (idx_k,))
         return self.idx_keys
 
     def indexed(self) -> int:
@@ -46,19 +46,19 @@ class GrowingBlocks(Growing, HeldIndex):
         return None if result is None else result.squeeze(1)
 
     def take_index(self, keys: Tensor) -> Tensor:
-        held = self.idx_keys
+        cached = self.idx_keys
         # unsqueeze would give the one head a stride that is not the buffer's, and no program takes that.
-        buffer = buffer_of(held)
+        buffer = buffer_of(cached)
         assert buffer is not None
-        self.idx_keys = buffer.part(start_of(held), keys.shape[1])
+        self.idx_keys = buffer.part(start_of(cached), keys.shape[1])
         return keys
 
     def crop(self, tokens_to_remove: int) -> None:
-        held = self.idx_keys
-        if held is None:  # the layer is in another process of a pipeline
+        cached = self.idx_keys
+        if cached is None:  # the layer is in another process of a pipeline
             self.idx_keys = self.keys
         super().crop(tokens_to_remove)
-        self.idx_keys = None if held is None else in_buffer_of(held, self.idx_keys)
+        self.idx_keys = None if cached is None else in_buffer_of(cached, self.idx_keys)
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)

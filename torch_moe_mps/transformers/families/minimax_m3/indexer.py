@@ -78,15 +78,21 @@ def _chosen(
     cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
     weight, eps, offset = k_norm
     slots = None if layer is None else layer.index_slots(k)
-    held = k.new_empty(k.shape) if slots is None else slots
-    keys = k.unsqueeze(2), None, held.unsqueeze(1), None
+    index_keys = k.new_empty(k.shape) if slots is None else slots
+    keys = k.unsqueeze(2), None, index_keys.unsqueeze(1), None
     turned = ops.rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
     if layer is not None:
-        held = layer.take_index(held) if slots is not None else layer.update_index(held.unsqueeze(1))[:, 0]
+        index_keys = (
+            layer.take_index(index_keys)
+            if slots is not None
+            else layer.update_index(index_keys.unsqueeze(1))[:, 0]
+        )
     if not chooses:
         return None
     arguments = {"reduce": "keys", "tail": min(indexer.local_blocks, indexer.topk_blocks)}
-    return Choice(turned.transpose(1, 2), held, None, indexer.topk_blocks, 1.0, indexer.block_size, arguments)
+    return Choice(
+        turned.transpose(1, 2), index_keys, None, indexer.topk_blocks, 1.0, indexer.block_size, arguments
+    )
 
 
 # Recognising an indexer
@@ -112,11 +118,13 @@ def _trial(module: Any) -> IndexerTrial:
     replica, width = replica_of(module, block_size=2, topk_blocks=2), module.head_dim
     for norm, own_norm in zip(_norms(replica), _norms(module), strict=True):
         state_of(norm).formula = state_of(own_norm).formula
-    held = _BEFORE if is_first_kind() else 0  # a prompt of all tokens, too, whose first blocks are at an end
-    tokens = _BEFORE + _TOKENS - held
-    hidden, before = numbers(_BATCH, tokens, replica.k_proj.in_features), numbers(_BATCH, 1, held, width)
+    # A prompt of all tokens is tried, too, whose first blocks are at an end.
+    cached_tokens = _BEFORE if is_first_kind() else 0
+    tokens = _BEFORE + _TOKENS - cached_tokens
+    hidden = numbers(_BATCH, tokens, replica.k_proj.in_features)
+    before = numbers(_BATCH, 1, cached_tokens, width)
     tables = [*(numbers(2, _BATCH, tokens, width // 2) + 1.0)]
-    positions = torch.arange(held, held + tokens).expand(_BATCH, -1)
+    positions = torch.arange(cached_tokens, cached_tokens + tokens).expand(_BATCH, -1)
     norms = [norm_arguments(norm, before) for norm in _norms(replica)]
     return IndexerTrial(
         held=lambda: _HeldBlocks(before, replica.layer_idx),
@@ -126,8 +134,8 @@ def _trial(module: Any) -> IndexerTrial:
     )
 
 
-def _is_same(own: Tensor, choice: Choice) -> bool:
+def _is_same(expected: Tensor, choice: Choice) -> bool:
     """True if both choose the same blocks. The model's own are by score, and -1 is last in both."""
-    chosen = choice.chosen(0, own.shape[2], _BEFORE + _TOKENS)
-    theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
+    chosen = choice.chosen(0, expected.shape[2], _BEFORE + _TOKENS)
+    theirs = torch.where(expected < 0, _BEFORE, expected).sort(-1).values
     return torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())

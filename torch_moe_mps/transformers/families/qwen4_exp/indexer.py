@@ -70,8 +70,8 @@ def _choice(indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer:
     """Adds the new keys to the cache. Returns: None where tokens may choose all pools."""
     width, rate, heads = indexer.index_head_dim, indexer.compress_ratio, indexer.index_n_heads
     q, keys = indexer.index_qk_proj(hidden_states).split_with_sizes([heads * width, width], -1)
-    held = 0 if layer is None else layer.indexed()
-    if (held + keys.shape[1]) // rate <= indexer.block_topk:
+    cached_tokens = 0 if layer is None else layer.indexed()
+    if (cached_tokens + keys.shape[1]) // rate <= indexer.block_topk:
         if layer is not None:
             layer.update_indexer(keys)
         return None

@@ -24,11 +24,11 @@ def tables_of_slices(graph: fx.Graph) -> None:
             shape, of_pairs = tensor_of(reader).shape, tensor_of(call).shape[2:]
             passed = arguments(call).items()
             sliced = {name: _sliced(item, reader) for name, item in passed if _has_tokens(item)}
-            made = changed(call, reader, **sliced)
-            made.meta[VALUE] = tensor_of(call).new_empty((*shape[:2], *of_pairs))
+            new_call = changed(call, reader, **sliced)
+            new_call.meta[VALUE] = tensor_of(call).new_empty((*shape[:2], *of_pairs))
             sizes = [as_recorded(size) for size in shape]
             value = tensor_of(reader).new_empty(shape)
-            reader.replace_all_uses_with(put(reader, aten.view.default, value, made, sizes))
+            reader.replace_all_uses_with(put(reader, aten.view.default, value, new_call, sizes))
 
 
 def _shows_tokens(reader: fx.Node) -> bool:

@@ -43,31 +43,31 @@ Dims = tuple[int | None, ...]
 def join_elements(graph: fx.Graph) -> None:
     """mul(sigmoid(GATE), X) -> _pointwise(GATE, "sigmoid a bf16; mul %0 b bf16", X) in bfloat16"""
     place = {node: number for number, node in enumerate(graph.nodes)}
-    taken: set[fx.Node] = set()
+    joined: set[fx.Node] = set()
     for root in reversed(list(place)):
-        if root in taken or _operation(root) is None or not tensor_of(root).is_contiguous():
+        if root in joined or _operation(root) is None or not tensor_of(root).is_contiguous():
             continue
         if tensor_of(root).dim() > MAX_RANK:
             continue
         group = _Group(root, place)
         if len(group.members) > 1:
-            taken.update(group.members)
+            joined.update(group.members)
             root.replace_all_uses_with(group.call())
 
 
 def split_dimensions(graph: fx.Graph) -> None:
     """F(view(G(X))) -> view(F(G(X))) or F(G(view(X))): a chain has one shape, with most dimensions."""
-    made = [*graph.nodes]
-    for call in (*made, *reversed(made)):  # to what reads it, and to what it reads
+    nodes = [*graph.nodes]
+    for call in (*nodes, *reversed(nodes)):  # to what reads it, and to what it reads
         if _operation(call) is None or not tensor_of(call).is_contiguous():
             continue
-        own = tensor_of(call).shape
+        shape = tensor_of(call).shape
         behind = [user for user in call.users if _is_shaped(user)]
         shapes = [tensor_of(user).shape for user in behind if any(map(_operation, _users(user)))]
         sources = [beneath(operand) for operand in _operands(call) if is_node(operand)]
         shapes += [tensor_of(source).shape for source in sources if _operation(source) is not None]
-        fine = max(shapes, key=_rank, default=own)
-        parts = _parts(own, fine) if _rank(own) < _rank(fine) and len(fine) <= MAX_RANK else None
+        fine = max(shapes, key=_rank, default=shape)
+        parts = _parts(shape, fine) if _rank(shape) < _rank(fine) and len(fine) <= MAX_RANK else None
         if parts is None:
             continue
         args: Any = fx.node.map_arg(call.args, lambda item: _split(item, parts, call))  # noqa: B023
@@ -75,7 +75,7 @@ def split_dimensions(graph: fx.Graph) -> None:
         for user in behind:
             if tensor_of(user).shape == fine:
                 user.replace_all_uses_with(new)
-        call.replace_all_uses_with(put(call, aten.view.default, tensor_of(call), new, list(own)))
+        call.replace_all_uses_with(put(call, aten.view.default, tensor_of(call), new, list(shape)))
 
 
 def _rank(shape: Any) -> int:
@@ -148,7 +148,7 @@ class _Group:
     def _formula(self) -> tuple[list[str], dict[tuple[fx.Node, Dims], str]] | None:
         """The steps, and the names of inputs; None for too many, or for a member that is read in two ways."""
         steps: dict[fx.Node, str] = {}
-        made: list[str] = []
+        formula: list[str] = []
         inputs: dict[tuple[fx.Node, Dims], str] = {}
         numbers: set[str] = set()
         for member in sorted(self.members, key=self._place.__getitem__):
@@ -169,14 +169,14 @@ class _Group:
                 named.append(inputs[operand, dims])
             operations: Any = _operation(member)
             for operation in operations:
-                last = f"%{len(made) - 1}"
+                last = f"%{len(formula) - 1}"
                 operands = [last if item is None else named[item] for item in operation[1:]]
-                made.append(" ".join((operation[0], *operands, _NAMES[tensor_of(member).dtype])))
-            steps[member] = f"%{len(made) - 1}"
-        fits = len(made) <= MAX_STEPS and len(numbers) <= MAX_NUMBERS and len(inputs) <= len(INPUTS)
+                formula.append(" ".join((operation[0], *operands, _NAMES[tensor_of(member).dtype])))
+            steps[member] = f"%{len(formula) - 1}"
+        fits = len(formula) <= MAX_STEPS and len(numbers) <= MAX_NUMBERS and len(inputs) <= len(INPUTS)
         wide = {dim for dim, size in enumerate(tensor_of(self.root).shape) if size != 1}
         fits &= wide <= {dim for _, dims in inputs for dim in dims}  # a member may be expanded
-        return (made, inputs) if fits else None
+        return (formula, inputs) if fits else None
 
     def call(self) -> fx.Node:
         formula = self._formula()
@@ -237,15 +237,19 @@ def _clamped(passed: dict[str, Any]) -> tuple[Step, ...]:
 
 
 def _can_read(value: Any, call: fx.Node) -> bool:
-    made = tensor_of(call)
+    result = tensor_of(call)
     if not is_node(value):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and abs(value) <= torch.finfo(torch.float32).max
     read = tensor_of(value)
-    fits = made.dtype in _NAMES and read.dtype in _READ and read.device == made.device
+    fits = result.dtype in _NAMES and read.dtype in _READ and read.device == result.device
     is_cast = is_call(call, aten._to_copy, aten.clone)
-    fits &= is_cast or torch.promote_types(read.dtype, made.dtype) == made.dtype
-    return fits and all(type(size) is int for size in (*read.shape, *made.shape)) and read.dim() <= made.dim()
+    fits &= is_cast or torch.promote_types(read.dtype, result.dtype) == result.dtype
+    return (
+        fits
+        and all(type(size) is int for size in (*read.shape, *result.shape))
+        and read.dim() <= result.dim()
+    )
 
 
 def _is_shaped(value: fx.Node) -> bool:

@@ -50,8 +50,8 @@ def turn_parts(graph: fx.Graph) -> None:
                     new[name], results[name], is_last = whole
                     sides.add(is_last)
         if new and len(sides) == 1:
-            made = changed(call, call, **new, rotary_last=sides.pop())
-            _give(made, results)
+            new_call = changed(call, call, **new, rotary_last=sides.pop())
+            _give(new_call, results)
 
 
 def heads_that_do_not_turn(graph: fx.Graph) -> None:
@@ -74,9 +74,9 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
             continue
         results = [tensor_of(item).contiguous() for item in (q, k)]
         rows = (_swapped(item, write) for item in (q, k))
-        made = put(write, ours.rope.default, results, *rows, None, None)
+        new_call = put(write, ours.rope.default, results, *rows, None, None)
         for number, (one, old) in enumerate(((reader, q), (write, k))):
-            one.replace_input_with(old, put(write, ITEM, results[number], made, number))
+            one.replace_input_with(old, put(write, ITEM, results[number], new_call, number))
 
 
 def norms_in_rotation(graph: fx.Graph) -> None:
@@ -113,8 +113,8 @@ def join_rotations(graph: fx.Graph) -> None:
             and all(is_unchanged(node, first, second) for node in first.all_input_nodes)
         ):
             new = {"k": norm.x, "k_norm_weight": norm.weight, **options}
-            made = changed(first, second, **new)
-            _give(made, results | {"k": last["q"]})
+            new_call = changed(first, second, **new)
+            _give(new_call, results | {"k": last["q"]})
 
 
 def write_into_cache(graph: fx.Graph) -> None:
@@ -270,13 +270,13 @@ def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
     return put(before, view.target, tensor_of(x).transpose(*dims), x, *dims)
 
 
-def _options_of_both(given: dict[str, Any], norm: _Norm) -> dict[str, Any] | None:
+def _options_of_both(passed: dict[str, Any], norm: _Norm) -> dict[str, Any] | None:
     """The options of the norms that a call has and of another one; None if they differ."""
-    own = {name: given[name] for name in _OF_NORMS}
-    if given["q_norm_weight"] is None and given["k_norm_weight"] is None:
+    options = {name: passed[name] for name in _OF_NORMS}
+    if passed["q_norm_weight"] is None and passed["k_norm_weight"] is None:
         return dict(zip(_OF_NORMS, norm[-2:], strict=True))
-    has_offset = norm.weight is not None and norm.offset != own["norm_weight_offset"]
-    return None if norm.eps != own["norm_eps"] or has_offset else own
+    has_offset = norm.weight is not None and norm.offset != options["norm_weight_offset"]
+    return None if norm.eps != options["norm_eps"] or has_offset else options
 
 
 def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _Write]]:
@@ -316,19 +316,19 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     ):
         return False
     passed = arguments(call)
-    made = put(
+    new_call = put(
         behind, ours.rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
         q=passed[queries], k=passed[name], v=v, keys_=turned.place, values_=other.place,
         q_norm_weight=passed[f"{queries}_norm_weight"], k_norm_weight=passed[f"{name}_norm_weight"],
         **options,
     )  # fmt: skip
-    for item in made.all_input_nodes:
-        hoist(item, made)
-    made.update_kwarg("v", _swapped(v, made))
+    for item in new_call.all_input_nodes:
+        hoist(item, new_call)
+    new_call.update_kwarg("v", _swapped(v, new_call))
     for item in {turned.call, other.call}:
         call.graph.erase_node(item)
     if q is not None:
-        q.replace_all_uses_with(made)
+        q.replace_all_uses_with(new_call)
     return True
 
 

@@ -79,29 +79,31 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
         mlp, x = passed[added] and beneath(passed[added]), passed["x"]
         if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed[added], call):
             continue
-        own = arguments(mlp)
+        shared = arguments(mlp)
         if (
             passed["logits"] is not None
             and tensor_of(x).shape[0] == 1
-            and beneath(own["x"]) is beneath(x)
+            and beneath(shared["x"]) is beneath(x)
             and is_unchanged(x, mlp, call)
-            and _is_like_experts(own, passed)
+            and _is_like_experts(shared, passed)
         ):
-            new = {f"shared_{name}": own[name] for name in MATRICES}
-            if any(own[name] != passed[name] for name in Activation._fields):
-                new["shared_activation"] = own["activation"]
+            new = {f"shared_{name}": shared[name] for name in MATRICES}
+            if any(shared[name] != passed[name] for name in Activation._fields):
+                new["shared_activation"] = shared["activation"]
             call.replace_all_uses_with(changed(call, call, **{added: None}, **new))
 
 
-def _is_like_experts(own: dict[str, Any], passed: dict[str, Any]) -> bool:
+def _is_like_experts(shared: dict[str, Any], passed: dict[str, Any]) -> bool:
     """True if an MLP has the arguments of one of some experts, perhaps with another activation."""
-    has_activation = own["activation"] in POINTWISE or all(own[n] == passed[n] for n in Activation._fields)
+    has_activation = shared["activation"] in POINTWISE or all(
+        shared[n] == passed[n] for n in Activation._fields
+    )
     return (
         has_activation
-        and all(own[name] == passed[name] for name in _ALIKE)
-        and own["gate_up_bias"] is own["down_bias"] is own["residual"] is None
-        and (own["down_format"] or own["format"]) == (passed["down_format"] or passed["format"])
-        and all(_is_like_one(own[name], passed[name]) for name in MATRICES)
+        and all(shared[name] == passed[name] for name in _ALIKE)
+        and shared["gate_up_bias"] is shared["down_bias"] is shared["residual"] is None
+        and (shared["down_format"] or shared["format"]) == (passed["down_format"] or passed["format"])
+        and all(_is_like_one(shared[name], passed[name]) for name in MATRICES)
     )
 
 

@@ -38,20 +38,20 @@ def make_new_tensors(graph: fx.Graph) -> None:
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        own, operator = node.args[0] if node.args else None, _out_of_place(node)
-        if operator is None or not isinstance(own, fx.Node):
+        buffer, operator = node.args[0] if node.args else None, _out_of_place(node)
+        if operator is None or not isinstance(buffer, fx.Node):
             continue
-        if not _is_shown_by_none(own, [user for user in own.users if place[user] < place[node]]):
+        if not _is_shown_by_none(buffer, [user for user in buffer.users if place[user] < place[node]]):
             continue
         index = arguments(node).get("index")
         values = [item for item in node.all_input_nodes if item is not index]
-        if any(tensor_of(value).dtype != tensor_of(own).dtype for value in values):
+        if any(tensor_of(value).dtype != tensor_of(buffer).dtype for value in values):
             continue
-        new = put(node, operator, tensor_of(own), *node.args, **node.kwargs)
+        new = put(node, operator, tensor_of(buffer), *node.args, **node.kwargs)
         place[new] = now = place[node]
         graph.erase_node(node)
-        for user in [user for user in own.users if place[user] > now]:
-            user.replace_input_with(own, new)
+        for user in [user for user in buffer.users if place[user] > now]:
+            user.replace_input_with(buffer, new)
 
 
 def _is_shown_by_none(value: fx.Node, readers: list[fx.Node]) -> bool:
@@ -179,8 +179,8 @@ def _has_effects(node: fx.Node) -> bool:
 
 def _is_never_read(memory: fx.Node) -> bool:
     """True if a buffer is made here, and used only by calls that work in place."""
-    made = memory.op == "call_function"
-    return made and all(memory_of(user) is memory for user in _showing(memory))
+    is_created = memory.op == "call_function"
+    return is_created and all(memory_of(user) is memory for user in _showing(memory))
 
 
 def _showing(value: fx.Node) -> Iterator[fx.Node]:

@@ -42,15 +42,15 @@ def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
     return function(*args, **named) if out is None else out
 
 
-def _refuse_pending(function: Callable, state: Tensor | None, given: Tensor) -> None:
+def _refuse_pending(function: Callable, state: Tensor | None, tensor: Tensor) -> None:
     """Raises: RuntimeError for a state with uncommitted tokens, which the eager function would not see."""
     if state is None or not uncommitted_of(state, 1):
         return
     name = getattr(function, "__name__", type(function).__name__)
     raise RuntimeError(
         f"torch_moe_mps: {name} must get what the operator takes while its state has uncommitted draft "
-        f"tokens, got {dtype_name(given.dtype)} {[*given.shape]} on {given.device} and other arguments that "
-        'only eager code takes: generate without draft tokens (speculative=None, "--speculative none")'
+        f"tokens, got {dtype_name(tensor.dtype)} {[*tensor.shape]} on {tensor.device} and other arguments "
+        'that only eager code takes: generate without draft tokens (speculative=None, "--speculative none")'
     )
 
 
@@ -108,8 +108,8 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
 
 def _known(options: dict) -> bool:
     """True if the operator knows all options."""
-    own = ("g", "beta", "initial_state")
-    return all(name in own or _is_flag(name, value) for name, value in options.items())
+    names = ("g", "beta", "initial_state")
+    return all(name in names or _is_flag(name, value) for name, value in options.items())
 
 
 def _is_flag(name: str, value: Any) -> bool:

@@ -46,12 +46,14 @@ def connection_forward(module: nn.Module, hidden_streams: Tensor) -> Any:
 
 def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what runs) for a module that mixes the streams of a hyper-connection, else None."""
-    own = module._parameters
-    tensors = next((names for names in _TENSORS if all(own.get(name) is not None for name in names)), None)
+    parameters = module._parameters
+    tensors = next(
+        (names for names in _TENSORS if all(parameters.get(name) is not None for name in names)), None
+    )
     count, norm = getattr(module, "hc_mult", 0), module._modules.get("input_norm")
     if tensors is None or norm is None or not isinstance(count, int) or not 1 <= count <= MAX_STREAMS:
         return None
-    fn: Any = own[tensors[0]]
+    fn: Any = parameters[tensors[0]]
     rows = (count, 2 * count, (2 + count) * count)
     if fn.dim() != 2 or fn.shape[0] not in rows or fn.shape[1] % (4 * count):
         return None
@@ -80,10 +82,10 @@ def _trial(module: Any, tensors: tuple[str, str, str]) -> Callable[[Mixing], boo
     replica = replica_of(module)
     columns = module._parameters[tensors[0]].shape[1]
     streams = normal(2, 3, module.hc_mult, columns // module.hc_mult)
-    own = eager(original_class(module).forward)(replica, streams)
+    expected = eager(original_class(module).forward)(replica, streams)
 
     def holds(mixing: Mixing) -> bool:
         state_of(replica).formula = mixing
-        return agrees(connection_forward(replica, streams), own)
+        return agrees(connection_forward(replica, streams), expected)
 
     return holds

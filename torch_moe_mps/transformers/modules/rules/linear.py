@@ -47,9 +47,9 @@ class JoinedWeights:
 
 
 def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:
-    own = [(layer._buffers, layer._parameters) for layer in layers]
+    pairs = [(layer._buffers, layer._parameters) for layer in layers]
     return [
-        [buffers[name] if name in buffers else parameters.get(name) for buffers, parameters in own]
+        [buffers[name] if name in buffers else parameters.get(name) for buffers, parameters in pairs]
         for name in WEIGHTS
     ]
 

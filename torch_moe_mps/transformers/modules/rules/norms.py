@@ -126,8 +126,8 @@ def call_of(module: nn.Module) -> NormCall | None:
     width = weights[0].shape[0] if weights else stated or _WITHOUT_WEIGHT
 
     def ask(sizes: Sizes, dtype: torch.dtype, weight: torch.dtype | None = None) -> NormCall | None:
-        given = Input((*sizes, width), dtype, is_wide=bool(weights or stated))
-        traced = trace(module, *[given] * len(names), weights=weight or dtype)
+        example = Input((*sizes, width), dtype, is_wide=bool(weights or stated))
+        traced = trace(module, *[example] * len(names), weights=weight or dtype)
         return None if traced is None else read(traced, names)
 
     call = everywhere(ask)
@@ -195,7 +195,7 @@ def weights_of(module: nn.Module, call: NormCall, inputs: Sequence[Tensor]) -> l
     _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
         return None
-    x, own, weights = inputs[0], module.__dict__, []
+    x, attributes, weights = inputs[0], module.__dict__, []
     dtype, columns = x.dtype, x.size(-1)
     for other in inputs[1:]:
         if not isinstance(other, Tensor) or other.dtype is not dtype or other.shape != x.shape:
@@ -203,8 +203,8 @@ def weights_of(module: nn.Module, call: NormCall, inputs: Sequence[Tensor]) -> l
     if not dtype.is_floating_point or width not in (None, columns):
         return None
     for name in wanted:
-        weight = own["_parameters"].get(name)
-        if weight is None or name in own:  # something written over the parameter
+        weight = attributes["_parameters"].get(name)
+        if weight is None or name in attributes:  # something written over the parameter
             weight = getattr(module, name)
         if weight is None or weight.shape != (columns,) or not (mixes or weight.dtype is dtype):
             return None

@@ -71,10 +71,10 @@ def scan(
     run: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """run(state), and the state that it leaves in the cache."""
-    held = None if cache is None else cache.get_recurrent_state(number)
-    state = torch.zeros(shape, dtype=torch.float32, device=x.device) if held is None else held
+    cached = None if cache is None else cache.get_recurrent_state(number)
+    state = torch.zeros(shape, dtype=torch.float32, device=x.device) if cached is None else cached
     out = run(state)
-    if cache is not None and held is None:
+    if cache is not None and cached is None:
         cache.update_recurrent_state(state, number)
     return out
 
@@ -184,11 +184,11 @@ def own_selective_layer(
     """Eager code of Mamba-1, a token at a time where a cache has a state: several tokens forget it."""
     if cache is None or cache.get_recurrent_state(layer.layer_idx) is None:
         return NotImplemented
-    own, tokens = original_class(layer).forward, hidden_states.split(1, 1)
+    eager_forward, tokens = original_class(layer).forward, hidden_states.split(1, 1)
     masks = [None] * len(tokens) if attention_mask is None else attention_mask[:, -len(tokens) :].split(1, 1)
-    arguments = needed_arguments(own, cache)
+    arguments = needed_arguments(eager_forward, cache)
     results = [
-        own(layer, token, **arguments | {"attention_mask": mask})
+        eager_forward(layer, token, **arguments | {"attention_mask": mask})
         for token, mask in zip(tokens, masks, strict=True)
     ]
     return torch.cat(results, 1)
@@ -227,15 +227,15 @@ def lightning_layer(
         return NotImplemented
     mixed, gate = layer.qkv_proj(x), layer.output_gate(x)
     mixed = masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
-    held = None if cache is None else cache.get_linear_cache(layer.layer_idx)
+    cached = None if cache is None else cache.get_linear_cache(layer.layer_idx)
     shape = x.shape[0], heads, width, width
-    state = torch.zeros(shape, device=x.device) if held is None else held.float()
+    state = torch.zeros(shape, device=x.device) if cached is None else cached.float()
     q, k, v = mixed.split_with_sizes([width] * 3, -1)
     form: Any = {"decay_form": "times_beta", "A_log": layer.slope_rate.view(-1).log()}  # steps of 1
     form |= {"beta": x.new_ones(*x.shape[:2], heads), **uncommitted_of(state, x.shape[1])}
     out, norm = ops.gated_delta_rule_(q, k, v, None, state, 1.0, **form).flatten(2), layer.norm
     out = ops.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
-    if cache is not None and held is not state:
+    if cache is not None and cached is not state:
         cache.set_linear_cache(layer.layer_idx, state)
     return layer.out_proj(out), state
 
@@ -245,9 +245,9 @@ _DECAYS = "query_decay", "key_decay", "diagonal_decay"  # buffers of lightning a
 
 def _has_decays_of_rates(layer: Any) -> bool:
     """True if the decays of blocks are what eager code makes of the rates, which alone are read here."""
-    made, found = layer.decay_factors(layer.slope_rate), (getattr(layer, name) for name in _DECAYS)
+    expected, found = layer.decay_factors(layer.slope_rate), (getattr(layer, name) for name in _DECAYS)
     atol = 1e-5 if layer.slope_rate.dtype == torch.float32 else 1e-2
-    return all(torch.allclose(a, b, 0.0, atol) for a, b in zip(found, made, strict=True))
+    return all(torch.allclose(a, b, 0.0, atol) for a, b in zip(found, expected, strict=True))
 
 
 def _with_decays_of_rates(layer: Any) -> Any:
@@ -285,11 +285,16 @@ def recurrent_layer(
 def matches_module(make_replica: Callable[[Any], Any], module: nn.Module, forward: Callable) -> bool:
     """True if a forward gives the results and the states of the module's eager code."""
     replica = make_replica(module)
-    own = original_class(module).forward
-    x = normal(1, 9, width_of(replica, lambda x: own(replica, x, **needed_arguments(own, None))))
+    eager_forward = original_class(module).forward
+    x = normal(
+        1, 9, width_of(replica, lambda x: eager_forward(replica, x, **needed_arguments(eager_forward, None)))
+    )
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     found = []
-    for run in (eager(in_place(own, eager_of(forward) or own)), in_place(own, forward)):
+    for run in (
+        eager(in_place(eager_forward, eager_of(forward) or eager_forward)),
+        in_place(eager_forward, forward),
+    ):
         copied, cache, results = copy.deepcopy(replica), LinearCache(layer_idx=replica.layer_idx), []
         chunks = (
             (x[:, :5], mask, None),
@@ -298,8 +303,8 @@ def matches_module(make_replica: Callable[[Any], Any], module: nn.Module, forwar
             (x[:, 6:], None, cache),
         )
         for piece, own_mask, states in chunks:
-            given = needed_arguments(own, states) | {"attention_mask": own_mask}
-            results.append(run(copied, piece, **given))
+            arguments = needed_arguments(eager_forward, states) | {"attention_mask": own_mask}
+            results.append(run(copied, piece, **arguments))
         outs = [result[0] if isinstance(result, tuple) else result for result in results]
         found.append([*outs, *cache.states()])
     theirs, ours = found

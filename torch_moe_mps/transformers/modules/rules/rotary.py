@@ -111,7 +111,7 @@ def _laid_out(positions: Tensor, of_pairs: Tensor, layout: str) -> tuple[Tensor,
 
 
 def _on(device: torch.device, axes: tuple[int, ...]) -> Tensor:
-    chosen = [[float(own == axis) for own in axes] for axis in range(1, _AXES)]
+    chosen = [[float(pair_axis == axis) for pair_axis in axes] for axis in range(1, _AXES)]
     return constant(("axes", device, axes), lambda: torch.tensor(chosen, device=device))
 
 
@@ -173,10 +173,12 @@ def tensors_read(module: nn.Module) -> dict[str | None, dict[int, set[str | None
 
 
 def _tensors_read(module: nn.Module, layer_type: str | None, rank: int) -> set[str | None] | None:
-    own, options = original_class(module).forward, _options(layer_type)
+    eager_forward, options = original_class(module).forward, _options(layer_type)
     x = Input(SIZES[-1], is_wide=False)
     positions = Input((*_POSITIONS[rank], *SIZES[2]), torch.int64, is_wide=False)
-    traced = trace(module, x, positions, function=lambda *given: own(*given, **options), writes=True)
+    traced = trace(
+        module, x, positions, function=lambda *inputs: eager_forward(*inputs, **options), writes=True
+    )
     if traced is None:
         return None
     nodes = [node for node in traced.graph.nodes if node.op in ("placeholder", "get_attr") and node.users]
