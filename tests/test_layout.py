@@ -15,8 +15,9 @@ from support import rooms
 from support.rooms import PACKAGE, REPOSITORY, floor, graph, imports
 
 from torch_moe_mps._weight_formats import ROWS
-from torch_moe_mps.ops import _activations, _checks, routing, slots
+from torch_moe_mps.ops import _activations, _checks
 from torch_moe_mps.ops._samples import FAMILY_OF
+from torch_moe_mps.ops.families import routing, slots
 from torch_moe_mps.transformers import wiring
 
 
@@ -51,7 +52,7 @@ def test_no_circle_of_imports():
     edges = graph()
     assert len(edges) > 20 and edges["torch_moe_mps.transformers.accelerate"]
     assert circle(edges) is None
-    assert circle(edges | {"torch_moe_mps.ops._checks": {"torch_moe_mps.ops.norms"}}) is not None
+    assert circle(edges | {"torch_moe_mps.ops._checks": {"torch_moe_mps.ops.families.norms"}}) is not None
 
 
 def test_imports_go_down():
@@ -260,7 +261,7 @@ def listed(section: str) -> set[str]:
 GGUF = [name for name, row in ROWS.items() if not row.is_of_mlx]
 # Product files that name formats beside those that name each: a user's choice, an example, a type of its own.
 CHOICES = {
-    *("commands/arguments.py", "commands/recipes.py", "ops/_formats.py", "ops/quantized.py"),
+    *("commands/arguments.py", "commands/recipes.py", "ops/_formats.py", "ops/families/quantized.py"),
     *("shaders/matmul/grids.txt", "checkpoints/gguf/file.py"),
 }
 
@@ -280,6 +281,6 @@ def test_the_files_that_an_operator_needs():
     assert most == {file for file in files if "<family>" not in file}
     families = {file for file in files if "<family>" in file}
     for name, family in FAMILY_OF.items():
-        assert f"torch_moe_mps/ops/{family}.py" in found[name]
+        assert f"torch_moe_mps/ops/families/{family}.py" in found[name]
         assert f"tests/support/ops/{family}.py" in named_in(f"draw_{name}") & named_in(f"expected_{name}")
-    assert {"torch_moe_mps/ops/<family>.py", "tests/support/ops/<family>.py"} <= families
+    assert {"torch_moe_mps/ops/families/<family>.py", "tests/support/ops/<family>.py"} <= families

@@ -21,7 +21,7 @@ from paths import REPOSITORY
 from torch_moe_mps._extension import format_arguments
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import DECLARED
-from torch_moe_mps.ops.combine import ExpertSum
+from torch_moe_mps.ops.families.combine import ExpertSum
 
 PACKAGE = REPOSITORY / "torch_moe_mps"
 HOST, PYTHON = "moe_mps_metal", "torch-ext/moe_mps"

@@ -14,7 +14,7 @@ import torch
 from support.gguf_blocks import HALVES, OTHERS, SIZES, random_blocks, values_of
 from torch import Tensor
 
-from torch_moe_mps.ops import linear, quantized
+from torch_moe_mps.ops.families import linear, quantized
 from torch_moe_mps.quantization import QuantizedWeight
 from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
 

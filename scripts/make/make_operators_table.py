@@ -46,7 +46,7 @@ def row(name: str, family: str, users: list[str]) -> str:
 
 def docstring(name: str, family: str) -> str:
     """The link from docs/ to the line where an operator begins."""
-    path = f"torch_moe_mps/ops/{family}.py"
+    path = f"torch_moe_mps/ops/families/{family}.py"
     before, _, _ = (paths.REPOSITORY / path).read_text().partition(f"\ndef {name}(")
     return f"../{path}#L{before.count(chr(10)) + 2}"
 

@@ -130,7 +130,7 @@ def test_scripts_in_python(tmp_path_factory):
 # An operator in the family `combine`: what steps 1, 4 and 5 of CONTRIBUTING add to which file. The host and
 # the shader of steps 2 and 3 take minutes to build anew, so its calls run on the CPU.
 ADDED = {
-    "torch_moe_mps/ops/combine.py": (
+    "torch_moe_mps/ops/families/combine.py": (
         """CALLS: Calls = {
 """,
         '''
@@ -159,8 +159,9 @@ CALLS: Calls = {
 ''',
     ),
     "torch_moe_mps/ops/__init__.py": (
-        "from .combine import moe_weighted_reduce as",
-        "from .combine import halved as halved\nfrom .combine import moe_weighted_reduce as",
+        "from .families.combine import moe_weighted_reduce as",
+        "from .families.combine import halved as halved\n"
+        "from .families.combine import moe_weighted_reduce as",
     ),
     "tests/support/ops/combine.py": (
         "def draw_silu_mul_stacked(",
@@ -181,7 +182,13 @@ def draw_silu_mul_stacked(""",
 @pytest.mark.slow("starts a script and the tests of an operator in new processes")
 def test_an_operator_is_added_as_the_page_says(tmp_path):
     clone = new_clone(tmp_path)
-    for folder in ("torch_moe_mps", "torch_moe_mps/ops", "tests/support", "tests/support/ops"):
+    for folder in (
+        "torch_moe_mps",
+        "torch_moe_mps/ops",
+        "torch_moe_mps/ops/families",
+        "tests/support",
+        "tests/support/ops",
+    ):
         (clone / folder).unlink()
         (clone / folder).mkdir()
         for path in (REPOSITORY / folder).iterdir():
@@ -200,7 +207,7 @@ def test_an_operator_is_added_as_the_page_says(tmp_path):
         return result.stdout
 
     run("scripts/make/make_operators_table.py")
-    link = r"\[`halved`\]\(\.\./torch_moe_mps/ops/combine\.py#L\d+\)"
+    link = r"\[`halved`\]\(\.\./torch_moe_mps/ops/families/combine\.py#L\d+\)"
     row = rf"\| {link} \| Half of each element \| - \| in models "
     assert re.search(row, (clone / "docs/operators.md").read_text())
     files = [f"tests/ops/test_{name}.py" for name in ("operators", "documentation", "any_arguments")]

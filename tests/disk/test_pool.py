@@ -19,7 +19,7 @@ from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
 from torch_moe_mps.disk.file import ExpertsFile, Layer, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
-from torch_moe_mps.ops.slots import using
+from torch_moe_mps.ops.families.slots import using
 from torch_moe_mps.selfcheck import machine
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from simulator.apple.facts import GPUS
 
 from torch_moe_mps._faults import Mark
 from torch_moe_mps.ops._samples import packet, sample_arguments
-from torch_moe_mps.ops.slots import register_pool
+from torch_moe_mps.ops.families.slots import register_pool
 
 LAUNCHES, START = 6, 5e-6  # of a layer, and seconds of the GPU until one starts
 COMMAND = 20e-6  # seconds of the host to encode a dispatch, a signal or a wait of a captured token

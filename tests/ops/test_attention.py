@@ -9,7 +9,7 @@ from support.oracles_operators import checked
 from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE, far_apart, numbers
 
-from torch_moe_mps.ops.attention import attention as attend
+from torch_moe_mps.ops.families.attention import attention as attend
 from torch_moe_mps.quantization import quantize
 
 

@@ -6,7 +6,7 @@ from support.ops.pending import Steps
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.values import EACH_DTYPE, numbers
 
-from torch_moe_mps.ops.causal_conv1d import causal_conv1d_update_
+from torch_moe_mps.ops.families.causal_conv1d import causal_conv1d_update_
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)

@@ -8,8 +8,8 @@ from support.routing import ROUTERS, router_options
 from support.sweep import covering
 from support.values import DTYPES, EACH_DTYPE, random
 
-from torch_moe_mps.ops.quantized import MATRICES, moe_experts_quantized
-from torch_moe_mps.ops.routing import moe_router
+from torch_moe_mps.ops.families.quantized import MATRICES, moe_experts_quantized
+from torch_moe_mps.ops.families.routing import moe_router
 
 HIDDEN, INNER = 64, 32
 

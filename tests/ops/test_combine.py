@@ -6,7 +6,7 @@ import torch
 from support.oracles import exact, round_to
 from support.values import random
 
-from torch_moe_mps.ops.combine import (
+from torch_moe_mps.ops.families.combine import (
     moe_weighted_reduce,
     silu_mul_stacked,
     weighted_sum_residual_norm_stacked_,

@@ -9,9 +9,11 @@ from support.oracles_experts import assert_close
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
-from support.values import random
+from support.values import numbers, random
 
-from torch_moe_mps.ops.experts import expert_mm, moe_experts
+from torch_moe_mps import ops
+from torch_moe_mps.ops.families.experts import expert_mm, moe_experts
+from torch_moe_mps.quantization import dequantize, quantize
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
@@ -178,8 +180,34 @@ def test_the_stack_is_never_copied():
 
 def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     """On the CPU: the pieces of the reference meet inside an expert and between two."""
-    monkeypatch.setattr("torch_moe_mps.ops.experts.PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr("torch_moe_mps.ops.families.experts.PAIRS_AT_ONCE", 7)
     check_experts("cpu", layer(29, 3, 5, 32, 16, torch.float32), down_bias=random((5, 32), torch.float32, 3))
     x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
     ids[::2] = -1
     assert_close(expert_mm(x, weight, ids), expected_mm(x, exact(weight), ids))
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3), (0, 4), (2, 1, 20)])
+def test_leading_dimensions(device, leading):
+    """Dense and quantised layers, with a shared expert, a norm and a residual, against float64."""
+    hidden, inner, experts, top_k = 64, 32, 4, 2
+    x, residual, shared = (numbers(*leading, hidden, seed=seed) for seed in (1, 2, 3))
+    gate, weights = numbers(*leading, seed=4), numbers(*leading, top_k, seed=5)
+    ids = torch.randint(0, experts, (*leading, top_k), generator=torch.Generator().manual_seed(6))
+    gate_up = quantize(numbers(experts, 2 * inner, hidden, seed=7) / 8, 8, 32)
+    down = quantize(numbers(experts, hidden, inner, seed=8) / 8, 8, 32)
+    norm_weight = numbers(hidden, seed=9)
+    around = {"shared_gate": gate, "shared_out": shared, "residual": residual, "norm_weight": norm_weight}
+    placed = {name: tensor.to(device) for name, tensor in around.items()}
+    first, second = dequantize(gate_up), dequantize(down)
+    rows = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight
+    a, b = torch.einsum("...h,...knh->...kn", rows, first.double()[ids]).chunk(2, -1)
+    slots = torch.einsum("...kn,...khn->...kh", torch.nn.functional.silu(a) * b, second.double()[ids])
+    right = (slots * weights.unsqueeze(-1)).sum(-2) + gate.unsqueeze(-1) * shared + residual
+    dense = [tensor.to(device) for tensor in (x, first, second, ids, weights)]
+    packed = [tensor.to(device) for tensor in (x, *gate_up, *down, ids, weights)]
+    for out in (
+        moe_experts(*dense, **placed),
+        ops.moe_experts_quantized(*packed, gate_up.format.name, **placed),
+    ):
+        torch.testing.assert_close(out.cpu().double(), right, rtol=1e-4, atol=1e-4)

@@ -5,7 +5,7 @@ import torch
 from support.oracles_operators import checked
 from support.routing import gate_arguments
 
-from torch_moe_mps.ops.routing import moe_gate
+from torch_moe_mps.ops.families.routing import moe_gate
 
 NAN, INF = float("nan"), float("inf")
 

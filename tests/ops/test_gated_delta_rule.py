@@ -7,7 +7,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, far_apart, numbers
 
-from torch_moe_mps.ops.gated_delta_rule import gated_delta_rule_
+from torch_moe_mps.ops.families.gated_delta_rule import gated_delta_rule_
 
 
 def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=0, wide=False):

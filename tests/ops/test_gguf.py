@@ -16,7 +16,7 @@ from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE
 
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.linear import embedding_quantized
+from torch_moe_mps.ops.families.linear import embedding_quantized
 
 
 def dtype_of(format):

@@ -275,3 +275,52 @@ def test_beside_other_arguments_they_fail_by_name():
     out = packet("linear_quantized")(x, *weight.values(), "affine4_32", norm_weight=s.values(s.H))
     with pytest.raises(RuntimeError, match="backward is not implemented with norm_weight"):
         out.sum().backward()
+
+
+def in_float64(s: Sample, name: str) -> tuple[list, dict]:
+    """Good arguments in float64 on the CPU: those with a gradient, and the others by name."""
+
+    def doubles(*shape):
+        return s.values(*shape).double().requires_grad_()
+
+    ids, rank = IDS[:, :2], 3
+    weight, stack = s.quantized("", s.I, s.H, ()), s.quantized("", s.I, s.H)
+    cases = {
+        "expert_activation": ({"x": doubles(5, 2 * s.I)}, {"activation": "gelu_tanh"}),
+        "moe_weighted_reduce": ({"expert_out": doubles(5, 2, s.H), "weights": doubles(5, 2)}, {}),
+        "expert_mm": ({"x": doubles(5, s.H), "weight": doubles(s.E, s.I, s.H)}, {"ids": ids}),
+        "expert_qmm": ({"x": doubles(5, s.H)}, stack | {"ids": ids, "format": "affine4_32"}),
+        "linear_quantized": (
+            {"x": doubles(5, s.H), "bias": doubles(s.I), "residual": doubles(5, s.I)},
+            weight | {"format": "affine4_32"},
+        ),
+        "expert_lora": (
+            {"added": doubles(5, 2, s.I), "x": doubles(5, s.H)}
+            | {"a": doubles(rank * s.E, s.H), "b": doubles(s.I, rank * s.E)},
+            {"ids": ids, "num_experts": s.E, "scaling": 0.5},
+        ),
+    }
+    return cases[name]
+
+
+@pytest.mark.parametrize("name", sorted(WITH_BACKWARD))
+def test_gradcheck(name):
+    """Finite differences in float64, which the references compute in."""
+    inputs, others = in_float64(sample("affine4_32"), name)
+    assert set(inputs) == {*WITH_BACKWARD[name].reads}
+
+    def call(*tensors):
+        return packet(name)(**dict(zip(inputs, tensors, strict=True)), **others)
+
+    assert call(*inputs.values()).dtype == torch.float64
+    assert torch.autograd.gradcheck(call, [*inputs.values()], fast_mode=True)
+
+
+def test_float64_is_of_the_cpu_and_of_operators_with_a_gradient(device):
+    x = torch.ones(2, 8, dtype=torch.float64)
+    if device == "cpu":
+        with pytest.raises(ValueError, match="x must be float32 or float16 or bfloat16, got float64"):
+            packet("rms_norm")(x, torch.ones(8), 1e-6)
+        return
+    with pytest.raises((TypeError, ValueError), match="float64"):
+        packet("expert_activation")(x.to(device))

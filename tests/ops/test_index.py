@@ -5,7 +5,7 @@ import torch
 from support.oracles_operators import checked
 from support.values import DTYPES, EACH_DTYPE, numbers
 
-from torch_moe_mps.ops.index import _index_topk
+from torch_moe_mps.ops.families.index import _index_topk
 
 # B, T, Hi, D, S, top_k: one of everything, odd sizes, more heads than are read at a time, more keys than a
 # threadgroup takes, as many as are chosen, fewer than tokens.

@@ -15,7 +15,7 @@ from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
+from torch_moe_mps.ops.families.linear import embedding_quantized, linear_quantized, mlp_quantized
 from torch_moe_mps.quantization import quantize
 
 IDS = (torch.int32, torch.int64)

@@ -6,7 +6,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, random
 
-from torch_moe_mps.ops.norms import (
+from torch_moe_mps.ops.families.norms import (
     fused_residual_layer_norm,
     fused_residual_norm,
     fused_residual_norm_scalar,

@@ -1,5 +1,7 @@
 """What holds for every operator: schema, registration, ways to call it."""
 
+import re
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_moe_mps.ops import OPERATORS, PUBLIC
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
-from torch_moe_mps.ops.norms import rms_norm
+from torch_moe_mps.ops.families.norms import rms_norm
 
 X, W = torch.ones(2, 8), torch.ones(8)
 # What a schema does not take: the arguments of a call, and the rest of the error.
@@ -99,6 +101,67 @@ def test_opcheck(device, name, dtype, compiles_all):
         args, kwargs = positional(name, copies({**base, **changes}))
         utils = ALL_UTILS if compiles_all else ALL_UTILS[: 3 if number == 0 else 1]
         torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
+
+
+@pytest.mark.slow("traces every call")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_call_is_traced(name):
+    """With sizes and integers that are symbols; registration is the same for both devices."""
+    base = sample_arguments(name, "cpu", torch.float32)
+    for changes in ({}, *more_samples(name, "cpu", torch.float32)):
+        args, kwargs = positional(name, copies({**base, **changes}))
+        torch.library.opcheck(
+            packet(name).default, args, kwargs, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
+        )
+
+
+def test_integers_may_be_symbols():
+    """Sizes, counts and positions of all schemas: one graph for all numbers of experts a token."""
+    for name in OPERATORS:
+        assert re.search(r"\bint\b", str(packet(name).default._schema)) is None, name
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        torch.ops.moe_mps.moe_router_topk_softmax, backend=counter, fullgraph=True, dynamic=True
+    )
+    logits = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    for top_k in (2, 3, 7):
+        weights, ids = compiled(logits, top_k, False)
+        expected = logits.softmax(-1).topk(top_k)
+        torch.testing.assert_close(weights, expected.values)
+        assert torch.equal(ids.long(), expected.indices)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name.endswith("_")])
+def test_operators_that_write(name):
+    """The schema returns new tensors alone; the function returns what it wrote if there are none."""
+    schema, good = packet(name).default._schema, sample_arguments(name, "cpu", torch.float32)
+    written = [argument.name for argument in schema.arguments if argument.alias_info is not None]
+    assert written == [argument.name for argument in schema.arguments if argument.name.endswith("_")] != []
+    assert all(result.alias_info is None for result in schema.returns)
+    function = next(getattr(module, name) for module in MODULES if hasattr(module, name))
+    given = copies(good)
+    results = function(**given)
+    results = results if isinstance(results, tuple) else (results,)
+    addresses = {given[each].data_ptr() for each in written if given.get(each) is not None}
+    returned = {result.data_ptr() for result in results if isinstance(result, torch.Tensor)}
+    assert (returned <= addresses) if not schema.returns else not (returned & addresses)
+    tensors = [each for each, value in good.items() if isinstance(value, torch.Tensor)]
+    others = {each: value for each, value in good.items() if each not in tensors}
+    stacked = [torch.stack((good[each], good[each])) for each in tensors]
+    with pytest.raises(
+        NotImplementedError, match=f"^moe_mps::{name}: vmap is not implemented .*{written[0]}"
+    ):
+        torch.func.vmap(lambda *rows: packet(name)(**dict(zip(tensors, rows, strict=True)), **others))(
+            *stacked
+        )
+
+
+def test_only_operators_that_write_have_the_name():
+    for name in OPERATORS:
+        arguments = packet(name).default._schema.arguments
+        assert name.endswith("_") == any(argument.alias_info is not None for argument in arguments), name
 
 
 # One tensor, several, none.

@@ -5,7 +5,7 @@ import torch
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, numbers
 
-from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS, _pointwise
+from torch_moe_mps.ops.families.pointwise import BINARY, OPERATIONS, _pointwise
 
 WIDE = "sigmoid a bf16; mul %0 b f32; add %1 c f16; max %2 1e-3 f32; mul %3 %3 f32"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.values import numbers
 
-from torch_moe_mps.ops.pooling import _pool_window_
+from torch_moe_mps.ops.families.pooling import _pool_window_
 
 
 def arguments(device, dtype, batch, tokens, width, rate, overlap, position, turning, room=2):

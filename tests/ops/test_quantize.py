@@ -11,7 +11,7 @@ from support.oracles_operators import checked
 from support.quantized_layers import WEIGHED
 from support.values import DTYPES, awkward_weights
 
-from torch_moe_mps.ops.quantize import quantize_by_importance
+from torch_moe_mps.ops.families.quantize import quantize_by_importance
 
 
 def given(dtype, experts=3, columns=256):

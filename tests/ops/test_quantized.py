@@ -11,9 +11,9 @@ from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, dense, each, place, random_quantized
 from support.values import EACH_DTYPE, random
 
-from torch_moe_mps.ops.experts import expert_mm
-from torch_moe_mps.ops.linear import linear_quantized
-from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
+from torch_moe_mps.ops.families.experts import expert_mm
+from torch_moe_mps.ops.families.linear import linear_quantized
+from torch_moe_mps.ops.families.quantized import expert_qmm, moe_experts_quantized
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)

@@ -7,7 +7,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_sequence import rotated
 from support.values import EACH_DTYPE, numbers
 
-from torch_moe_mps.ops.rope import rope
+from torch_moe_mps.ops.families.rope import rope
 
 EPS = 1e-6
 FLOAT32_ERRORS = 16

@@ -5,8 +5,8 @@ import torch
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, random
 
-from torch_moe_mps.ops.attention import _rope_attention_, attention
-from torch_moe_mps.ops.rope import rope_cache_
+from torch_moe_mps.ops.families.attention import _rope_attention_, attention
+from torch_moe_mps.ops.families.rope import rope_cache_
 
 TURNED = ("attention_turned", "attention_merge")
 OF_ATTENTION = ("window", "key_range", "softcap", "sinks", "gate", "gate_activation")

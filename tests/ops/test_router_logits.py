@@ -5,7 +5,7 @@ from support.launches import launches
 from support.oracles_operators import checked
 from support.values import numbers
 
-from torch_moe_mps.ops.routing import router_logits
+from torch_moe_mps.ops.families.routing import router_logits
 
 
 def check(x, weight, bias=None):

@@ -11,7 +11,8 @@ from support.oracles_operators import checked
 from support.routing import ROUTERS, random_ids, router_options
 from support.values import random
 
-from torch_moe_mps.ops.routing import moe_router, moe_router_topk_softmax
+from torch_moe_mps import ops
+from torch_moe_mps.ops.families.routing import moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
 
@@ -183,3 +184,31 @@ def test_ties_of_any_shape_on_cpu(tokens, num_experts, data):
 def test_finite_of_the_oracle():
     """How the oracle reads degenerate values, on which the tests above rely."""
     assert finite(np.array([NAN, INF, -INF, 1.0])).tolist() == [-LARGEST, LARGEST, -LARGEST, 1.0]
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3), (0, 4), (2, 1, 20)])
+def test_leading_dimensions(device, leading):
+    """Of all routers, against float64: [..., E] and [..., H]."""
+    x, weight = random((*leading, 24), torch.float32, 1), random((16, 24), torch.float32, 2)
+    norm_weight, scale = random((24,), torch.float32, 3), random((16,), torch.float32, 4).abs()
+    logits = (x @ weight.T).to(device)
+    found = logits.cpu().double()
+    best = found.topk(3)
+    probabilities = found.softmax(-1).gather(-1, best.indices)
+    selected = best.values.softmax(-1)
+    scaled = selected * scale.double()[best.indices]
+    for (weights, ids), expected in (
+        (ops.moe_router(logits, 3, scoring="softmax", norm_topk_prob=False), probabilities),
+        (ops.moe_router_topk_softmax(logits, 3, True), selected),
+        (ops.fused_moe_routing(logits, scale.to(device), 3), scaled),
+    ):
+        assert ids.shape == (*leading, 3) and torch.equal(ids.cpu().long(), best.indices)
+        torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    given = [tensor.to(device) for tensor in (x, weight)]
+    torch.testing.assert_close(ops.router_logits(*given).cpu(), x @ weight.T, rtol=1e-4, atol=1e-4)
+    rows = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight.double()
+    best = (rows @ weight.double().T).topk(3)
+    weights, ids = ops.moe_gate(*given, norm_weight.to(device), scale.to(device), 3, 1e-6, False)
+    assert ids.shape == (*leading, 3) and torch.equal(ids.cpu().long(), best.indices)
+    expected = best.values.softmax(-1) * scale.double()[best.indices]
+    torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-4, atol=1e-5)

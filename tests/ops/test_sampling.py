@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torch_moe_mps.ops.sampling import sample
+from torch_moe_mps.ops.families.sampling import sample
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 CASES = [

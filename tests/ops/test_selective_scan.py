@@ -8,7 +8,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, numbers
 
-from torch_moe_mps.ops.selective_scan import selective_scan_
+from torch_moe_mps.ops.families.selective_scan import selective_scan_
 
 
 def scanned(batch, tokens, channels, states, dtype, seed=0):

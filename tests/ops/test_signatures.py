@@ -1,7 +1,9 @@
 """The public operators: their signatures for type checkers, and one meaning for each argument's name."""
 
+import importlib.util
 import inspect
 import re
+import sys
 import tomllib
 from collections import defaultdict
 
@@ -96,3 +98,13 @@ def test_a_number_for_a_dtype_is_an_error():
 def test_functions_have_the_schemas_arguments():
     for name, function in PUBLIC.items():
         assert [*inspect.signature(function).parameters] == [*arguments_of(name)]
+
+
+def test_no_module_has_the_name_of_an_operator():
+    """`torch_moe_mps.ops.attention` is the function alone: families are modules of a package beside it."""
+    modules = {
+        name.rpartition(".")[2] for name in sys.modules if re.fullmatch(r"torch_moe_mps\.ops\.\w+", name)
+    }
+    assert modules & {*PUBLIC} == set() and "families" in modules
+    for name in FAMILIES:
+        assert importlib.util.find_spec(f"torch_moe_mps.ops.{name}") is None

@@ -18,8 +18,8 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps._faults import Mark, release_cache
 from torch_moe_mps.ops._samples import packet, sample_arguments
-from torch_moe_mps.ops.slots import _expert_slots as expert_slots
-from torch_moe_mps.ops.slots import host_view, register_pool
+from torch_moe_mps.ops.families.slots import _expert_slots as expert_slots
+from torch_moe_mps.ops.families.slots import host_view, register_pool
 
 SCHEDULES = pytest.mark.parametrize("schedule", range(4))
 
@@ -258,6 +258,12 @@ def program_of(*pools: Pool):
     return program
 
 
+def run(program, *ids: int) -> list[torch.Tensor]:
+    """The slots of each layer of a captured token."""
+    slots, _ = program.bind([ids_on("mps", *ids)], [], [], []).run([])
+    return slots
+
+
 @SCHEDULES
 def test_a_captured_token_asks_anew(simulated, schedule):
     """Two tokens in flight, of which the host reads the first while the second waits."""
@@ -265,7 +271,7 @@ def test_a_captured_token_asks_anew(simulated, schedule):
     pools = [Pool(f"layer {layer}") for layer in range(3)]
     program, tokens, marks = program_of(*pools), [], []
     for ids in ((5, 6), (6, 8), (5, 8)):
-        tokens.append(program.bind([ids_on("mps", *ids)], [], [], []).run([])[0])
+        tokens.append(run(program, *ids))
         marks.append(Mark(torch.device("mps"), commits=True))
     for mark, slots, expected in zip(marks, tokens, ([[0, 1]], [[1, 2]], [[0, 2]]), strict=True):
         mark.wait()
@@ -280,13 +286,13 @@ def test_an_error_ends_the_step_once(simulated, schedule):
     simulated.set_schedule(schedule)
     first, second = Pool("model.layers.0"), Pool("model.layers.1")
     program = program_of(first, second)
-    program.run([ids_on("mps", 1, 2)], [], [], [])
+    run(program, 1, 2)
     torch_moe_mps.synchronize()
     first.error = OSError(5, "no disk\nin detail")
     with pytest.raises(torch.AcceleratorError) as raised:
-        program.run([ids_on("mps", 3, 4)], [], [], [])
+        run(program, 3, 4)
         mark = Mark(torch.device("mps"), commits=True)
-        program.run([ids_on("mps", 5, 6)], [], [], [])
+        run(program, 5, 6)
         mark.wait()
     says = (
         "experts of model.layers.0 cannot be read: [Errno 5] no disk; what was computed before this message"
@@ -295,7 +301,7 @@ def test_an_error_ends_the_step_once(simulated, schedule):
     first.error = None
     torch_moe_mps.synchronize()
     assert first.asked == [[1, 2], [3, 4]] and second.asked == [[2, 3]]
-    (slots, _) = program.run([ids_on("mps", 3, 2)], [], [], [])
+    (slots, _) = run(program, 3, 2)
     assert slots.tolist() == [[2, 1]]
     torch_moe_mps.synchronize()
 
@@ -464,7 +470,7 @@ def test_a_process_ends_while_a_disk_is_silent(simulated):
         from support.simulated import install
         install()
         import simulator
-        from torch_moe_mps.ops.slots import register_pool
+        from torch_moe_mps.ops.families.slots import register_pool
         simulator.set_schedule(1)  # the GPU begins at once
 
         class Silent:

@@ -24,7 +24,7 @@ from support.quantized_layers import (
 from support.sweep import in_sweep
 from support.values import random
 
-from torch_moe_mps.ops.experts import expert_mm, moe_experts
+from torch_moe_mps.ops.families.experts import expert_mm, moe_experts
 
 DTYPES = (torch.float16, torch.bfloat16)
 FORMAT = "affine4_64"

@@ -73,7 +73,7 @@ def test_each_matrix_by_its_own_in_any_place(format, monkeypatch):
     weight, importance = torch.randn(5, 24, 128), importance_of(5, 128)
     stack = quantize(weight, *numbers_of(format), importance=importance)
     monkeypatch.setattr("torch_moe_mps.quantization.formats.SEARCHED", 128 * 70)
-    monkeypatch.setattr("torch_moe_mps.ops.quantize.CHUNK", 128 * 7)
+    monkeypatch.setattr("torch_moe_mps.ops.families.quantize.CHUNK", 128 * 7)
     for index in range(5):
         alone = quantize(weight[index], *numbers_of(format), importance=importance[index])
         for whole, own in zip(stack, alone, strict=True):

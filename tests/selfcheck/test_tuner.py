@@ -25,7 +25,7 @@ import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import check, main
-from torch_moe_mps.ops.quantized import MATRICES
+from torch_moe_mps.ops.families.quantized import MATRICES
 from torch_moe_mps.selfcheck import machine, once, tuner
 from torch_moe_mps.transformers import self_check
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 import torch_moe_mps
 from torch_moe_mps import ops
-from torch_moe_mps.ops.norms import fused_norm_add
+from torch_moe_mps.ops.families.norms import fused_norm_add
 
 x = torch.ones(3, 64)
 scale = torch.ones(8)

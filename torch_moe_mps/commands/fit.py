@@ -34,7 +34,7 @@ from ..checkpoints.quantizer import layout_of
 from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
-from ..ops.attention import CACHE_BITS
+from ..ops.families.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._faults import free, synchronize
 from .._progress import with_progress
 from ..checkpoints.calibration import SAMPLE
-from ..ops.attention import CACHE_BITS
+from ..ops.families.attention import CACHE_BITS
 from ..transformers.basics.logits import wide_logits
 from ..transformers.basics.report import aligned
 from ..transformers.upstream.calls import cache_argument

@@ -326,6 +326,16 @@ void project_slots_into(const Tensor& out, const Tensor& x_, const MatrixStack& 
   commands.encode();
 }
 
+// Summands of tokens of any leading dimensions, as those of rows.
+ExpertSum of_rows(const ExpertSum& sum) {
+  ExpertSum flat = sum;
+  flat.weights = as_rows(sum.weights);
+  if (sum.shared_out) flat.shared_out = as_rows(*sum.shared_out);
+  if (sum.residual) flat.residual = as_rows(*sum.residual);
+  if (sum.shared_gate) flat.shared_gate = sum.shared_gate->reshape({sum.shared_gate->numel()});
+  return flat;
+}
+
 // With a router the first matmul chooses, and has a shared expert or none.
 void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional<InputNorm>& norm,
                         const FeedForward& experts, const Tensor& ids_, const Activation& activation,
@@ -395,7 +405,9 @@ Tensor project_slots(const Tensor& x, const MatrixStack& matrix, const Tensor& i
 Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& experts,
                      const Tensor& ids, const Activation& activation, const ExpertSum& sum) {
   Tensor out = at::empty(x.sizes(), x.options());
-  if (out.numel() > 0) apply_experts_into(out, x, norm, experts, ids, activation, sum, nullptr, nullptr);
+  if (out.numel() == 0) return out;
+  apply_experts_into(as_rows(out), as_rows(x), norm, experts, as_rows(ids), activation, of_rows(sum), nullptr,
+                     nullptr);
   return out;
 }
 
@@ -404,14 +416,15 @@ Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, cons
                      const Activation& activation, ExpertSum sum) {
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
-  const bool empty = is_empty(experts.down), chooses = can_choose(router, x, experts.gate_up) && !empty;
+  const Tensor rows = as_rows(x);
+  const bool empty = is_empty(experts.down), chooses = can_choose(router, rows, experts.gate_up) && !empty;
   const auto [weights, ids] = chooses ? empty_routing(router) : route(router);
   sum.weights = weights;
   if (shared && !chooses && !empty) {
-    sum.shared_out = apply_mlp(aligned(x), norm, shared->matrices, shared->activation);
+    sum.shared_out = apply_mlp(aligned(rows), norm, shared->matrices, shared->activation);
   }
-  apply_experts_into(out, x, norm, experts, ids, activation, sum, chooses ? &router : nullptr,
-                     chooses && shared ? &*shared : nullptr);
+  apply_experts_into(as_rows(out), rows, norm, experts, as_rows(ids), activation, of_rows(sum),
+                     chooses ? &router : nullptr, chooses && shared ? &*shared : nullptr);
   return out;
 }
 

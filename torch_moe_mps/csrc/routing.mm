@@ -30,6 +30,13 @@ Routing empty_routing(const Tensor& like, at::IntArrayRef leading, int64_t top_k
           at::empty(shape, like.options().dtype(at::kInt))};
 }
 
+// [T, N] with the leading dimensions of x.
+Tensor with_leading_of(const Tensor& x, const Tensor& rows) {
+  auto shape = x.sizes().vec();
+  shape.back() = rows.size(-1);
+  return rows.view(shape);
+}
+
 // moe_router and its special cases
 
 uint32_t scoring_code(std::string_view scoring) {
@@ -143,12 +150,15 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
   // For more tokens, PyTorch's matmul of float32 copies is faster. Not measured.
   constexpr int64_t kMostTokens = 32;
   const c10::ScalarType to = dtype_named(dtype);
-  if (x.size(0) == 0 || weight.size(0) == 0) {
-    return at::empty({x.size(0), weight.size(0)}, x.options().dtype(to));
+  const Tensor rows = as_rows(x).contiguous();
+  const int64_t tokens = rows.size(0);
+  if (tokens == 0 || weight.size(0) == 0) {
+    return with_leading_of(x, at::empty({tokens, weight.size(0)}, rows.options().dtype(to)));
   }
-  const Tensor rows = x.contiguous();
-  if (x.size(0) <= kMostTokens)
-    return logits_of(rows, weight.contiguous(), norm, contiguous(bias), to, factor);
+  if (tokens <= kMostTokens) {
+    const Tensor logits = logits_of(rows, weight.contiguous(), norm, contiguous(bias), to, factor);
+    return with_leading_of(x, logits);
+  }
   Tensor normed = rows;
   if (norm && rows.numel() > 0) {
     Commands commands;
@@ -159,17 +169,18 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
   const OptionalTensor shift = bias ? OptionalTensor(bias->to(at::kFloat)) : std::nullopt;
   normed = normed.to(at::kFloat);
   if (factor != 1.0) normed = normed.mul(factor);
-  return at::linear(normed, weight.to(at::kFloat), shift).to(to);
+  return with_leading_of(x, at::linear(normed, weight.to(at::kFloat), shift).to(to));
 }
 
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
                  const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
-  if (hidden.size(0) == 0) return empty_routing(hidden, {0}, top_k);
-  const Tensor logits = logits_of(hidden.contiguous(), router_weight.contiguous(),
-                                  input_norm(norm_weight, eps, 0.0), std::nullopt, at::kFloat);
+  const Tensor rows = as_rows(hidden).contiguous();
+  if (rows.size(0) == 0) return empty_routing(hidden, hidden.sizes().slice(0, hidden.dim() - 1), top_k);
+  const Tensor logits = logits_of(rows, router_weight.contiguous(), input_norm(norm_weight, eps, 0.0),
+                                  std::nullopt, at::kFloat);
   RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
   params.normalise_scaled = renormalize_after_scale;
-  return route(router_with(logits, std::nullopt, per_expert_scale, params));
+  return route(router_with(with_leading_of(hidden, logits), std::nullopt, per_expert_scale, params));
 }
 
 }  // namespace

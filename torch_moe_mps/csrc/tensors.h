@@ -36,6 +36,9 @@ RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads 
 // Whether every row of every tensor starts on a multiple of 4 elements, which vector loads need.
 bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors);
 
+// [..., W] as [T, W]: the tensor itself if it is so, a view where strides allow one.
+at::Tensor as_rows(const at::Tensor& tensor);
+
 // The distance in elements from each row of the tensor to the next; nullopt if it varies, or if the elements
 // of a row are not contiguous.
 std::optional<int64_t> row_stride(const at::Tensor& tensor);

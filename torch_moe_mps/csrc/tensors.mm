@@ -60,6 +60,12 @@ std::optional<int64_t> row_stride(const at::Tensor& tensor) {
   return stride;
 }
 
+at::Tensor as_rows(const at::Tensor& tensor) {
+  if (tensor.dim() == 2) return tensor;
+  const int64_t rows = c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
+  return tensor.reshape({rows, tensor.size(-1)});
+}
+
 at::Tensor rows_contiguous(const at::Tensor& tensor) {
   return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._faults import Mark, follow_stream
-from ..ops.slots import LIMIT, host_view, register_pool
+from ..ops.families.slots import LIMIT, host_view, register_pool
 from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
 from .stored import StoredExperts
 from .threads import Threads

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import Check
+from ._checks import Check, wide
 
 POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -53,7 +53,7 @@ class Activation(NamedTuple):
 
     def apply(self, rows: Tensor) -> Tensor:
         """[..., 2I] -> [..., I] when gated, else [..., I] -> [..., I]; float32 inside and out."""
-        rows = rows.float()
+        rows = wide(rows)
         if not self.gated:
             return POINTWISE[self.activation](rows)
         gate, up = (rows[..., 0::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
@@ -68,7 +68,7 @@ class Activation(NamedTuple):
 
     def gradient(self, rows: Tensor, dy: Tensor) -> Tensor:
         """Gradient of the inputs of apply(), in float32. A clamp passes gradients inside its limits."""
-        rows, dy = rows.float(), dy.float()
+        rows, dy = wide(rows), wide(dy)
         if not self.gated:
             return dy * self._slope(rows)
         gate, up = (rows[..., 0::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
@@ -98,7 +98,7 @@ class Activation(NamedTuple):
             twice = 2 * (2 / math.pi) ** 0.5
             value = torch.sigmoid(twice * (x + 0.044715 * x * x * x))
             return value + x * value * (1 - value) * twice * (1 + 3 * 0.044715 * x * x)
-        positive = (~(x <= 0)).float()
+        positive = (~(x <= 0)).to(x.dtype)
         return positive if self.activation == "relu" else 2 * x * positive
 
 

@@ -29,6 +29,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype that a reference computes in: float32, or float64 if x has it."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(map(dtype_name, dtypes))
 

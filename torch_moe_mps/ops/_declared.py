@@ -107,14 +107,17 @@ class Declared:
 
     Attributes:
         line, texts: the declaration and the dependences, as they were written.
+        doubles: activations may be float64, but on mps.
         tensors: (argument, shapes, dtype) of each.
         results: (argument or "", shapes, dtype) of each; None if the line says nothing of results.
         allowed: of other arguments: names, a range of integers, or the least number.
         dependences: of arguments on others.
     """
 
-    def __init__(self, line: str, allowed: dict[str, Any], dependences: Sequence[str] = ()):
-        self.line, self.texts = line, dependences
+    def __init__(
+        self, line: str, allowed: dict[str, Any], dependences: Sequence[str] = (), doubles: bool = False
+    ):
+        self.line, self.texts, self.doubles = line, dependences, doubles
         arguments, arrow, results = line.partition("->")
         self.tensors = tensors_in(arguments)
         self.results = tensors_in(results) if arrow else None
@@ -126,7 +129,9 @@ class Declared:
             tensor = given[argument]
             if tensor is None:
                 continue
-            if kind != "any":
+            if kind == "" and self.doubles and _is_double(tensor):
+                pass
+            elif kind != "any":
                 check.dtype(argument, tensor, _dtypes(kind, given))
             if shapes:
                 _check_shape(check, argument, tensor, shapes)
@@ -205,6 +210,10 @@ def tensors_in(line: str) -> list[tuple[str, list[Shape], str]]:
         (name, [Shape(text) for text in re.findall(r"\[(.*?)\]", shapes)], kind or "")
         for name, shapes, kind in (item.groups() for item in result if item is not None)
     ]
+
+
+def _is_double(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dtype == torch.float64 and tensor.device.type != "mps"
 
 
 def _dtypes(kind: str, given: dict[str, Any]) -> tuple[torch.dtype, ...]:

@@ -128,6 +128,12 @@ def caching(owner: Any, *tensors: Tensor | None) -> contextlib.AbstractContextMa
     return _Reading(cache)
 
 
+def with_cache(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | None) -> Tensor:
+    """What `compute` returns, in `caching`: for layers on a CPU, others call it themselves."""
+    with caching(owner, *tensors):
+        return compute()
+
+
 def _is_counted(tensor: Tensor) -> bool:
     """True for a plain tensor on the CPU whose writes torch counts."""
     return type(tensor) in PLAIN and tensor.is_cpu and not tensor.is_inference()

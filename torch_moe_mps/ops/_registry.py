@@ -41,6 +41,7 @@ _NO_TRANSFORM = (
     "moe_mps::{}: gradients by torch.func (grad, vjp, jacrev) are not implemented: use backward() or "
     "torch.autograd.grad"
 )
+_NO_VMAP = "moe_mps::{}: vmap is not implemented for an operator that writes in place ({})"
 _NO_SECOND_BACKWARD = (
     "moe_mps::{}: a backward of its backward is not implemented: gradients with create_graph=True have none"
 )
@@ -95,8 +96,8 @@ def operator(
     *,
     allowed: dict[str, Any] | None = None,
     dependences: tuple[str, ...] = (),
-    symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
+    doubles: bool = False,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -112,9 +113,9 @@ def operator(
     has not seen yet, so that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous,
     whatever the strides of the inputs.
 
-    `symbols`: integers that grow with the context, which a captured token has as symbols.
-
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
+
+    `doubles`: the reference computes in float64 where activations have it, on the CPU alone.
 
     The decorated name becomes a function that calls the operator, on whatever device its arguments are. An
     operator whose declared results are arguments that it writes has no result in its schema, since
@@ -123,8 +124,8 @@ def operator(
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         least = {name: 0.0 for name in inspect.signature(reference).parameters if name.endswith("eps")}
-        declared = Declared(tensors, least | (allowed or {}), dependences)
-        made = Operator(reference, meta, declared, symbols, backward).register()
+        declared = Declared(tensors, least | (allowed or {}), dependences, doubles)
+        made = Operator(reference, meta, declared, backward).register()
         return cast(Callable[Arguments, Result], made)
 
     return register
@@ -146,7 +147,6 @@ class Operator:
         reference: Callable,
         meta: Callable | None,
         declared: Declared,
-        symbols: tuple[str, ...],
         backward: Backward | None,
     ) -> None:
         self.name, self.reference, self.own_meta = reference.__name__, reference, meta
@@ -154,7 +154,7 @@ class Operator:
         self.written = [name for name in signature.parameters if name.endswith("_")]
         results = [name for name, *_ in declared.results or ()]
         self.returned = results if results and {*results} <= {*self.written} else []
-        schema = _schema_of(signature, self.written, symbols, bool(self.returned))
+        schema = _schema_of(signature, self.written, bool(self.returned))
         LIBRARY.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.moe_mps, self.name).default
         arguments = self.overload._schema.arguments
@@ -173,6 +173,8 @@ class Operator:
         LIBRARY.impl(self.name, self.checked_reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self.meta, lib=LIBRARY)
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
+        if self.written:
+            LIBRARY.impl(self.name, self.refuse_vmap, "FuncTorchBatched")
         packet = self.overload.overloadpacket
         packet.__doc__ = self.reference.__doc__
         reference, checked, may_change = self.reference, self.checked, bool(self.written)
@@ -303,6 +305,10 @@ class Operator:
             raise NotImplementedError(error.format(self.name))
         return self._differentiable(call, needs_grad, args, kwargs)
 
+    def refuse_vmap(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """torch's own rule would call an operator row by row, and has none for arguments that are written."""
+        raise NotImplementedError(_NO_VMAP.format(self.name, ", ".join(self.written)))
+
     def _differentiable(
         self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Outputs:
@@ -359,19 +365,13 @@ def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | 
     return tuple(signature)
 
 
-def _schema_of(
-    signature: inspect.Signature, written: list[str], symbols: tuple[str, ...], is_without_results: bool
-) -> str:
+def _schema_of(signature: inspect.Signature, written: list[str], is_without_results: bool) -> str:
     def function() -> None: ...
 
     if is_without_results:
         signature = signature.replace(return_annotation=None)
     vars(function)["__signature__"] = signature
-    schema = torch.library.infer_schema(function, mutates_args=written)
-    schema = schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
-    for name in symbols:
-        schema = schema.replace(f"int {name}", f"SymInt {name}")
-    return schema
+    return torch.library.infer_schema(function, mutates_args=written)
 
 
 def _device_of(arguments: tuple[Any, ...]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import FAMILIES
 from ._registry import DECLARED
 from ._sample import HEAD, Calls, Changes, Sample
-from .quantize import judged_by_importance
+from .families.quantize import judged_by_importance
 
 # The family of each operator: its file here, and in csrc/ and shaders/.
 FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in module.CALLS}

@@ -2,7 +2,7 @@
 
 The scales of nvfp4 have no bits below 2^-9: groups whose largest magnitude is below 0.006 become zero.
 Formats whose scales are integers are ggml's and searched (superblocks.py). All others are written bit for bit
-as mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
+as mlx.core.quantize does on a CPU, unless importance is given (ops/families/quantize.py).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ..ops._formats import (
     pack,
     unpack,
 )
-from ..ops.quantize import CHUNK, chunks, quantize_by_importance
+from ..ops.families.quantize import CHUNK, chunks, quantize_by_importance
 from .superblocks import quantize_superblocks
 
 SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them

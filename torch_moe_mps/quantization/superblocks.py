@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .._weight_formats import LARGE_BLOCK, Integers
 from ..ops._formats import LEVELS, Format, pack, pack_bytes
-from ..ops.quantize import counted, fitted_lines
+from ..ops.families.quantize import counted, fitted_lines
 
 # Starts of a scale without a minimum: the weight of largest magnitude becomes one of the ends of the numbers,
 # or lies so many of their last steps outside of it.

@@ -50,7 +50,7 @@ def _code(host: Path | None) -> str:
     """Identifies the shaders, the host's library and the comparisons: a checkout changes without a new
     version."""
     files = [path for path in SHADERS.rglob("*") if path.suffix in (".metal", ".h", ".txt", ".metallib")]
-    files += [*(PACKAGE / "ops").glob("*.py"), *Path(__file__).parent.glob("*.py")]
+    files += [*(PACKAGE / "ops").rglob("*.py"), *Path(__file__).parent.glob("*.py")]
     files += [] if host is None else [host]
     digest = hashlib.sha256()
     for path in sorted(files):

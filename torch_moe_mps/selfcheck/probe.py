@@ -18,8 +18,8 @@ from torch import Tensor
 from .._extension import commit_setting, setting
 from .._faults import Mark, fault_of, raise_fault
 from .._text import first_line
-from ..ops.attention import seen_in_order
-from ..ops.slots import RESIDENT, register_pool
+from ..ops.families.attention import seen_in_order
+from ..ops.families.slots import RESIDENT, register_pool
 from .facts import facts
 from .journal import noted
 from .machine import SDPA, remember_faster

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops._checks import dtype_name
 from ..ops._sample import Changes, Sample
-from ..ops.attention import turned
+from ..ops.families.attention import turned
 
 BEYOND_NORM = (9000, 8201)  # columns: rows of up to 8,192 stay in registers; read as vectors, and one by one
 BEYOND_SUM = (8000, 6151)  # a weighted sum with a norm has up to 6,144

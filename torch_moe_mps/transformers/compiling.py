@@ -12,7 +12,7 @@ from .._extension import host_library, torch_version
 from .._versions import TORCH
 from ..macs import refusal
 from ..ops._samples import FAMILY_OF
-from ..ops.attention import CACHE_BITS
+from ..ops.families.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
 from .basics.interface import ON_DISK, codes_of, is_experts, is_quantized, projections, weights_in

@@ -16,7 +16,7 @@ from torch import nn
 from .._environment import CHECK, is_on
 from ..ops._formats import Format
 from ..ops._samples import OF_HEADS
-from ..ops.attention import CACHE_BITS
+from ..ops.families.attention import CACHE_BITS
 from ..selfcheck import once, tuner
 from ..selfcheck.calls import CACHE, DTYPES, subjects
 from ..selfcheck.compare import Finding

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.gated_delta_rule import pending_width
-from torch_moe_mps.ops.quantized import MATRICES
-from torch_moe_mps.ops.selective_scan import selective_pending_shape
+from torch_moe_mps.ops.families.gated_delta_rule import pending_width
+from torch_moe_mps.ops.families.quantized import MATRICES
+from torch_moe_mps.ops.families.selective_scan import selective_pending_shape
 
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
 from .formats import DTYPES, FORMATS

@@ -126,6 +126,6 @@ def test_blocks_are_captured(models, monkeypatch):
         assert Answered(model, many, [settings(40)], watched, width=3).answers == [answer]
         for tokens, end, drafts in watched.seen:
             assert drafts == drafted(own, assistant, tokens, end, len(drafts))
-        captured.append({id(program.run) for program in captures_of(source._step).programs})
+        captured.append({id(program.match) for program in captures_of(source._step).programs})
     assert captured[0] == captured[1] and len(captured[0]) == 2
     assert captures_of(source._step).reason is None

@@ -145,7 +145,7 @@ def test_their_calls_are_captured(models, monkeypatch):
         found = Answered(model, many, [settings(40)], Watched(source, many, [answer]), width=3)
         assert found.answers == [answer]
         captures = [captures_of(part) for part in (model, *source._steps)]
-        captured.append([{id(program.run) for program in each.programs} for each in captures])
+        captured.append([{id(program.match) for program in each.programs} for each in captures])
         assert all(each.reason is None for each in captures)
     assert captured[0] == captured[1] and [*map(len, captured[0])] == [1, 3]
 

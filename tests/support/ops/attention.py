@@ -1,4 +1,4 @@
-"""Operators of ops/attention.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family attention: valid arguments, results in float64, and invalid arguments."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Operators of ops/causal_conv1d.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family causal_conv1d: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 import torch

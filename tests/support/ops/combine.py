@@ -1,4 +1,4 @@
-"""Operators of ops/combine.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family combine: valid arguments, results in float64, and invalid arguments."""
 
 import math
 

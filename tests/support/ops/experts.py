@@ -1,8 +1,10 @@
-"""Operators of ops/experts.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family experts: valid arguments, results in float64, and invalid arguments."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from support import oracles_experts
 from support.ops import wrong
@@ -114,11 +116,37 @@ def expected__expert_outer(a):
     return [Expected(value, (8 + a.ids.numel()) * FLOAT32_EPS * size)]
 
 
+OF_TOKENS = ("x", "ids", "weights", "logits", "shared_out", "residual")
+
+
+def in_rows(a) -> SimpleNamespace:
+    """Arguments of a layer with [..., H] as rows [T, H]."""
+    flat = {name: getattr(a, name, None) for name in OF_TOKENS}
+    made = {
+        name: value.reshape(value.shape[:-1].numel(), value.shape[-1])
+        for name, value in flat.items()
+        if isinstance(value, Tensor)
+    }
+    if a.shared_gate is not None:
+        made["shared_gate"] = a.shared_gate.reshape(-1)
+    return SimpleNamespace(**vars(a) | made)
+
+
+def in_shape(results: list[Expected], shape) -> list[Expected]:
+    """Results of rows, with the leading dimensions of x."""
+
+    def shaped(part):
+        return part.reshape(*shape[:-1], part.shape[-1]) if np.ndim(part) == 2 else part
+
+    return [Expected(*map(shaped, result)) for result in results]
+
+
 def expected_moe_experts(a):
+    shape, a = a.x.shape, in_rows(a)
     gate_up, down = exact(a.gate_up), exact(a.down)
     if a.transposed:
         gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
-    return experts(a, gate_up, down, rounded_weight=False)
+    return in_shape(experts(a, gate_up, down, rounded_weight=False), shape)
 
 
 def invalid_around(zeros):

@@ -1,4 +1,4 @@
-"""Operators of ops/gated_delta_rule.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family gated_delta_rule: valid arguments, results in float64, and invalid arguments."""
 
 import torch
 

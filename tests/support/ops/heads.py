@@ -1,4 +1,4 @@
-"""Operators of ops/heads.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family heads: valid arguments, results in float64, and invalid arguments."""
 
 from typing import Any
 

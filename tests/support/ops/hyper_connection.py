@@ -1,4 +1,4 @@
-"""Operators of ops/hyper_connection.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family hyper_connection: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 import torch

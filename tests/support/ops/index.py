@@ -1,4 +1,4 @@
-"""Operators of ops/index.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family index: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Operators of ops/linear.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family linear: valid arguments, results in float64, and invalid arguments."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Operators of ops/lora.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family lora: valid arguments, results in float64, and invalid arguments."""
 
 import math
 from collections.abc import Iterator

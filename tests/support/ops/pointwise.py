@@ -1,4 +1,4 @@
-"""Operators of ops/pointwise.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family pointwise: valid arguments, results in float64, and invalid arguments."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from support.ops import wrong
 from support.oracles import FLOAT32_EPS
 from support.oracles_operators import Expected
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
+from torch_moe_mps.ops.families.pointwise import BINARY, OPERATIONS
 
 # Options that depend on each other: draw__pointwise gives all that is no required tensor.
 WHOLE = ("_pointwise",)

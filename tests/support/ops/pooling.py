@@ -1,4 +1,4 @@
-"""Operators of ops/pooling.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family pooling: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Operators of ops/quantize.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family quantize: valid arguments, results in float64, and invalid arguments."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Operators of ops/quantized.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family quantized: valid arguments, results in float64, and invalid arguments."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from support import oracles_experts
 from support.ops import wrong
-from support.ops.experts import experts, invalid_around, layer_of_experts, norm_of_input
+from support.ops.experts import experts, in_rows, in_shape, invalid_around, layer_of_experts, norm_of_input
 from support.ops.norms import input_rows
 from support.ops.routing import draw_moe_router, expected_moe_router
 from support.oracles import exact
@@ -111,6 +111,7 @@ def expected__expert_qmm_transposed(a):
 
 
 def expected_moe_experts_quantized(a):
+    shape, a = a.x.shape, in_rows(a)
     sure: Any = True
     if a.logits is not None:
         weights, ids = expected_moe_router(a)
@@ -121,7 +122,7 @@ def expected_moe_experts_quantized(a):
         shared = mlp(SimpleNamespace(**vars(a) | other), "shared_")
         a = SimpleNamespace(**vars(a) | {"shared_out": shared})
     (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
-    return [Expected(out.value, out.error, sure)]
+    return in_shape([Expected(out.value, out.error, sure)], shape)
 
 
 def mlp(a, prefix="") -> Estimate:

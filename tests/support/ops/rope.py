@@ -1,4 +1,4 @@
-"""Operators of ops/rope.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family rope: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Operators of ops/routing.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family routing: valid arguments, results in float64, and invalid arguments."""
 
 import math
 
@@ -86,7 +86,21 @@ def draw_moe_compute_ids_tpe(d):
 SURE = 1e-5  # of the largest choice: how far apart two choices are that float32 tells from each other
 
 
+def with_leading(results: list[Expected], leading: tuple[int, ...]) -> list[Expected]:
+    """Results of rows, [T, N], as [..., N]."""
+
+    def shaped(part):
+        return part.reshape(*leading, part.shape[-1]) if isinstance(part, np.ndarray) else part
+
+    return [Expected(*map(shaped, result)) for result in results]
+
+
 def routed(logits, a, **options) -> list[Expected]:
+    *leading, experts = logits.shape
+    return with_leading(_routed(logits.reshape(-1, experts), a, **options), tuple(leading))
+
+
+def _routed(logits, a, **options) -> list[Expected]:
     if logits.shape[0] == 0:
         empty = Expected(np.zeros((0, a.top_k)))
         return [empty, empty]
@@ -120,17 +134,13 @@ def expected_moe_router_topk_softmax(a):
 
 
 def expected_fused_moe_routing(a):
-    logits = exact(a.logits)
-    results = routed(
-        logits.reshape(-1, logits.shape[-1]),
+    return routed(
+        exact(a.logits),
         a,
         scoring="softmax_after_topk",
         norm_topk_prob=False,
         per_expert_scale=exact(a.per_expert_scale),
     )
-    if logits.ndim == 2:
-        return results
-    return [Expected(*(part[0] if isinstance(part, np.ndarray) else part for part in r)) for r in results]
 
 
 def dot_products(x: np.ndarray, weight: np.ndarray, shift: np.ndarray | float) -> Expected:
@@ -147,7 +157,9 @@ def expected_router_logits(a):
 
 
 def expected_moe_gate(a):
-    rows = normed(exact(a.x), exact(a.norm_weight), a.norm_eps).value
+    x = exact(a.x)
+    flat = x.reshape(np.prod(x.shape[:-1], dtype=int), x.shape[-1])
+    rows = normed(flat, exact(a.norm_weight), a.norm_eps).value
     weight, scale = exact(a.weight), exact(a.per_expert_scale)
     logits = rows @ weight.T
     # Roundings are independent of each other: their sum is far below the bound that grows with the width.
@@ -162,7 +174,8 @@ def expected_moe_gate(a):
         plain = oracles.gate_weights(logits, ids, scale, False)
         total, size = plain.sum(-1, keepdims=True), abs(plain).sum(-1, keepdims=True)
         relative = relative * (1 + size / np.where(total == 0, 1.0, abs(total)))
-    return [Expected(weights, relative * abs(weights) + 1e-36, sure), Expected(ids, None, sure)]
+    results = [Expected(weights, relative * abs(weights) + 1e-36, sure), Expected(ids, None, sure)]
+    return with_leading(results, x.shape[:-1])
 
 
 def expected_moe_bucket(a):

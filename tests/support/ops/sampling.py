@@ -1,4 +1,4 @@
-"""Operators of ops/sampling.py: valid arguments, results in float64, and invalid arguments."""
+"""Operators of the family sampling: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
 import torch

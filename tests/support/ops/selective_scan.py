@@ -1,4 +1,4 @@
-"""Operators of ops/selective_scan.py: valid arguments and results in float64."""
+"""Operators of the family selective_scan: valid arguments and results in float64."""
 
 import torch
 

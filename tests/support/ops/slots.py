@@ -1,8 +1,8 @@
-"""Operators of ops/slots.py: valid arguments, results, and invalid arguments."""
+"""Operators of the family slots: valid arguments, results, and invalid arguments."""
 
 from support.ops import wrong
 from support.oracles_operators import Expected
-from torch_moe_mps.ops.slots import RESIDENT, register_pool
+from torch_moe_mps.ops.families.slots import RESIDENT, register_pool
 
 
 class Turned:

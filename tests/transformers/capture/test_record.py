@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._sympy import functions
 
 import torch_moe_mps
-from torch_moe_mps.ops.attention import bits_as_bool
+from torch_moe_mps.ops.families.attention import bits_as_bool
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.capture.program import postfix
 from torch_moe_mps.transformers.graphs import tracing

@@ -4,10 +4,10 @@ For inputs without correlation, a change of weights by d changes an output by th
 
     sum mean(x^2) d^2
 
-so that this is what quantising weighs errors with (ops/quantize.py). It is collected by running a text
-through a model as it runs, dense or quantised: these means hardly change. A file is safetensors: a tensor for
-each matrix, [C], or [E, C] of experts, and metadata with the name of the model, the hash of the text, and the
-tokens that were counted.
+so that this is what quantising weighs errors with (`ops/families/quantize.py`). It is collected by running a
+text through a model as it runs, dense or quantised: these means hardly change. A file is safetensors: a
+tensor for each matrix, [C], or [E, C] of experts, and metadata with the name of the model, the hash of the
+text, and the tokens that were counted.
 """
 
 import hashlib

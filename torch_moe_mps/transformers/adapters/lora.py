@@ -17,7 +17,7 @@ from peft.utils import get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.lora import MAX_RANK
+from ...ops.families.lora import MAX_RANK
 from ..modules.experts import ADDED, is_observed, shape_of
 from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..._extension import host_library
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
+from ...ops.families.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
 from ..basics.configs import ATTENTION, plain_config
 from ..basics.state import NOTHING, STATE

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...ops.attention import seen_in_order
+from ...ops.families.attention import seen_in_order
 from ..basics.tensors import NO_END, Deferred, notes_in, notes_on
 from .mask_functions import order_of, window_of_last
 

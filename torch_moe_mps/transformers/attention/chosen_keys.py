@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.attention import bits_as_bool
+from ...ops.families.attention import bits_as_bool
 from .causal_mask import AND, CausalMask, additive
 
 ops = torch.ops.moe_mps

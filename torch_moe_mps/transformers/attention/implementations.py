@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ops.attention import CACHE_BITS
+from ...ops.families.attention import CACHE_BITS
 from ..basics.configs import ATTENTION, ImplementationNames
 from ..basics.state import original_class, state_of
 from ..upstream.reach import hold_reach

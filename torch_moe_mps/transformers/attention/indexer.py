@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.index import MAX_INDEX_WIDTH
+from ...ops.families.index import MAX_INDEX_WIDTH
 from ..basics.report import Done
 from ..basics.state import STATE, depends_on, original_class, state_of
 from ..basics.tensors import constant, notes_on

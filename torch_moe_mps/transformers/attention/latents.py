@@ -10,6 +10,7 @@ as latents. Any other reader gets the expanded keys and values.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops._checks import dtype_name
-from ...ops._decoded import caching
+from ...ops._decoded import with_cache
 from ..basics.report import Done
 from ..basics.state import NOTHING, STATE, state_of
 from ..basics.tensors import Deferred
@@ -163,8 +164,8 @@ def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any
         return ops.heads_mm(x, of_heads(layer.weight), **options)
     packed, scales, biases, _ = layer.weights()
     weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
-    with caching(layer, packed, scales, biases):
-        return ops.heads_quantized(x, *weight, layer.format.name, **options)
+    compute = partial(ops.heads_quantized, x, *weight, layer.format.name, **options)
+    return with_cache(compute, layer, packed, scales, biases) if x.is_cpu else compute()
 
 
 def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
@@ -173,8 +174,8 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight[rows])
     packed, scales, biases, _ = layer.weights()
     weight = packed[rows], scales[rows], None if biases is None else biases[rows]
-    with caching(layer, packed, scales, biases):
-        return ops.linear_quantized(x, *weight, layer.format.name)
+    compute = partial(ops.linear_quantized, x, *weight, layer.format.name)
+    return with_cache(compute, layer, packed, scales, biases) if x.is_cpu else compute()
 
 
 def _operator_for(layer: Any) -> str | None:

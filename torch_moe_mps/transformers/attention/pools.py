@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.attention import MAX_INDEX_BLOCK
-from ...ops.index import MAX_INDEX_WIDTH
+from ...ops.families.attention import MAX_INDEX_BLOCK
+from ...ops.families.index import MAX_INDEX_WIDTH
 from ..trials.replicas import LEAST_HEADS, untied
 from .chosen_keys import Choice
 

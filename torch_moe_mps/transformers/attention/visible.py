@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.attention import WORD
+from ...ops.families.attention import WORD
 from ..basics.tensors import notes_in
 from .causal_mask import CausalMask
 from .chosen_keys import Choice, ChosenMask

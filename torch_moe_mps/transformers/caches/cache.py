@@ -16,7 +16,7 @@ from transformers import (
     StaticCache,
 )
 
-from ...ops.attention import CACHE_BITS
+from ...ops.families.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import state_in, state_of
 from ..upstream.calls import cache_among, cache_name, decoder_cache

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from ...ops._pending import MAX_PENDING
-from ...ops.gated_delta_rule import pending_width
-from ...ops.selective_scan import selective_pending_shape
+from ...ops.families.gated_delta_rule import pending_width
+from ...ops.families.selective_scan import selective_pending_shape
 from ..basics.tensors import notes_on
 from ..upstream.models import LinearAttentionLayer
 from .declared import STATE, DeclaredLayer, declaration_of

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..._weight_formats import GROUP_SIZES
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.attention import CACHE_BITS, values_in
+from ...ops.families.attention import CACHE_BITS, values_in
 from ..basics.tensors import Deferred
 
 _ATEN = torch.ops.aten

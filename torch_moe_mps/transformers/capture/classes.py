@@ -79,8 +79,10 @@ def operators_of_calls(model: nn.Module) -> set[str]:
 
 def _samples(cls: type[nn.Module]) -> bool:
     """True for a class whose `generate` samples by the operator."""
-    made = made_as(cls, _CAPTURING)
-    return made is not None and getattr(made.original, "_sample", None) is not getattr(cls, "_sample", None)
+    record = made_as(cls, _CAPTURING)
+    return record is not None and getattr(record.original, "_sample", None) is not getattr(
+        cls, "_sample", None
+    )
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:

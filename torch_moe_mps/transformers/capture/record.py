@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.slots import using
+from ...ops.families.slots import using
 from ..attention.attention import MOST_TOKENS
 from ..attention.causal_mask import padding_of
 from ..basics.residency import follow_moved

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch.nn.modules import module as torch_module
 from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
-from ...ops._decoded import caching
-from ...ops.experts import moe_experts
-from ...ops.slots import using_slots
+from ...ops._decoded import with_cache
+from ...ops.families.experts import moe_experts
+from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
 from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
@@ -290,9 +291,8 @@ def experts_forward(
 
 def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
-        packed = _all_packed(self) if hidden_states.is_cpu else []
-        with caching(self, *packed):
-            return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
+        compute = partial(_quantized_forward, self, hidden_states, top_k_index, top_k_weights)
+        return with_cache(compute, self, *_all_packed(self)) if hidden_states.is_cpu else compute()
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):

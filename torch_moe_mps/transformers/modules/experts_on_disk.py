@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...disk.file import Layer, dtype_of
 from ...disk.pool import Counters, ExpertPool, Pools
-from ...ops.slots import using_slots
+from ...ops.families.slots import using_slots
 from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 from ..basics.tensors import ABOUT, Deferred

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops._checks import dtype_name
-from ...ops._decoded import caching
-from ...ops.linear import linear_quantized
+from ...ops._decoded import with_cache
+from ...ops.families.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.logits import are_wide
@@ -227,8 +228,8 @@ class QuantizedLinear(QuantizedLayer):
         packed, scales, biases, bias = self.weights()
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
         dtype = "float32" if wide else None
-        with caching(self, packed, scales, biases):
-            return linear_quantized(x, packed, scales, biases, self.format.name, bias, dtype=dtype)
+        compute = partial(linear_quantized, x, packed, scales, biases, self.format.name, bias, dtype=dtype)
+        return with_cache(compute, self, packed, scales, biases) if packed.is_cpu else compute()
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
@@ -283,12 +284,12 @@ class GroupedLinear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """[..., n_groups, in_features] -> [..., n_groups, out_features / n_groups]"""
-        own = self.weights()[:3]
-        stacks = [None if weight is None else weight.unflatten(0, (self.n_groups, -1)) for weight in own]
+        weights = self.weights()[:3]
+        stacks = [None if each is None else each.unflatten(0, (self.n_groups, -1)) for each in weights]
         rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         ids = self.group_ids.expand(len(rows), -1)
-        with caching(self, *own):
-            out: Tensor = ops.expert_qmm(rows, *stacks, ids, self.format.name)
+        compute = partial(ops.expert_qmm, rows, *stacks, ids, self.format.name)
+        out = with_cache(compute, self, *weights) if x.is_cpu else compute()
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def extra_repr(self) -> str:

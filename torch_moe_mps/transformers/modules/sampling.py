@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.sampling import LEAST_DRAW, MAX_VOCABULARY
+from ...ops.families.sampling import LEAST_DRAW, MAX_VOCABULARY
 from ..basics.logits import is_missing
 from ..basics.unmodified import REFUSED
 from ..upstream import (

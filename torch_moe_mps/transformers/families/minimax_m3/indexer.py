@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....ops.index import MAX_INDEX_WIDTH
+from ....ops.families.index import MAX_INDEX_WIDTH
 from ...attention.chosen_keys import Choice
 from ...basics.report import Done
 from ...basics.state import original_class, state_of

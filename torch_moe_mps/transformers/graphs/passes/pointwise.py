@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ....ops._checks import dtype_name
-from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
+from ....ops.families.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
 from ..nodes import (
     arguments,
     aten,

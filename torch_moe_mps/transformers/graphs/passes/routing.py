@@ -6,8 +6,8 @@ from typing import Any
 from torch import fx
 
 from ....ops._activations import POINTWISE, Activation
-from ....ops.norms import InputNorm
-from ....ops.quantized import MATRICES
+from ....ops.families.norms import InputNorm
+from ....ops.families.quantized import MATRICES
 from ..nodes import (
     arguments,
     aten,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES, dtype_name
-from ....ops.gated_delta_rule import MAX_KEY_WIDTH
+from ....ops.families.gated_delta_rule import MAX_KEY_WIDTH
 from ...basics.report import Done
 from ...basics.tensors import notes_in, uncommitted_of
 from ...trials.comparing import agrees, tried

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops.hyper_connection import MAX_STREAMS
+from ....ops.families.hyper_connection import MAX_STREAMS
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
 from ...trials.comparing import agrees

@@ -4,6 +4,7 @@ Gate, up and activation are one dispatch, down is one.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ....ops import mlp_quantized
 from ....ops._activations import Activation
-from ....ops._decoded import caching
+from ....ops._decoded import with_cache
 from ...basics.report import Done
 from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
@@ -142,8 +143,10 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
     matrices = packed, scales, biases, down_packed, down_scales, down_biases
-    with caching(module, *first.parts, down_packed, down_scales, down_biases):
-        return mlp_quantized(x, *matrices, first.format.name, **options)
+    compute = partial(mlp_quantized, x, *matrices, first.format.name, **options)
+    if not x.is_cpu:
+        return compute()
+    return with_cache(compute, module, *first.parts, down_packed, down_scales, down_biases)
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ....ops.norms import layer_norm, rms_norm, rms_norm_gated
+from ....ops.families.norms import layer_norm, rms_norm, rms_norm_gated
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, state_of
 from ...graphs.fusion import Fusion

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....ops.rope import rope
+from ....ops.families.rope import rope
 from ...basics.report import Done
 from ...basics.sizes import Decisions
 from ...basics.state import Unsupported

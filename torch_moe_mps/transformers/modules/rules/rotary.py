@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES, dtype_name
-from ....ops.pointwise import INPUTS
+from ....ops.families.pointwise import INPUTS
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, Unsupported, original_class, state_of
 from ...basics.tensors import constant

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from ._activations import POINTWISE, Activation
-from ._checks import options_in
-from ._decoded import decoded_experts
-from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import POINTWISE, Activation
+from .._checks import options_in, wide
+from .._decoded import decoded_experts
+from .._formats import TENSORS, Format, QuantizedWeight
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
     AROUND,
@@ -36,7 +36,7 @@ def _check_expert_qmm_transposed(check, dy, packed, scales, biases, ids, format,
     return dy.new_empty(*(ids.shape[:1] if sums else ids.shape), columns)
 
 
-@operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed)
+@operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed, doubles=True)
 def _expert_qmm_transposed(
     dy: Tensor,
     packed: Tensor,
@@ -62,7 +62,7 @@ def _expert_qmm_transposed(
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
     product = Product(decoded_experts(weight), shape[1])
-    out = project_slots(dy.float(), ids, shape, product, None)
+    out = project_slots(wide(dy), ids, shape, product, None)
     return (out.sum(1) if sums else out).to(dy.dtype)
 
 
@@ -81,6 +81,7 @@ def _check_expert_qmm(check, packed, scales, biases, format, **_):
     f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x",
     _check_expert_qmm,
     backward=Backward(_qmm_backward, {"x": (*TENSORS, "ids")}, frozen=TENSORS),
+    doubles=True,
 )
 def expert_qmm(
     x: Tensor,
@@ -140,7 +141,7 @@ def _check_shared_expert(check, arguments):
 
 
 def _check_moe_experts_quantized(check, x, **arguments):
-    check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
+    check_packed_mlp(check, x.shape[-1], arguments, stack="E, ")
     around = options_in(arguments, ExpertSum)
     if any(arguments[f"shared_{name}"] is not None for name in MATRICES):
         _check_shared_expert(check, arguments)
@@ -150,7 +151,7 @@ def _check_moe_experts_quantized(check, x, **arguments):
 
 
 @operator(
-    f"{AROUND} {packed_mlp('E, ')} logits[T, E] correction_bias[E] per_expert_scale[E] "
+    f"{AROUND} {packed_mlp('E, ')} logits[..., E] correction_bias[E] per_expert_scale[E] "
     "shared_gate_up_packed[_, _]:gate_up_packed shared_down_packed[_, _]:down_packed -> x",
     _check_moe_experts_quantized,
     allowed={
@@ -230,7 +231,7 @@ def moe_experts_quantized(
         x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
             norm_weight, norm_eps, norm_weight_offset: as for moe_experts.
         ids, weights: as for moe_experts; None with logits.
-        logits: [T, E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
+        logits: [..., E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
             first product of one token selects among up to 512 experts itself, which saves a dispatch.
         top_k, scoring, correction_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits,
             norm_topk_prob, sum_eps, sum_min, scaling_factor, per_expert_scale: as for moe_router; by default
@@ -243,7 +244,7 @@ def moe_experts_quantized(
         shared_activation: of that expert if it has another one: silu, gelu, gelu_tanh, relu or relu2. It is
             gated and interleaved as the others are.
 
-    Returns: [T, H] in the dtype of `x`.
+    Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 

@@ -3,6 +3,7 @@
 T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k: token t, slot k.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -11,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._activations import Activation
-from ._checks import MAX_EXPERTS, MAX_TOP_K, options_in
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
-from .combine import ADDED, ExpertSum
+from .._activations import Activation
+from .._checks import MAX_EXPERTS, MAX_TOP_K, options_in, wide
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
+from .combine import ADDED_TO_ROWS, ExpertSum
 from .norms import InputNorm
 
 # How many pairs the reference computes at a time: this bounds its intermediate results, so that they stay in
@@ -26,7 +27,7 @@ PAIRS_AT_ONCE = 512
 
 # Slots of tokens, and the tensors around the experts.
 IDS = f"ids[T, K<={MAX_TOP_K}]:id"
-AROUND = f"x[T, H] {IDS} weights[T, K] norm_weight[H] {ADDED.format('x')}"
+AROUND = f"x[..., H] ids[..., K<={MAX_TOP_K}]:id weights[..., K] norm_weight[H] {ADDED_TO_ROWS.format('x')}"
 
 
 class Groups(NamedTuple):
@@ -67,13 +68,13 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
 
 def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> Tensor:
     """rows + the bias of their experts, in float32; `rows` itself without a bias."""
-    return rows if bias is None else rows + bias[ids.reshape(-1)[groups.pairs]].float()
+    return rows if bias is None else rows + wide(bias[ids.reshape(-1)[groups.pairs]])
 
 
 class Product(NamedTuple):
     """Multiplies rows by the matrices [C, columns] of their experts.
 
-    `in_float32`: rows are cast, as the matrices are in it.
+    `in_float32`: rows are cast, as the matrices are in it; rows in float64 stay, and matrices are cast.
     """
 
     matrix: Callable[[int], Tensor]
@@ -86,11 +87,11 @@ class Product(NamedTuple):
         One product for each chosen expert: as fast as torch.nn.functional.grouped_mm (within 3 % at E 128,
         H 1024, N 1024, bfloat16, T 1 to 512), but for every dtype, stride and alignment.
         """
-        rows = rows.float() if self.in_float32 else rows
+        rows = wide(rows) if self.in_float32 else rows
         out = rows.new_empty(rows.shape[0], self.columns)
         parts = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
         for expert, part, result in parts:
-            torch.mm(part, self.matrix(expert), out=result)
+            torch.mm(part, self.matrix(expert).to(part.dtype), out=result)
         return out
 
     def of(self, row: Tensor, expert: int) -> Tensor:
@@ -133,6 +134,11 @@ class Mlp(NamedTuple):
         return row.float() if self.down_bias is None else row + self.down_bias[expert].float()
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[..., W] as [T, W]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def combine_experts(
     x: Tensor, norm: InputNorm, ids: Tensor, weights: Tensor, num_experts: int, mlp: Mlp, around: ExpertSum
 ) -> Tensor:
@@ -140,19 +146,20 @@ def combine_experts(
 
     A token's terms are added in ascending order of expert, whatever the other tokens do.
     """
-    x = norm.applied_to(x)
+    leading = x.shape
+    x, ids, weights = as_rows(norm.applied_to(x)), as_rows(ids), as_rows(weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if len(x) == 1:  # grouping would cost more than it saves
         chosen = zip(ids[0].tolist(), weights[0].tolist(), strict=True)
         for expert, scale in sorted(chosen, key=itemgetter(0)):
             if 0 <= expert < num_experts:
                 total += mlp.row(x, expert).mul_(scale)
-        return around.added_to(total).to(x.dtype)
+        return around.added_to(total).to(x.dtype).view(leading)
     scales = weights.reshape(-1, 1)
     for groups in group_by_expert(ids, num_experts).chunks(PAIRS_AT_ONCE):
         tokens = groups.pairs // ids.shape[1]
         total.index_add_(0, tokens, mlp.rows(x[tokens], groups, ids).mul_(scales[groups.pairs]))
-    return around.added_to(total).to(x.dtype)
+    return around.added_to(total).to(x.dtype).view(leading)
 
 
 def _dense_product(weight: Tensor, transposed: bool) -> Product:
@@ -177,7 +184,9 @@ def _mm_backward(grad, asked, given):
     if "x" in asked:
         gradients["x"] = ops.expert_mm(grad, weight, ids, None, not transposed)
         if len(x.shape) == 2:
-            gradients["x"] = gradients["x"].sum(1, dtype=torch.float32).to(x.dtype)
+            gradients["x"] = (
+                gradients["x"].sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+            )
     if "weight" in asked:
         outer = ops._expert_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
         gradients["weight"] = outer.mT if transposed else outer
@@ -188,6 +197,7 @@ def _mm_backward(grad, asked, given):
     f"{IDS} x[T, H]|[T, K, H] weight[E, _, _]:x bias[E, _]",
     _meta_expert_mm,
     backward=Backward(_mm_backward, {"x": ("weight", "ids"), "weight": ("x", "ids")}),
+    doubles=True,
 )
 def expert_mm(
     x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
@@ -219,13 +229,15 @@ def expert_mm(
 
 
 def _meta_expert_outer(check, dy, x, ids, num_experts):
-    return dy.new_empty(num_experts, dy.shape[2], x.shape[-1], dtype=torch.float32)
+    dtype = torch.promote_types(dy.dtype, torch.float32)
+    return dy.new_empty(num_experts, dy.shape[2], x.shape[-1], dtype=dtype)
 
 
 @operator(
     f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy",
     _meta_expert_outer,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
+    doubles=True,
 )
 def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tensor:
     """The gradient of the weight of expert_mm: out[e] = sum over the pairs of e dy[t, k] x[t, k]^T.
@@ -243,7 +255,7 @@ def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tenso
 
     Raises: ValueError for a dtype, shape, device or number that does not fit.
     """
-    left, right = dy.float().flatten(end_dim=1), x.float().flatten(end_dim=-2)
+    left, right = wide(dy).flatten(end_dim=1), wide(x).flatten(end_dim=-2)
     out = left.new_zeros(num_experts, dy.shape[2], x.shape[-1])
     groups = group_by_expert(ids, num_experts)
     rows = groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]
@@ -259,10 +271,10 @@ def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **give
     activation.check(check)
     gated = activation.gated
     experts, rows, hidden = gate_up.mT.shape if transposed else gate_up.shape
-    if hidden != x.shape[1] or (gated and rows % 2 != 0):
+    if hidden != x.shape[-1] or (gated and rows % 2 != 0):
         dims = f"{'2I' if gated else 'I'}"
         layout = f"[E, H, {dims}]" if transposed else f"[E, {dims}, H]"
-        check.fail("gate_up", f"of shape {layout} with H = {x.shape[1]} as in x", tuple(gate_up.shape))
+        check.fail("gate_up", f"of shape {layout} with H = {x.shape[-1]} as in x", tuple(gate_up.shape))
     intermediate = rows // 2 if gated else rows
     if transposed:
         check.shape("down", down, (experts, intermediate, hidden), "[E, I, H]")
@@ -307,13 +319,13 @@ def moe_experts(
     h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too.
 
     Args:
-        x: [T, H], float32, float16 or bfloat16.
+        x: [..., H], float32, float16 or bfloat16.
         gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. On
             Metal a stack whose memory is [E, 2I, H], one behind the other, is read where it lies; any other
-            is copied in each call. Likewise `down`, [E, H, I].
+            is copied in each call; so is `down`, [E, H, I].
         down: [E, H, I] in the dtype of `x`, or [E, I, H] with `transposed`.
-        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) contributes nothing and reads nothing.
-        weights: [T, K], float32, float16 or bfloat16.
+        ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) adds nothing and reads nothing.
+        weights: [..., K], float32, float16 or bfloat16.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H], float32, float16 or bfloat16.
         activation: with gate and up the two halves of the first product,
             silu, gelu (exact), gelu_tanh, relu, relu2 (relu squared): act(gate) * up;
@@ -324,15 +336,15 @@ def moe_experts(
         gated: without it there is no up half and the activation acts alone.
         interleaved: the rows of `gate_up` are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
         transposed: the input dimension of both weights comes before the output dimension.
-        shared_gate: [T] or [T, 1]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; 1 if None.
-        shared_out: [T, H] in the dtype of `x`.
-        residual: [T, H], or T rows of any leading shape, in the dtype of `x`.
+        shared_gate: [..., 1] or [...]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; or 1.
+        shared_out: [..., H] in the dtype of `x`.
+        residual: [..., H], or as many rows of any leading shape, in the dtype of `x`.
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
             not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
         norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
-    Returns: [T, H] in the dtype of `x`; sums in float32.
+    Returns: [..., H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
 

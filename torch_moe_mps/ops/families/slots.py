@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._extension import host_library
-from .._text import first_line
-from ._checks import Check
-from ._registry import operator
-from ._sample import Calls, Changes
+from ..._extension import host_library
+from ..._text import first_line
+from .._checks import Check
+from .._registry import operator
+from .._sample import Calls, Changes
 
 RESIDENT = 0  # the pool in which every expert lies in the slot of its own number
 LIMIT = 3.5  # seconds that a GPU may wait for an answer: macOS ends one that waits for some 5

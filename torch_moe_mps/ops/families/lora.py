@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import MAX_EXPERTS
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._checks import MAX_EXPERTS, wide
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .experts import IDS, Product, project_slots
 
 MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory
@@ -63,15 +63,15 @@ def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float =
 def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
     """The product with the matrix of the pair's expert: A, or B."""
     if is_b:
-        matrices = factor.float().unflatten(1, (-1, experts)).permute(2, 1, 0)  # [E, r, N]
+        matrices = wide(factor).unflatten(1, (-1, experts)).permute(2, 1, 0)  # [E, r, N]
     else:
-        matrices = factor.float().unflatten(0, (experts, -1)).mT  # [E, H, r]
+        matrices = wide(factor).unflatten(0, (experts, -1)).mT  # [E, H, r]
     return Product(matrices.__getitem__, matrices.shape[2])
 
 
 def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
     """[T, K, r]: the product with A."""
-    return project_slots(x.float(), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
+    return project_slots(wide(x), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
 def _meta_expert_lora(check, added, a, b, offsets, num_experts, scaling, **_):
@@ -105,6 +105,7 @@ _READ = ("x", "a", "b", "ids", "pair_order", "offsets")
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     dependences=("offsets only with pair_order",),
     backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
+    doubles=True,
 )
 def expert_lora(
     added: Tensor,
@@ -149,7 +150,7 @@ def expert_lora(
     outer = project_slots(
         _inner(x, a, ids, num_experts), ids, (num_experts, len(b)), _of_expert(b, num_experts, True), None
     )
-    return (added.float() + outer * scaling).to(added.dtype)
+    return (wide(added) + outer * scaling).to(added.dtype)
 
 
 def _meta_backward(check, x, a, b, offsets, num_experts, scaling, **_):
@@ -162,6 +163,7 @@ def _meta_backward(check, x, a, b, offsets, num_experts, scaling, **_):
     f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy {_FACTORS} {_PAIRS}",
     _meta_backward,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
+    doubles=True,
 )
 def _expert_lora_backward(
     dy: Tensor,
@@ -191,14 +193,14 @@ def _expert_lora_backward(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
     inner = _inner(x, a, ids, num_experts)
-    matrices = b.float().unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [E, N, r]
+    matrices = wide(b).unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [E, N, r]
     of_b = Product(matrices.__getitem__, matrices.shape[2])
-    own = project_slots(dy.float(), ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
-    of_a = Product(a.float().unflatten(0, (num_experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
+    own = project_slots(wide(dy), ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
+    of_a = Product(wide(a).unflatten(0, (num_experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
     dx = project_slots(own, ids, (num_experts, a.shape[1]), of_a, None)
     outer = torch.ops.moe_mps._expert_outer
-    da = outer(own, x.float(), ids, num_experts).flatten(0, 1)
-    db = outer(dy.float(), inner, ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling
+    da = outer(own, wide(x), ids, num_experts).flatten(0, 1)
+    db = outer(wide(dy), inner, ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling
     return (dx.sum(1) if x.dim() == 2 else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
 
 

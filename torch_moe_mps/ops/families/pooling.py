@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._registry import operator
+from .._sample import Calls, Changes
 from .attention import MAX_POSITION
 from .norms import normed
 
@@ -31,7 +31,6 @@ def _check_pool_window(check, entries_, state_, position, inv_freq, **_):
     f"kv[B, T, W] gate[B, T, W]:kv position_bias[R>=1, W] state_[B, _, 2, W]:kv "
     f"entries_[B, N, D<={MAX_POOLED_WIDTH}]:kv norm_weight[D] inv_freq[_]",
     _check_pool_window,
-    symbols=("position",),
 )
 def _pool_window_(
     kv: Tensor,

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._pending import MAX_PENDING, PENDING, check_keep, counts
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._pending import MAX_PENDING, PENDING, check_keep, counts
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 from .norms import GATE_ACTIVATIONS, rms_norm_gated
 
 DECAYS = ("log", "softplus", "sigmoid", "times_beta")

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, NAMED_DTYPES, Check, dtype_name
-from ._decoded import decoded
-from ._formats import Format, QuantizedWeight
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._checks import ACTIVATION_DTYPES, NAMED_DTYPES, Check, dtype_name
+from .._decoded import decoded
+from .._formats import Format, QuantizedWeight
+from .._registry import operator
+from .._sample import Calls, Changes
 
 
 def _meta_heads(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
+from .._registry import operator
+from .._sample import Calls, Changes
 from .norms import InputNorm, normed
 
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -71,7 +71,7 @@ def _check_top_k(check: Check, top_k: int, **_: Any) -> None:
 
 
 # Weights and ids.
-SELECTED = "[T, top_k]:float32 [T, top_k]:int32"
+SELECTED = "[..., top_k]:float32 [..., top_k]:int32"
 
 
 def _check_router(check, top_k, num_groups, top_groups, group_score, masked_score, **_):
@@ -121,7 +121,7 @@ class Router(NamedTuple):
 
 
 @operator(
-    f"logits[T, E<={MAX_EXPERTS}] correction_bias[E] per_expert_scale[E] -> {SELECTED}",
+    f"logits[..., E<={MAX_EXPERTS}] correction_bias[E] per_expert_scale[E] -> {SELECTED}",
     _check_router,
     allowed={"scoring": SCORINGS, "group_score": GROUP_SCORES, "sum_eps": 0.0, "sum_min": 0.0},
 )
@@ -153,7 +153,7 @@ def moe_router(
         w      = w * scaling_factor * per_expert_scale[ids]
 
     Args:
-        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
+        logits: [..., E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
             lowest.
         top_k: experts per token, 1 to min(E, 64); E is at most 1024.
         scoring: "softmax", "sigmoid", "sqrtsoftplus" (the root of softplus) or "softmax_after_topk".
@@ -173,7 +173,7 @@ def moe_router(
     Without a correction_bias and a masked_score the logits themselves are compared: they order as the
     scores do.
 
-    Returns: weights [T, top_k] float32 and ids [T, top_k] int32, in descending order of choice.
+    Returns: weights [..., top_k] float32 and ids [..., top_k] int32, in descending order of choice.
 
     Raises: ValueError for a dtype, shape, count, name or device that does not fit.
 
@@ -211,7 +211,7 @@ def moe_router(
 # The named routers of the sources
 
 
-@operator(f"logits[T, E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k)
+@operator(f"logits[..., E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Top-k experts and their weights by softmax over all; with norm_topk_prob the weights sum to 1.
 
@@ -219,12 +219,12 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     and -300 elsewhere, the best three are [2, 6, 1].
 
     Args:
-        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
+        logits: [..., E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
             lowest.
         top_k: experts per token, 1 to min(E, 64); E is at most 1024.
         norm_topk_prob: make the weights of a token sum to 1.
 
-    Returns: weights [T, top_k] float32, descending, and ids [T, top_k] int32; ties go to the lower id.
+    Returns: weights [..., top_k] float32, descending, and ids [..., top_k] int32; ties go to the lower id.
 
     Raises: ValueError for a dtype, shape or count that does not fit.
 
@@ -247,13 +247,7 @@ def _scaled_softmax_of_selected(
     return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
 
 
-def _meta_fused_routing(check, logits, top_k, **_):
-    _check_top_k(check, top_k)
-    shape = (*logits.shape[:-1], top_k)
-    return tuple(logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32))
-
-
-@operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_fused_routing)
+@operator(f"logits[..., E<={MAX_EXPERTS}] per_expert_scale[E] -> {SELECTED}", _check_top_k)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Top-k experts and their softmax weights, which sum to 1, times per_expert_scale[id].
 
@@ -261,13 +255,13 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     logits. After the scale there is no second renormalisation. Logits are compared, not probabilities.
 
     Args:
-        logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the
-            highest and lowest.
+        logits: [..., E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the highest
+            and lowest.
         per_expert_scale: [E], any of the three dtypes.
         top_k: experts per token, 1 to min(E, 64); E is at most 1024.
 
-    Returns: weights [T, top_k] (or [top_k]) float32 and ids int32 of the same shape, in descending order of
-        the logits; ties go to the lower id.
+    Returns: weights [..., top_k] float32 and ids int32 of the same shape, in descending order of the logits;
+        ties go to the lower id.
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
@@ -287,10 +281,10 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
 def _meta_router_logits(check, x, weight, dtype, factor, **_):
     if not abs(factor) <= FLOAT32_MAX:
         check.fail("factor", "a finite number", factor)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=NAMED_DTYPES[dtype])
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=NAMED_DTYPES[dtype])
 
 
-@operator("x[T, H] weight[E, H] bias[E] norm_weight[H]", _meta_router_logits)
+@operator("x[..., H] weight[E, H] bias[E] norm_weight[H]", _meta_router_logits)
 def router_logits(
     x: Tensor,
     weight: Tensor,
@@ -306,7 +300,7 @@ def router_logits(
     On mps, our kernel runs up to 32 tokens. For more, PyTorch's matmul of float32 copies is faster.
 
     Args:
-        x: [T, H], float32, float16 or bfloat16.
+        x: [..., H], float32, float16 or bfloat16.
         weight: [E, H], any of the three dtypes.
         bias: [E], any of the three dtypes, or None.
         norm_weight: [H], any of the three dtypes. With it norm(x) is rms(x) * (norm_weight +
@@ -315,7 +309,7 @@ def router_logits(
         dtype: of the result: "float32", "float16" or "bfloat16".
         factor: of the product.
 
-    Returns: [T, E] in `dtype`.
+    Returns: [..., E] in `dtype`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
@@ -330,7 +324,7 @@ def router_logits(
 
 
 @operator(
-    f"x[T, H] weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
+    f"x[..., H] weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
     _check_top_k,
 )
 def moe_gate(
@@ -350,7 +344,7 @@ def moe_gate(
         w      = w / sum(w)             with renormalize_after_scale; a sum of 0 counts as 1
 
     Args:
-        x: [T, H], float32, float16 or bfloat16. The normed values stay in float32, they are not rounded.
+        x: [..., H], float32, float16 or bfloat16. The normed values stay in float32, they are not rounded.
         weight: [E, H], any of the three dtypes; E is at most 1024.
         norm_weight: [H], any of the three dtypes. Gemma 4's is its router scale times H^-0.5.
         per_expert_scale: [E], any of the three dtypes.
@@ -358,7 +352,7 @@ def moe_gate(
         norm_eps: added to the mean of squares.
         renormalize_after_scale: the source kernel divides by the sum again, Gemma 4 does not.
 
-    Returns: weights [T, top_k] float32 and ids [T, top_k] int32. NaN logits count as the lowest float32.
+    Returns: weights [..., top_k] float32 and ids [..., top_k] int32. NaN logits count as the lowest float32.
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._encoding import affine_range
-from ._formats import FORMATS, Format, decode, dequantize_values, pack
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._encoding import affine_range
+from .._formats import FORMATS, Format, decode, dequantize_values, pack
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 
 CHUNK = 1 << 18  # weights that the reference takes at a time: what it computes stays in the cache of a core
 
@@ -105,7 +105,7 @@ def chunks(weight: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
 @functools.cache
 def constants(name: str) -> tuple[float, ...]:
     """The numbers of a constant of shaders/quantize_moves.h."""
-    text = (Path(__file__).parents[1] / "shaders/quantize_moves.h").read_text()
+    text = (Path(__file__).parents[2] / "shaders/quantize_moves.h").read_text()
     body = text.partition(f" {name}[")[2].partition(" = ")[2].partition(";")[0]
     return tuple(float(number) for number in re.findall(r"-?[\d.]+", body))
 

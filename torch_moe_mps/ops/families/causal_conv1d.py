@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ._pending import MAX_PENDING, PENDING, check_keep, counts
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._pending import MAX_PENDING, PENDING, check_keep, counts
+from .._registry import operator
+from .._sample import Calls, Changes
 
 ACTIVATIONS = ("none", "silu")
 

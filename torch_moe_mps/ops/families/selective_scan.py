@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._pending import MAX_PENDING, PENDING, check_keep, counts
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._pending import MAX_PENDING, PENDING, check_keep, counts
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 
 MAX_STATES = 16  # for each channel
 SCANNED_CHANNELS = 128  # in a group, whose uncommitted tokens lie together

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._checks import wide
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 
 GATE_ACTIVATIONS = ("silu", "sigmoid")
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(x) * (weight + weight_offset), in float32."""
-    x = x.float()
+    x = wide(x)
     x = x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if weight is None:
         return x

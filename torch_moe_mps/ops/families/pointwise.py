@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import NAMED_DTYPES, Check, dtype_name
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._checks import NAMED_DTYPES, Check, dtype_name
+from .._registry import operator
+from .._sample import Calls, Changes
 
 MAX_STEPS, MAX_NUMBERS, MAX_RANK = 32, 12, 4
 INPUTS = "abcdef"

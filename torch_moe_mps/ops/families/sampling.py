@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 
 MAX_VOCABULARY = 2**19
 LEAST_DRAW = torch.finfo(torch.float32).tiny

@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._activations import Activation
-from ._checks import Check, options_in
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import Activation
+from .._checks import Check, options_in, wide
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .norms import normed
 
 
 def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
     """sum_s weights[..., s] * slots[..., s, :] in float32, s ascending."""
-    weights = weights.float().unsqueeze(-1)
-    total = torch.zeros_like(slots[..., 0, :], dtype=torch.float32)
+    weights = wide(weights).unsqueeze(-1)
+    total = torch.zeros_like(slots[..., 0, :], dtype=torch.promote_types(slots.dtype, torch.float32))
     for s in range(slots.shape[-2]):
         total += weights[..., s, :] * slots[..., s, :]
     return total
@@ -68,7 +68,7 @@ def _meta_expert_activation_backward(check, dy, x, **options):
     return x.new_empty(x.shape)
 
 
-@operator("x[..., N] dy[..., _]:x", _meta_expert_activation_backward)
+@operator("x[..., N] dy[..., _]:x", _meta_expert_activation_backward, doubles=True)
 def _expert_activation_backward(
     dy: Tensor,
     x: Tensor,
@@ -98,7 +98,12 @@ def _activation_backward(grad, asked, given):
     return {"x": torch.ops.moe_mps._expert_activation_backward(grad, given["x"], *options)}
 
 
-@operator("x[..., N]", _meta_expert_activation, backward=Backward(_activation_backward, {"x": ("x",)}))
+@operator(
+    "x[..., N]",
+    _meta_expert_activation,
+    backward=Backward(_activation_backward, {"x": ("x",)}),
+    doubles=True,
+)
 def expert_activation(
     x: Tensor,
     activation: str = "silu",
@@ -224,8 +229,9 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
-# Summands of the experts' sum, beside a tensor of its dtype.
+# Summands of the experts' sum, beside a tensor of its dtype: of T rows, and of any leading dimensions.
 ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
+ADDED_TO_ROWS = "shared_gate[..., 1]|[...] shared_out[..., H]:{0} residual:{0}"
 
 
 class ExpertSum(NamedTuple):
@@ -237,34 +243,40 @@ class ExpertSum(NamedTuple):
     gate_is_logit: bool = False
 
     def check(self, check: Check) -> None:
-        """Checks beyond the declaration of the tensors, `ADDED`. T and H are the sizes of the sum."""
+        """Checks beyond the declaration of the tensors. T or ..., and H, are the sizes of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
         if self.shared_gate is not None and self.shared_out is None:
             check.fail("shared_out", "given when shared_gate is", None)
         if self.residual is not None:
-            rows, shape = check.dims("T H"), self.residual.shape
-            if shape[-1:] != tuple(rows[1:]) or math.prod(shape) != math.prod(rows):
-                check.fail("residual", f"T = {rows[0]} rows of H = {rows[1]} elements", tuple(shape))
+            sizes, shape = check.sizes, self.residual.shape
+            rows, width = math.prod(sizes.get("...", (sizes.get("T"),))), sizes["H"]
+            if shape[-1:] != (width,) or math.prod(shape) != rows * width:
+                check.fail("residual", f"T = {rows} rows of H = {width} elements", tuple(shape))
 
     def added_to(self, total: Tensor) -> Tensor:
         """total + g * shared_out + residual in float32, in that order."""
         if self.shared_out is not None:
-            shared = self.shared_out.float()
+            shared = wide(self.shared_out).reshape(total.shape)
             if self.shared_gate is not None:
-                gate = self.shared_gate.float().reshape(-1, 1)
+                gate = wide(self.shared_gate).reshape(-1, 1)
                 shared = (torch.sigmoid(gate) if self.gate_is_logit else gate) * shared
             total = total + shared
         if self.residual is not None:
-            total = total + self.residual.float().reshape(total.shape)
+            total = total + wide(self.residual).reshape(total.shape)
         return total
 
 
 def _meta_weighted_reduce_backward(check, weights, expert_out, **_):
-    return expert_out.new_empty(expert_out.shape), weights.new_empty(weights.shape, dtype=torch.float32)
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    return expert_out.new_empty(expert_out.shape), weights.new_empty(weights.shape, dtype=dtype)
 
 
-@operator("weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out", _meta_weighted_reduce_backward)
+@operator(
+    "weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out",
+    _meta_weighted_reduce_backward,
+    doubles=True,
+)
 def _moe_weighted_reduce_backward(dy: Tensor, expert_out: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of moe_weighted_reduce: weights[t, k] * dy[t], and dy[t] . expert_out[t, k].
 
@@ -276,10 +288,10 @@ def _moe_weighted_reduce_backward(dy: Tensor, expert_out: Tensor, weights: Tenso
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    rows = dy.float().unsqueeze(1)
-    products = (expert_out.float().reshape(*weights.shape, dy.shape[1]) * rows).sum(-1)
-    slots = (weights.float().unsqueeze(-1) * rows).to(expert_out.dtype)
-    return slots.reshape(expert_out.shape), products
+    rows = wide(dy).unsqueeze(1)
+    products = (wide(expert_out).reshape(*weights.shape, dy.shape[1]) * rows).sum(-1)
+    slots = (wide(weights).unsqueeze(-1) * rows).to(expert_out.dtype)
+    return slots.reshape(expert_out.shape), products.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def _reduce_backward(grad, asked, given):
@@ -300,6 +312,7 @@ def _check_weighted_reduce(check, **given):
         dict.fromkeys(("weights", "expert_out"), ("weights", "expert_out")),
         unless=("shared_gate", "shared_out", "residual"),
     ),
+    doubles=True,
 )
 def moe_weighted_reduce(
     expert_out: Tensor,

@@ -7,21 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._activations import POINTWISE, Activation
-from ._checks import NAMED_DTYPES, Check, dtype_name, options_in
-from ._decoded import in_blocks
-from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import Backward, operator
-from ._sample import Calls, Changes
+from .._activations import POINTWISE, Activation
+from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide
+from .._decoded import in_blocks
+from .._formats import TENSORS, Format, QuantizedWeight
+from .._registry import Backward, operator
+from .._sample import Calls, Changes
 from .norms import InputNorm
 
 
 def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """[..., C] -> [..., N] in float32: rows times the transposed matrix, plus the layer's bias."""
-    x = x.float()
-    blocks = [F.linear(x, values) for values in in_blocks(weight)]
+    x = wide(x)
+    blocks = [F.linear(x, values.to(x.dtype)) for values in in_blocks(weight)]
     out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
-    return out if bias is None else out.add_(bias.float())
+    return out if bias is None else out.add_(wide(bias))
 
 
 def _check_activated(check, activation, activated, factor, rows, columns):
@@ -44,7 +44,7 @@ def _check_linear_quantized_transposed(check, dy, packed, scales, biases, format
     return dy.new_empty(*dy.shape[:-1], columns)
 
 
-@operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed)
+@operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed, doubles=True)
 def _linear_quantized_transposed(
     dy: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
 ) -> Tensor:
@@ -61,10 +61,10 @@ def _linear_quantized_transposed(
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
-    rows, first = dy.float(), 0
+    rows, first = wide(dy), 0
     out = rows.new_zeros(*dy.shape[:-1], weight.format.columns(packed.shape[1]))
     for values in in_blocks(weight):
-        out += rows[..., first : first + len(values)] @ values
+        out += rows[..., first : first + len(values)] @ values.to(rows.dtype)
         first += len(values)
     return out.to(dy.dtype)
 
@@ -75,7 +75,7 @@ def _linear_backward(grad, asked, given):
         weight = [given[name] for name in TENSORS]
         gradients["x"] = torch.ops.moe_mps._linear_quantized_transposed(grad, *weight, given["format"])
     if "bias" in asked:
-        total = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+        total = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
         gradients["bias"] = total.to(given["bias"].dtype)
     return gradients
 
@@ -101,6 +101,7 @@ def _meta_linear_quantized(
         frozen=TENSORS,
         unless=("order", "norm_weight", "activation", "dtype"),
     ),
+    doubles=True,
 )
 def linear_quantized(
     x: Tensor,
@@ -162,7 +163,7 @@ def linear_quantized(
         some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
         out = torch.empty_like(out).index_copy_(-1, order.long(), out)
-    return (out if residual is None else out.add_(residual.float())).to(
+    return (out if residual is None else out.add_(wide(residual))).to(
         x.dtype if dtype is None else torch.float32
     )
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._weight_formats import GROUP_SIZES
-from ._checks import NAMED_DTYPES, PACKED_DTYPES, Check
-from ._formats import Format, dequantize_values, pack
-from ._registry import operator
-from ._sample import Calls, Changes, Sample, whole_groups
+from ..._weight_formats import GROUP_SIZES
+from .._checks import NAMED_DTYPES, PACKED_DTYPES, Check
+from .._formats import Format, dequantize_values, pack
+from .._registry import operator
+from .._sample import Calls, Changes, Sample, whole_groups
 from .rope import PAIRS, WRITTEN, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
@@ -202,7 +202,6 @@ def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: floa
         "mask key_range k_scales not beside k_tail (beside a tail)",
         "window key_range not beside mask (beside a mask, which holds it)",
     ),
-    symbols=("position",),
 )
 def attention(
     q: Tensor,
@@ -437,7 +436,6 @@ def _check_write(check, states, packed_, scales_, biases_, start):
     "states[B, Hk, T, _] packed_[B, Hk, N, _]:packed scales_[B, Hk, N, _]:states biases_[B, Hk, N, _]:states "
     "-> packed_ scales_ biases_",
     _check_write,
-    symbols=("start",),
 )
 def write_cache_quantized_(
     states: Tensor,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._registry import operator
+from .._sample import Calls, Changes
 
 MAX_STREAMS = 4
 MAX_ITERATIONS = 1024

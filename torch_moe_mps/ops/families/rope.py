@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import Check
-from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from .._checks import Check
+from .._registry import operator
+from .._sample import Calls, Changes, Sample
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._registry import operator
-from ._sample import Calls, Changes
+from .._registry import operator
+from .._sample import Calls, Changes
 from .attention import MAX_INDEX_BLOCK, WORD, seen_in_order
 
 MAX_INDEX_WIDTH = 256  # elements of an index query and key
@@ -42,7 +42,6 @@ def _meta_index_topk(check, q, k, top_k, key_range, reduce, block, tail, keys, a
     _meta_index_topk,
     allowed={"reduce": REDUCTIONS, "top_k": 1, "block": range(1, MAX_INDEX_BLOCK + 1)},
     dependences=('weights not with reduce="keys" (with reduce = "keys")',),
-    symbols=("keys",),
 )
 def _index_topk(
     q: Tensor,
