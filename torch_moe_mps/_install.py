@@ -9,9 +9,9 @@ from pathlib import Path
 
 def pip_install(*arguments: str) -> str:
     """Shell command for this Python's pip, whatever `pip` is in the shell."""
-    own = Path(sys.executable).parent
+    scripts_folder = Path(sys.executable).parent
     found = shutil.which("pip")
-    if found is not None and Path(found).parent == own:
+    if found is not None and Path(found).parent == scripts_folder:
         pip = "pip install"
     elif PathFinder.find_spec("pip") is not None:  # find_spec would end distutils of setuptools
         pip = f"{shlex.quote(sys.executable)} -m pip install"

@@ -67,11 +67,11 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parsed options of a command; arguments after -- of the agent command are in options.arguments."""
-    own, behind = [*arguments], list[str]()
-    if own[:1] == ["launch"] and "--" in own:
-        place = own.index("--")
-        own, behind = own[:place], own[place + 1 :]
-    options = parser().parse_args(own)
+    command_arguments, behind = [*arguments], list[str]()
+    if command_arguments[:1] == ["launch"] and "--" in command_arguments:
+        place = command_arguments.index("--")
+        command_arguments, behind = command_arguments[:place], command_arguments[place + 1 :]
+    options = parser().parse_args(command_arguments)
     options.arguments = behind
     return options
 
@@ -282,10 +282,10 @@ _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _KEPT = ("--prompt-memory", "--prompt-disk")
 
 
-def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
-    """Adds options that several commands have; `own` is what they are in this one."""
+def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **overrides: Any) -> None:
+    """Adds options that several commands have; `overrides` change them for this one."""
     for name in names:
-        arguments = _SHARED[name] | own
+        arguments = _SHARED[name] | overrides
         command.add_argument(name, **arguments | {"help": arguments["help"].format(of)})
 
 

@@ -313,8 +313,8 @@ class Bench:
         return row
 
     def _forward(self, ids: Tensor, cache: Any) -> Any:
-        given = cache_argument(self.model, cache)
-        return self.model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
+        cache_arguments = cache_argument(self.model, cache)
+        return self.model(input_ids=ids, **cache_arguments, use_cache=True, logits_to_keep=1)
 
     def _host(self, depth: int) -> float:
         """Seconds until the operators of a token are issued, without waiting for what they compute."""

@@ -101,28 +101,28 @@ class _Conversation:
         prompt = Chat([*self.messages], goes_on=goes_on)
         request = Request([prompt], "messages", choice(self.settings))
         shown: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        made: list[Answers] = []
+        prepared: list[Answers] = []
         is_stopped = threading.Event()
 
         def stop() -> None:
             is_stopped.set()
-            for answers in made:
+            for answers in prepared:
                 answers.cancel()
 
         with at_ctrl_c(stop):
             print(f"<{self.served.name}>:", flush=True)
             try:
-                made.append(prepare(self.served, request, lambda number, event: shown.put(event)))
+                prepared.append(prepare(self.served, request, lambda number, event: shown.put(event)))
             except Exception as error:  # from the typed text, or from the chat template
                 print(f"{error.message if isinstance(error, Refused) else first_line(error)}\n")
                 if not goes_on:
                     self.messages.pop()
                 return
             if is_stopped.is_set():
-                made[0].cancel()
-            made[0].submit(self.served.generator)
-            _show(made[0].answers[0], shown)
-        self._ended(made[0], goes_on)
+                prepared[0].cancel()
+            prepared[0].submit(self.served.generator)
+            _show(prepared[0].answers[0], shown)
+        self._ended(prepared[0], goes_on)
 
     def _ended(self, answers: Answers, goes_on: bool) -> None:
         (answer,) = answers.answers

@@ -180,7 +180,7 @@ def check_all(
 
 def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> list[Finding]:
     """Calls of the sizes of real models, all of them."""
-    findings, made = [], []
+    findings, entries = [], []
     for what, call in large.calls(dtype, format):
         started = time.perf_counter()
         with noted(f"calling {what}: {call.operator} of {in_words(call)}"):
@@ -188,11 +188,13 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
         if finding is not None:
             finding.message = " ".join(filter(None, (what, finding.message)))
         seconds = round(time.perf_counter() - started, 1)
-        made.append({"call": what, "operator": call.operator, "seconds": seconds, "right": finding is None})
+        entries.append(
+            {"call": what, "operator": call.operator, "seconds": seconds, "right": finding is None}
+        )
         print(f"{what}: {'wrong' if finding else 'right'} ({seconds} s)", flush=True)
         findings += [finding] if finding else []
         release_cache()
-    report["large"] = made
+    report["large"] = entries
     return findings
 
 

@@ -335,6 +335,6 @@ def _rename(folder: Path, destination: Path) -> None:
 def _save_generation_config(model: nn.Module, folder: Path, source: str) -> None:
     generates: Any = model
     if generates.can_generate():
-        own = (Path(source) / GENERATION_CONFIG_NAME).exists()
-        config = GenerationConfig.from_pretrained(source) if own else generates.generation_config
+        has_config = (Path(source) / GENERATION_CONFIG_NAME).exists()
+        config = GenerationConfig.from_pretrained(source) if has_config else generates.generation_config
         config.save_pretrained(folder)

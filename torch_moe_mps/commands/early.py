@@ -29,8 +29,8 @@ def check_options(options: argparse.Namespace) -> None:
     recipe = getattr(options, "recipe", None)
     if recipe not in (None, *RECIPES, *MIXED) and not Path(recipe).exists():
         raise ValueError(f"--recipe must be {', '.join((*RECIPES, *MIXED))} or a file, got {recipe}")
-    if (own := _OWN.get(options.command)) is not None:
-        own(options)
+    if (check := _OWN.get(options.command)) is not None:
+        check(options)
     if options.command != "launch":  # its server may have the model elsewhere
         look_for_models(options)  # on the Hub, too, which takes longer
     if options.command == "generate":

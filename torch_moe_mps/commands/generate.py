@@ -59,12 +59,12 @@ def run(options: argparse.Namespace) -> None:
     engine = Engine(model, cache, options.batch, drafting=drafting)
     streamer = _Streamer(tokenizer, lengths[0]) if options.prompts is None else None
     answers, jobs = list[BatchAnswer](), list[Job]()
-    for given, length in zip(inputs, lengths, strict=True):
+    for encoded, length in zip(inputs, lengths, strict=True):
         config = settings_of_answer(model, tokenizer, asked, length, limit)
-        answer = BatchAnswer(given["input_ids"][0].tolist(), config, tokenizer, streamer, lambda: None)
+        answer = BatchAnswer(encoded["input_ids"][0].tolist(), config, tokenizer, streamer, lambda: None)
         config.stop_strings = None  # the answer looks for them
         answers.append(answer)
-        jobs.append(Job(dict(given), config, answer.take, answer.end))
+        jobs.append(Job(dict(encoded), config, answer.take, answer.end))
     engine.submit(*jobs)
     with contextlib.closing(cache):
         if streamer is None:

@@ -66,9 +66,13 @@ def _codex(server: RunningServer, key: str | None) -> Start:
 
 def _claude(server: RunningServer, key: str | None) -> Start:
     kinds = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")))
-    own = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": key or "none", "ANTHROPIC_API_KEY": ""}
+    connection = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": key or "none",
+        "ANTHROPIC_API_KEY": "",
+    }
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    return Start([], {**own, **dict.fromkeys(kinds, server.model), **quiet})
+    return Start([], {**connection, **dict.fromkeys(kinds, server.model), **quiet})
 
 
 def _opencode(server: RunningServer, key: str | None) -> Start:

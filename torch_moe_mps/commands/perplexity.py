@@ -99,8 +99,10 @@ def _as_json(options: argparse.Namespace, tokens: int, found: list["Means"]) -> 
         about |= {"against": options.against, "perplexity_of_other": _exp(found[0].other)}
     models = []
     for model, means in zip(options.model, found, strict=True):
-        own = _exp(means.loss)
-        models.append({"model": model, "perplexity": own, "standard_error": own * means.loss_error})
+        perplexity = _exp(means.loss)
+        models.append(
+            {"model": model, "perplexity": perplexity, "standard_error": perplexity * means.loss_error}
+        )
         if options.against:
             kept = ("divergence", "divergence_error", "agreement", "rest")
             models[-1] |= {name: getattr(means, name) for name in kept}
@@ -135,9 +137,13 @@ class Means:
 
     def figures(self) -> tuple[str, str, str]:
         """Formatted perplexity, divergence and agreement."""
-        own = _exp(self.loss)
+        perplexity = _exp(self.loss)
         divergence = f"{self.divergence:.5f} ± {self.divergence_error:.5f}"
-        return f"{own:.4f} ± {own * self.loss_error:.4f}", divergence, f"{100 * self.agreement:.2f} %"
+        return (
+            f"{perplexity:.4f} ± {perplexity * self.loss_error:.4f}",
+            divergence,
+            f"{100 * self.agreement:.2f} %",
+        )
 
 
 @torch.no_grad()

@@ -62,9 +62,11 @@ def _named(recipe: str, model: "PreTrainedModel", asked: dict[str, Any], for_mlx
     experts = [target for target in quantizable(model).values() if target.kind == "experts"]
     columns = [t.rows_first(t.dense(p)).shape[-1] for t in experts for p in t.parameters]
     fits_in = experts and all(count % LARGE_BLOCK == 0 for count in columns) and not for_mlx
-    own, down = (SUPERBLOCKS if fits_in and asked.get("group_size") is None else NAMED)[recipe]
+    recipe_arguments, down = (SUPERBLOCKS if fits_in and asked.get("group_size") is None else NAMED)[recipe]
     unsaid = {"bits": None, "mode": "affine", "group_size": None, "linear_bits": AUTO, "embedding_bits": AUTO}
-    arguments = own | {name: value for name, value in asked.items() if value != unsaid.get(name, ())}
+    arguments = recipe_arguments | {
+        name: value for name, value in asked.items() if value != unsaid.get(name, ())
+    }
     paths = [target.path(parameter) for target in experts for parameter in target.parameters]
     ends = dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths if path.endswith("down_proj"))
     return arguments if down is None else arguments | {"overrides": dict.fromkeys(ends, down)}

@@ -76,16 +76,16 @@ def table(
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines for each Mac and format in which a model is larger than memory, and the numbers in them."""
     found = {
-        (name, size.name): own
+        (name, size.name): estimate
         for name, limit in limits
         for size in sizes
-        if (own := residency(model, size, limit, bandwidth)) is not None
+        if (estimate := residency(model, size, limit, bandwidth)) is not None
     }
     if not found:
         return [], {}
     head = ["Mac", "weights", "--experts-memory", "in memory", "hits", "MB read for a token", "tokens/s"]
-    rows = [[*names, *own.cells()] for names, own in found.items()]
+    rows = [[*names, *estimate.cells()] for names, estimate in found.items()]
     lines = ["", "Larger than memory, with experts on the disk (docs/memory.md). Hits are as others measured"]
     lines += [f"them for Qwen3-30B-A3B; tokens/s are an upper bound, of a disk with {DISK / 1e9:.0f} GB/s:"]
-    numbers = [{"mac": mac, "weights": size, **own._asdict()} for (mac, size), own in found.items()]
+    numbers = [{"mac": mac, "weights": size, **estimate._asdict()} for (mac, size), estimate in found.items()]
     return [*lines, *aligned([head, *rows], 2)], {"on_disk": numbers}

@@ -92,9 +92,9 @@ def sockets_of(host: str, port: int) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     for address in ("127.0.0.1", "::1") if host == "localhost" else (host,):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        own = listeners[0].getsockname()[1] if listeners else port
+        listen_port = listeners[0].getsockname()[1] if listeners else port
         try:
-            listeners.append(socket.create_server((address, own), family=family, backlog=128))
+            listeners.append(socket.create_server((address, listen_port), family=family, backlog=128))
         except OSError as error:
             if listeners:  # a machine without IPv6
                 continue

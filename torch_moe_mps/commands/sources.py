@@ -189,8 +189,8 @@ def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: 
     asked |= {"device_map": device, **loading_options(options)}
 
     def loaded(dtype: torch.dtype | None) -> Any:
-        own = {} if dtype is None else {"dtype": dtype}
-        return load_spread(options, folder, **asked | own)
+        dtype_argument = {} if dtype is None else {"dtype": dtype}
+        return load_spread(options, folder, **asked | dtype_argument)
 
     if asked.get("experts_memory") is not None and processes() == 1:
         recipe = {name: asked[name] for name in ARGUMENTS if name in asked} or None

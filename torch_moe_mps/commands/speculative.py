@@ -79,6 +79,6 @@ def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, s
 
 def _differ(options: argparse.Namespace, model: Any, folder: str, draft: Any, draft_folder: str) -> bool:
     """True if a model and its draft have different vocabularies."""
-    own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
+    tokenizer, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
     sizes = {vocabulary_of(part) for part in (model, draft)}
-    return own.get_vocab() != other.get_vocab() or len(sizes) > 1
+    return tokenizer.get_vocab() != other.get_vocab() or len(sizes) > 1

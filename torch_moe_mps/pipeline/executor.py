@@ -75,12 +75,12 @@ class Leader(Beside):
             raise
 
     def begun(
-        self, prefill: Prefill, inputs: dict[str, Tensor], held: list[int] | None, reads_whole: bool
+        self, prefill: Prefill, inputs: dict[str, Tensor], prefix_numbers: list[int] | None, reads_whole: bool
     ) -> None:
         """Registers a new prefill, and drops those that no longer exist."""
         number = self._numbers[prefill] = next(self._count)
         known, cached = sorted(self._numbers.values()), len(prefill.cached.ids)
-        self.queue(orders.Begin(inputs, number, known, held, cached, reads_whole))
+        self.queue(orders.Begin(inputs, number, known, prefix_numbers, cached, reads_whole))
 
     def number(self, prefill: Prefill) -> int:
         return self._numbers[prefill]
@@ -194,16 +194,18 @@ class PipelineExecutor(Executor):
     def keep(self, prefill: Prefill, prefix: CachedPrefix) -> None:
         super().keep(prefill, prefix)
         more = None if prefix is prefill.cached else prefix.ids[prefill.ids.shape[1] :].tolist()
-        is_copy, held = prefix.cache is not prefill.cached.cache, _numbers(prefill.prefix_cache)
-        self._leader.queue(orders.Keep(self._leader.number(prefill), prefix.number, more, is_copy, held))
+        is_copy, prefix_numbers = prefix.cache is not prefill.cached.cache, _numbers(prefill.prefix_cache)
+        self._leader.queue(
+            orders.Keep(self._leader.number(prefill), prefix.number, more, is_copy, prefix_numbers)
+        )
 
     def _begun(
         self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None
     ) -> Prefill:
-        held = None if prefix_cache is None else _numbers(prefix_cache)
+        prefix_numbers = None if prefix_cache is None else _numbers(prefix_cache)
         prefill = super()._begun(inputs, prefix_cache, images)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        self._leader.begun(prefill, tensors, held, self._abilities.reads_whole)
+        self._leader.begun(prefill, tensors, prefix_numbers, self._abilities.reads_whole)
         return prefill
 
 

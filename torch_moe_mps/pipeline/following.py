@@ -123,9 +123,9 @@ class Following:
         prefix.number = order.kept
         self._evict(order.held)
 
-    def _evict(self, held: list[int]) -> None:
+    def _evict(self, prefix_numbers: list[int]) -> None:
         """Evicts the prefixes that the first process does not hold."""
-        self._prefix_cache.kept = [each for each in self._prefix_cache.kept if each.number in held]
+        self._prefix_cache.kept = [each for each in self._prefix_cache.kept if each.number in prefix_numbers]
 
 
 # The handler of each kind of order; `End` ends the loop.

@@ -154,18 +154,18 @@ class _Calls(TorchDispatchMode):
             self._refuse(f"has layers that do not return tensors, but {kinds}")
         self.results = len(output) if isinstance(output, tuple) else None
         self.layer = None
-        made = tuple(None if result is None else torch.empty_like(result) for result in results)
-        for item in made:
+        replacements = tuple(None if result is None else torch.empty_like(result) for result in results)
+        for item in replacements:
             if item is not None:
                 self._add(item, {(number, True)})
-        return made[0] if self.results is None else made
+        return replacements[0] if self.results is None else replacements
 
     def _read(self, reader: int, sources: set[_Source]) -> None:
         """Notes what a layer reads. The reader behind the last one is what the model returns."""
         if reader > 0 and _EMBEDDED in sources:
             self.uses_embeddings = True
-        own = {(reader, True), (reader, False)}
-        for layer, is_returned in sorted(sources - own - {_EMBEDDED, (reader - 1, True)}):
+        reader_sources = {(reader, True), (reader, False)}
+        for layer, is_returned in sorted(sources - reader_sources - {_EMBEDDED, (reader - 1, True)}):
             if reader == self.count:
                 self._refuse(f"returns what follows from layer {layer}")
             verb = "returned" if is_returned else "kept"

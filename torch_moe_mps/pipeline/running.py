@@ -41,8 +41,8 @@ class Running(Beside):
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
         model.register_forward_hook(self._at_the_end, always_call=True)
-        own = {PIPELINE: self, "init_continuous_batching": _refuse_batching}
-        vars(model).update(own, save_pretrained=_refuse_saving)
+        attributes = {PIPELINE: self, "init_continuous_batching": _refuse_batching}
+        vars(model).update(attributes, save_pretrained=_refuse_saving)
 
     @contextlib.contextmanager
     def without_logits(self) -> Iterator[None]:

@@ -209,8 +209,8 @@ def quantize_stack(
         if importance is None and format.integers is None:
             packed, scales, biases = _by_rule(chunk, format, errors)
         else:
-            own = None if importance is None else importance[index[0]]
-            packed, scales, biases = _by_search(chunk, own, format, errors)
+            chunk_importance = None if importance is None else importance[index[0]]
+            packed, scales, biases = _by_search(chunk, chunk_importance, format, errors)
         # torch copies from mps to no address on the CPU that is no multiple of 4, as that of scales may be.
         codes[index], out.scales[index] = packed, scales.to(stack.device)
         if out.biases is not None and biases is not None:

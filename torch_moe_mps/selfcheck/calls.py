@@ -97,11 +97,11 @@ def subjects(
     dtypes: Iterable[torch.dtype],
     formats: Collection[Format],
     heads: Mapping[str, Collection[tuple[int, int]]] = HEADS,
-    given: Collection[tuple[str, ...]] | None = None,
+    combinations: Collection[tuple[str, ...]] | None = None,
 ) -> list[Subject]:
     """Subjects that have to be compared.
 
-    `heads` are by operator; an operator that it lacks has sample heads. `given` None means every combination.
+    `heads` are by operator; an operator that it lacks has sample heads. `combinations` None: all.
     """
     listed = [
         Subject(name, torch.float32 if name in ON_IDS else dtype, format, head, beside)
@@ -110,7 +110,7 @@ def subjects(
         for dtype in dtypes
         for format in (formats if "format" in names_of(name) else (None,))
         for head in (heads.get(name) or (HEAD,) if name in OF_HEADS else (None,))
-        for beside in (_combinations(name) if given is None or name not in WITH else given)
+        for beside in (_combinations(name) if combinations is None or name not in WITH else combinations)
     ]
     return [*dict.fromkeys(listed)]
 

@@ -159,17 +159,17 @@ def _results(call: Call, device: str, end: float) -> dict[str, Tensor]:
     """Results of an operator, and tensors that it writes in place, by the argument's name."""
     if time.monotonic() > end:
         raise OutOfTime
-    own = {
+    placed = {
         key: _placed(value, device) if isinstance(value, Tensor) else value
         for key, value in call.arguments.items()
     }
     operator: Any = packet(call.operator)
-    result = operator(**own)
+    result = operator(**placed)
     returned = [*result] if isinstance(result, tuple) else [] if result is None else [result]
     arguments = operator.default._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     named = {f"result {number}": tensor for number, tensor in enumerate(returned)}
-    return named | {name: own[name] for name in written if own.get(name) is not None}
+    return named | {name: placed[name] for name in written if placed.get(name) is not None}
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:

@@ -51,8 +51,8 @@ def checks_of(subjects: Iterable[Subject]) -> list[CallsToCheck]:
     plain = [(subject, str(subject), calls) for subject in every]
     at_size = [(item, f"{item} at size", calls_at_size) for item in every if has_calls_at_size(item)]
     return [
-        CallsToCheck(subject.operator, label, functools.partial(made, subject), subject.without_head())
-        for subject, label, made in plain + at_size
+        CallsToCheck(subject.operator, label, functools.partial(make_calls, subject), subject.without_head())
+        for subject, label, make_calls in plain + at_size
     ]
 
 
@@ -101,8 +101,8 @@ def first_fault(check: CallsToCheck, end: float = math.inf, passed: set[str] | N
     """
     done = set() if passed is None else passed
     steps = set()
-    with _unwatched(), contextlib.closing(check.calls()) as made:  # type: ignore[type-var]
-        for number, call in enumerate(made):
+    with _unwatched(), contextlib.closing(check.calls()) as call_iterator:  # type: ignore[type-var]
+        for number, call in enumerate(call_iterator):
             step = f"{check.label} #{number}"
             steps.add(step)
             if step in done:

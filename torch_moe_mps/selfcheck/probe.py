@@ -88,12 +88,12 @@ def compiling(libraries: Iterable[str]) -> dict[str, float]:
 
 def matrix_layout(sizes: ProbeSizes) -> dict[str, Any]:
     """`as_assumed`, as MatrixPlace has it; else `elements`: two of each lane (8 * row + column)."""
-    matrix, held = torch.arange(64.0).to("mps"), torch.empty(64, device="mps")
-    _run("probe_layout", [matrix, held], groups=1, threads=32)
+    matrix, elements = torch.arange(64.0).to("mps"), torch.empty(64, device="mps")
+    _run("probe_layout", [matrix, elements], groups=1, threads=32)
     lanes = torch.arange(32)
     first = 8 * (lanes // 16 * 4 + lanes // 2 % 4) + 2 * (lanes // 8 % 2 * 2 + lanes % 2)
-    same = torch.equal(held.cpu(), torch.stack([first, first + 1], 1).flatten().float())
-    return {"as_assumed": True} if same else {"as_assumed": False, "elements": held.cpu().int().tolist()}
+    same = torch.equal(elements.cpu(), torch.stack([first, first + 1], 1).flatten().float())
+    return {"as_assumed": True} if same else {"as_assumed": False, "elements": elements.cpu().int().tolist()}
 
 
 def nan_rules(sizes: ProbeSizes) -> dict[str, Any]:
@@ -264,10 +264,12 @@ def chunk_of_a_prompt(sizes: ProbeSizes) -> dict[str, Any]:
         for heads, rows in ((32, tokens), (4, keys), (4, keys))
     )
     mask = seen_in_order(tokens, keys, keys, None, None, q.device, 0)
-    own = _best(lambda: torch.ops.moe_mps.attention(q, k, v, width**-0.5), sizes.repeats)
-    sdpa = _best(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats)
-    remember_faster(SDPA, sdpa < own)
-    return {"own": _digits(own * 1e3), "torch": _digits(sdpa * 1e3)}
+    operator_seconds = _best(lambda: torch.ops.moe_mps.attention(q, k, v, width**-0.5), sizes.repeats)
+    sdpa_seconds = _best(
+        lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats
+    )
+    remember_faster(SDPA, sdpa_seconds < operator_seconds)
+    return {"own": _digits(operator_seconds * 1e3), "torch": _digits(sdpa_seconds * 1e3)}
 
 
 def _is_held(size: int) -> bool:

@@ -87,14 +87,14 @@ def generate_batch(
             ids = _ids(prompt, number, tokenizer)
             answer = BatchAnswer(ids[0].tolist(), config, tokenizer, streamers[number], bar.update)
             config.stop_strings = None  # the answer looks for them
-            own = [*(processors[number] or ())]
+            job_processors = [*(processors[number] or ())]
             job = Job(
                 {"input_ids": ids},
                 config,
                 answer.take,
                 answer.end,
                 seed=seeds[number],
-                processors=own,
+                processors=job_processors,
             )
             check_job(model, job)
             answers.append(answer)

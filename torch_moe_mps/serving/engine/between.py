@@ -25,10 +25,11 @@ class Between:
     @contextlib.contextmanager
     def calling(self, function: Callable[[], None]) -> Iterator[None]:
         """Context of a model call; an exception of `function` aborts the call."""
-        own, hooks = threading.get_ident(), list[RemovableHandle]()
+        thread, hooks = threading.get_ident(), list[RemovableHandle]()
 
         def before(module: nn.Module, inputs: Any) -> None:
-            if threading.get_ident() != own or torch._C._len_torch_dispatch_stack():  # the call is recorded
+            # behind `or`: the call is recorded
+            if threading.get_ident() != thread or torch._C._len_torch_dispatch_stack():
                 return
             if module is self._decoder:
                 hooks.pop().remove()

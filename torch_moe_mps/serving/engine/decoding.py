@@ -102,14 +102,17 @@ class Decoding:
         self._drafts.hold(group, tokens, known)
         firsts = group.lengths
         out = self._executor.step(group, torch.tensor(inputs).to(self._executor.device))
-        made = self._drafts.accepted(group, out.logits, known, drafts)
+        sampled = self._drafts.accepted(group, out.logits, known, drafts)
         before = [len(each.tokens) for each in sequences]
-        reasons = [self._pool.append_all(each, own) for each, own in zip(sequences, made, strict=True)]
-        given = [len(each.tokens) - count for each, count in zip(sequences, before, strict=True)]
-        right = [count + max(0, new - 1) for count, new in zip(known, given, strict=True)]
+        reasons = [
+            self._pool.append_all(each, row_tokens)
+            for each, row_tokens in zip(sequences, sampled, strict=True)
+        ]
+        new_counts = [len(each.tokens) - count for each, count in zip(sequences, before, strict=True)]
+        right = [count + max(0, new - 1) for count, new in zip(known, new_counts, strict=True)]
         kept = self._drafts.take_back(group, tokens, right)
         self._drafts.computed(sequences, firsts, out, kept)
-        drafting.verified(rows, [max(0, len(own) - 1) for own in made], drafts)
+        drafting.verified(rows, [max(0, len(row_tokens) - 1) for row_tokens in sampled], drafts)
         seconds = (drafting.seconds if any(drafts) else 0.0) + time.perf_counter() - started
         drafting.width.took(len(rows), tokens, seconds)
         for sequence, reason in zip(sequences, reasons, strict=True):

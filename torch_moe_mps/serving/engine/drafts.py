@@ -77,8 +77,8 @@ class Drafts:
         """Updates the budget with the bytes per token that the drafters hold."""
         for row in _rows(sequences):
             if self.drafting is not None:
-                held = self.drafting.held(row) / len(row.tokens)
-                self._budget.drafts = max(self._budget.drafts, held)
+                bytes_per_token = self.drafting.held(row) / len(row.tokens)
+                self._budget.drafts = max(self._budget.drafts, bytes_per_token)
 
     def computed(
         self,
@@ -129,12 +129,13 @@ class Drafts:
         assert self.drafting is not None
         rows, ahead, _ = _to_draft(group, 0)
         known = [1 + count for count in ahead]
-        filled = [count + len(own) for count, own in zip(known, drafts, strict=True)]
+        filled = [count + len(row_draft) for count, row_draft in zip(known, drafts, strict=True)]
         tokens = min(filled) if self.drafting.width.is_even else max(filled)
         inputs = [
-            [*row.tokens[-count:], *own][:tokens] for row, count, own in zip(rows, known, drafts, strict=True)
+            [*row.tokens[-count:], *row_draft][:tokens]
+            for row, count, row_draft in zip(rows, known, drafts, strict=True)
         ]
-        return [own + own[-1:] * (tokens - len(own)) for own in inputs], known
+        return [row_input + row_input[-1:] * (tokens - len(row_input)) for row_input in inputs], known
 
     def hold(self, group: BatchedGroup, tokens: int, known: list[int]) -> None:
         """Copies recurrent states that draft tokens would overwrite."""
@@ -147,12 +148,12 @@ class Drafts:
     ) -> list[list[Choice]]:
         """Accepted draft tokens of each sequence, followed by the next sampled token or an error."""
         samplers = [each.sampler for each in group.sequences if each.sampler is not None]
-        made = verified(samplers, logits, known, drafts)
-        for sequence, own, tokens in zip(group.sequences, drafts, made, strict=True):
+        results = verified(samplers, logits, known, drafts)
+        for sequence, row_draft, tokens in zip(group.sequences, drafts, results, strict=True):
             count = max(0, len(tokens) - 1)
             sequence.job.usage.accepted_tokens += count
-            sequence.job.usage.rejected_tokens += len(own) - count
-        return made
+            sequence.job.usage.rejected_tokens += len(row_draft) - count
+        return results
 
     def take_back(self, group: BatchedGroup, tokens: int, right: list[int]) -> list[int]:
         """Removes rejected tokens from the cache. Returns: the number of tokens that each row keeps.

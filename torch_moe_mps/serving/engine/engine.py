@@ -306,8 +306,8 @@ class Engine:
         if cached.cache is None:
             return
         layers = cached.cache.layers
-        held = sum(LayerState(layer).memory() for layer in layers)
-        self.budget.token = max(self.budget.token, held / len(cached.ids))
+        nbytes = sum(LayerState(layer).memory() for layer in layers)
+        self.budget.token = max(self.budget.token, nbytes / len(cached.ids))
         if self.drafts.drafting is not None:
             kinds = [[k] if (k := self.drafts.deferrable.get(n)) else [] for n in range(len(layers))]
             self.budget.state = max(self.budget.state, sum(map(bytes_beside, layers, kinds)))

@@ -138,11 +138,11 @@ def unknown_token(model: Any, ids: Tensor | Sequence[int]) -> int | None:
     return next((token for token in beyond if token not in known), None)
 
 
-def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: int) -> None:
+def check_settings(config: GenerationConfig, defaults: GenerationConfig, vocabulary: int) -> None:
     """Validates generation settings.
 
     Args:
-        own: the model's settings; tokens equal to these are not checked.
+        defaults: the model's settings; tokens equal to these are not checked.
         vocabulary: the vocabulary size.
 
     Raises: ValueError for the first setting out of range, and for a search or a cache of `generate` alone.
@@ -150,7 +150,7 @@ def check_settings(config: GenerationConfig, own: GenerationConfig, vocabulary: 
     for name, check in (SETTINGS | DRAWS if config.do_sample else SETTINGS).items():
         _check(name, check, getattr(config, name, None))
     for name, check in tokens(vocabulary).items():
-        if (value := getattr(config, name, None)) != getattr(own, name, None):
+        if (value := getattr(config, name, None)) != getattr(defaults, name, None):
             _check(name, check, value)
     mode, cache = config.get_generation_mode(), config.cache_implementation
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):

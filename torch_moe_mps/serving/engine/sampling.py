@@ -190,24 +190,24 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> Sampled:
     kinds: dict[Any, list[int]] = {}
     for row, sampler in enumerate(samplers):
         kinds.setdefault((rows[row] is None, sampler.kind), []).append(row)
-    made = []
+    parts = []
     for (is_plain, _), of_kind in kinds.items():
         if is_plain:
             scores = _rows(logits, of_kind)
         else:
             scores = torch.cat([rows[row] for row in of_kind])  # type: ignore[misc]  # none is None
         try:
-            made.append(_of_kind([samplers[row] for row in of_kind], scores))
+            parts.append(_of_kind([samplers[row] for row in of_kind], scores))
         except torch.AcceleratorError:
             raise
         except Exception as error:  # their settings, which are the same, are wrong
             errors |= {row: error for row in of_kind if row not in errors}
-            made.append(torch.zeros((2, len(of_kind)), dtype=torch.int64, device=logits.device))
-    sampled = made[0]
-    if len(made) > 1:
+            parts.append(torch.zeros((2, len(of_kind)), dtype=torch.int64, device=logits.device))
+    sampled = parts[0]
+    if len(parts) > 1:
         order = [row for of_kind in kinds.values() for row in of_kind]
         places = [order.index(row) for row in range(len(samplers))]
-        sampled = _rows(torch.cat(made, 1), places, 1)
+        sampled = _rows(torch.cat(parts, 1), places, 1)
     for row, sampler in enumerate(samplers):
         sampler.append(sampled[0, row : row + 1])
     return Sampled(sampled, errors, samplers[0].model)

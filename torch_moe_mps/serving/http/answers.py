@@ -61,7 +61,7 @@ class Answers:
     def draft_tokens(self) -> tuple[int, int]:
         """(accepted, rejected) draft tokens."""
         each = [job.usage for job in self.jobs]
-        return sum(own.accepted_tokens for own in each), sum(own.rejected_tokens for own in each)
+        return sum(usage.accepted_tokens for usage in each), sum(usage.rejected_tokens for usage in each)
 
     @property
     def drafts_form(self) -> dict[str, int]:
@@ -84,8 +84,10 @@ class Answers:
         tokens, seconds = self.tokens, ended - first
         speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
         disk = f", {self.disk_tokens} of the disk" if self.disk_tokens else ""
-        held, wrong = self.draft_tokens
-        drafted = f", {held} of {held + wrong} draft tokens accepted" if held + wrong else ""
+        accepted, rejected = self.draft_tokens
+        drafted = (
+            f", {accepted} of {accepted + rejected} draft tokens accepted" if accepted + rejected else ""
+        )
         reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
             f"waited {begun - submitted:.2f} s, "

@@ -37,40 +37,40 @@ class CallForm:
 
     def new_id(self) -> str:
         """Id of a call to which the model gives none."""
-        own = uuid.uuid4().hex
-        return own[:9] if self.ids == "short" else f"call_{own}"
+        digits = uuid.uuid4().hex
+        return digits[:9] if self.ids == "short" else f"call_{digits}"
 
     def convert(self, messages: list[Message]) -> list[Message]:
         """Messages with calls and ids in this form. Ids that have it are kept."""
-        made, ids, number = list[Message](), dict[str, str](), itertools.count()
+        converted, ids, number = list[Message](), dict[str, str](), itertools.count()
         for message in messages:
             if "tool_calls" in message:
                 calls = [self._call(call, ids, next(number)) for call in message["tool_calls"]]
                 message = message | {"tool_calls": calls}
             elif "tool_call_id" in message:
-                own = message["tool_call_id"]
-                message = message | {"tool_call_id": ids.get(own, own)}
-            made.append(message)
-        return [*_one_by_one(made)] if self.is_single else made
+                call_id = message["tool_call_id"]
+                message = message | {"tool_call_id": ids.get(call_id, call_id)}
+            converted.append(message)
+        return [*_one_by_one(converted)] if self.is_single else converted
 
     def _call(self, call: dict[str, Any], ids: dict[str, str], number: int) -> dict[str, Any]:
         function = call["function"]
-        made = {name: value for name, value in call.items() if name != "text"}
+        converted = {name: value for name, value in call.items() if name != "text"}
         if self.arguments == "text":
             text = call.get("text")
             if text is None and not isinstance(text := function["arguments"], str):
                 text = json.dumps(text, ensure_ascii=False)
-            made["function"] = function | {"arguments": text}
-        if isinstance(own := call.get("id"), str):
-            made["id"] = ids[own] = self._id(own, function["name"], number)
-        return made
+            converted["function"] = function | {"arguments": text}
+        if isinstance(call_id := call.get("id"), str):
+            converted["id"] = ids[call_id] = self._id(call_id, function["name"], number)
+        return converted
 
-    def _id(self, own: str, name: str, number: int) -> str:
-        if self.ids == "short" and not _SHORT.fullmatch(own):
-            return hashlib.sha256(own.encode()).hexdigest()[:9]
-        if self.ids == "named" and not re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", own):
+    def _id(self, call_id: str, name: str, number: int) -> str:
+        if self.ids == "short" and not _SHORT.fullmatch(call_id):
+            return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+        if self.ids == "named" and not re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", call_id):
             return f"functions.{name}:{number}"
-        return own
+        return call_id
 
 
 def _one_by_one(messages: list[Message]) -> Iterator[Message]:
@@ -87,9 +87,9 @@ def _one_by_one(messages: list[Message]) -> Iterator[Message]:
         for call in calls:
             yield message | {"tool_calls": [call]}
             message = {"role": message["role"], "content": []}
-            own = [each for each in results if each.get("tool_call_id") == call.get("id")]
-            results = [each for each in results if each not in own]
-            yield from own
+            call_results = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            results = [each for each in results if each not in call_results]
+            yield from call_results
         yield from results
 
 
@@ -101,13 +101,13 @@ def call_form(render: Callable[[list[Message]], str]) -> CallForm:
     """
     ids: tuple[Ids, ...] = "any", "short", "named"
     arguments: tuple[Literal["object", "text"], ...] = "object", "text"
-    for named, given, is_single in itertools.product(ids, arguments, (False, True)):
-        form = CallForm(given, named, is_single)
+    for named, argument_form, is_single in itertools.product(ids, arguments, (False, True)):
+        form = CallForm(argument_form, named, is_single)
         try:
             text = render(form.convert(_probe()))
         except Exception:  # a template may raise anything for a form that it does not take
             continue
-        if all(_shows(text, number, given) for number in _PROBE.values()):
+        if all(_shows(text, number, argument_form) for number in _PROBE.values()):
             return form
     return CallForm()
 
@@ -131,6 +131,6 @@ def _probe() -> list[Message]:
     def said(role: str, **more: Any) -> Message:
         return {"role": role, "content": [{"type": "text", "text": "a"}]} | more
 
-    calls = [{"id": own, "type": "function", "function": _function(n)} for own, n in _PROBE.items()]
-    results = [said("tool", tool_call_id=own) for own in _PROBE]
+    calls = [{"id": call_id, "type": "function", "function": _function(n)} for call_id, n in _PROBE.items()]
+    results = [said("tool", tool_call_id=call_id) for call_id in _PROBE]
     return [said("user"), said("assistant", content=[], tool_calls=calls), *results]

@@ -39,8 +39,8 @@ class Guard:
         refuse: Callable[..., Any],
     ):
         self.app, self.key, self.origins, self.refuse = app, key, origins, refuse
-        own = socket.gethostname().lower()
-        self.hosts = {"localhost", own, f"{own.partition('.')[0]}.local", *map(str.lower, hosts)}
+        hostname = socket.gethostname().lower()
+        self.hosts = {"localhost", hostname, f"{hostname.partition('.')[0]}.local", *map(str.lower, hosts)}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

@@ -85,10 +85,10 @@ class Logprobs(LogitsProcessor):
 
     def pop(self, token: int) -> TokenLogprob:
         """Entry of the next sampled token."""
-        held = self._held.popleft()
-        logprobs, tokens = held[len(held) - 2 * self._count :].view(2, self._count).tolist()
+        row = self._held.popleft()
+        logprobs, tokens = row[len(row) - 2 * self._count :].view(2, self._count).tolist()
         top = [self._entry(int(each), logprob) for each, logprob in zip(tokens, logprobs, strict=True)]
-        entry = self._entry(token, held[token].item())
+        entry = self._entry(token, row[token].item())
         entry.top, entry.offset = top, self._offset
         self._offset += len(entry.token)
         return entry

@@ -150,9 +150,9 @@ def _with_media(served: Served, messages: list[dict[str, Any]]) -> list[dict[str
     files = [_file(served, part) for part in media_parts(messages)]
     if not files:
         return messages
-    made = iter(decoded(files, served.limits))
+    decoded_media = iter(decoded(files, served.limits))
     return [
-        message | {"content": [_with_medium(part, made) for part in message["content"]]}
+        message | {"content": [_with_medium(part, decoded_media) for part in message["content"]]}
         for message in messages
     ]
 
@@ -169,10 +169,10 @@ def _file(served: Served, part: dict[str, Any]) -> MediaFile:
     return MediaFile(part["type"], part["field"], opened(part))
 
 
-def _with_medium(part: dict[str, Any], made: Iterator[Any]) -> dict[str, Any]:
+def _with_medium(part: dict[str, Any], decoded_media: Iterator[Any]) -> dict[str, Any]:
     """Message part, with the next decoded image or audio in place of a URL."""
     kind = part["type"]
-    return part if kind == "text" else {"type": kind, kind: next(made)}
+    return part if kind == "text" else {"type": kind, kind: next(decoded_media)}
 
 
 def _length(inputs: dict[str, Any]) -> int:
@@ -183,15 +183,15 @@ def _length(inputs: dict[str, Any]) -> int:
 
 def _plainer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages simplified for templates that reject late system messages or non-object arguments."""
-    made = []
+    simplified = []
     for number, message in enumerate(messages):
         message = dict(message)
         if message["role"] == "system" and number > 0:
             message["role"] = "user"
         if "tool_calls" in message:
             message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
-        made.append(message)
-    return made
+        simplified.append(message)
+    return simplified
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -237,11 +237,11 @@ def _stops(request: Request, config: Any) -> tuple[str, ...]:
 
     Raises: Refused.
     """
-    own, config.stop_strings = config.stop_strings or [], None
+    config_stops, config.stop_strings = config.stop_strings or [], None
     fits, expected = STOPS
-    if not fits(own):
-        raise wrong("stop_strings", expected, own)
-    return (*request.stops, *stops_of(own))
+    if not fits(config_stops):
+        raise wrong("stop_strings", expected, config_stops)
+    return (*request.stops, *stops_of(config_stops))
 
 
 # Answers
@@ -281,17 +281,19 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
 
     Raises: Refused.
     """
-    made: list[Any] = []
+    processors: list[Any] = []
     if request.frequency or request.presence:
-        made.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
+        processors.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
     if (form := _form(served, request, prompt)) is not None:
         tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
-        made.append(served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field))
+        processors.append(
+            served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field)
+        )
     logprobs = None
     if request.logprobs is not None:
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
-        made.append(logprobs)
-    return made, logprobs
+        processors.append(logprobs)
+    return processors, logprobs
 
 
 def _form(served: Served, request: Request, prompt: Prompt) -> Any:

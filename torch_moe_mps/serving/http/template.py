@@ -86,8 +86,8 @@ class ChatTemplate:
         """Form of earlier tool calls."""
 
         def render(messages: list[Message]) -> str:
-            given, more = self._contents(messages), {"add_generation_prompt": True, "tokenize": False}
-            return str(self.processor.apply_chat_template(given, **more))
+            contents, more = self._contents(messages), {"add_generation_prompt": True, "tokenize": False}
+            return str(self.processor.apply_chat_template(contents, **more))
 
         return call_form(render)
 
@@ -157,10 +157,10 @@ class ChatTemplate:
             goes_on: True to leave the last message open.
         """
         more = {name: value for name, value in chat.variables.items() if name in self.variables}
-        given = self._contents(self.call_form.convert(messages))
+        contents = self._contents(self.call_form.convert(messages))
         with self.tokenizing():
             return self.processor.apply_chat_template(
-                given,
+                contents,
                 tools=[tool.function for tool in chat.tools] or None,
                 add_generation_prompt=begins,
                 continue_final_message=goes_on,

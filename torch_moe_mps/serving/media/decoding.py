@@ -104,11 +104,11 @@ def decoded(files: Sequence[MediaFile], limits: Limits) -> list[Any]:
             grown = 1.0 if limits.rate is None else limits.rate / max(1, each.samplerate)
             samples += math.ceil(each.frames * max(each.channels, grown))
             _check(samples, limits.samples, "samples in all sounds", file.field)
-    made = []
+    decoded_files = []
     for file in files:  # a picture's own pixels are gone before the next one's are there
-        made.append((_picture if file.kind == "image" else _sound)(opened.popleft(), file, limits))
+        decoded_files.append((_picture if file.kind == "image" else _sound)(opened.popleft(), file, limits))
         file.content.close()
-    return made
+    return decoded_files
 
 
 def _check(count: int, limit: int, what: str, field: str) -> None:

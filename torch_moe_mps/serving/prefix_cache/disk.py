@@ -102,24 +102,24 @@ class Disk:
             return
         copied = copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])
         ends = {position: state for position, state in states.items() if position < len(ids)}
-        if own := kept_states(cache):
-            ends[len(ids)] = own
+        if end_states := kept_states(cache):
+            ends[len(ids)] = end_states
         storages = storages_of(tensors_of(copied, ends))
         snapshot = _Snapshot(ids, copied, ends, self._key, _names(self._key, ids), storages)
         snapshot.parts = self._parts(snapshot)
         self._pending = deque(old for old in self._pending if not _begins(ids, old.ids))
         self._pending.append(snapshot)
 
-    def shrink(self, memory: int, held: Mapping[int, int]) -> None:
+    def shrink(self, memory: int, in_memory: Mapping[int, int]) -> None:
         """Drops queued prefixes, the oldest first, until memory and queue take at most `memory` bytes.
 
         Args:
-            held: {address: bytes} of the prefixes that stay in memory.
+            in_memory: {address: bytes} of the prefixes that stay in memory.
         """
-        room = max(0, memory - sum(held.values()))
+        room = max(0, memory - sum(in_memory.values()))
         while self._pending:
-            own = {place: size for each in self._pending for place, size in each.storages.items()}
-            if sum(size for place, size in own.items() if place not in held) <= room:
+            queued = {place: size for each in self._pending for place, size in each.storages.items()}
+            if sum(size for place, size in queued.items() if place not in in_memory) <= room:
                 return
             self._pending.popleft()
 
@@ -333,8 +333,8 @@ def _state_name(key: str, names: list[str], ids: Tensor, end: int) -> str:
 
 def tensors_of(cache: DynamicCache, states: dict[int, dict[int, dict[str, Any]]]) -> list[Tensor]:
     """All tensors of a prefix: its cache, and recurrent states at shorter prefixes."""
-    held = [tensor for layer in cache.layers for tensor in LayerState(layer).tensors().values()]
-    return held + [state for state in tree_leaves(states) if isinstance(state, Tensor)]
+    layer_tensors = [tensor for layer in cache.layers for tensor in LayerState(layer).tensors().values()]
+    return layer_tensors + [state for state in tree_leaves(states) if isinstance(state, Tensor)]
 
 
 def _begins(ids: Tensor, other: Tensor) -> bool:

@@ -84,10 +84,10 @@ class Files:
 
     def _make_room(self, nbytes: int) -> None:
         with self._lock:
-            held = sum(self._sizes.values())
-            while self._sizes and held + nbytes > self.max_bytes:
+            total = sum(self._sizes.values())
+            while self._sizes and total + nbytes > self.max_bytes:
                 name, size = self._sizes.popitem(last=False)
-                held -= size
+                total -= size
                 (self.folder / name).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
@@ -205,16 +205,16 @@ def _owned(folder: Path) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not marker.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} has other files in it")
-        held = os.open(marker, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(marker, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise OSError(f"{folder} cannot be used: {error.strerror}") from None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(held)
+        os.close(descriptor)
         why = "another process uses it" if isinstance(error, BlockingIOError) else error.strerror
         raise OSError(f"{folder} cannot be used: {why}") from None
-    return held
+    return descriptor
 
 
 def _found(folder: Path) -> OrderedDict[str, int]:

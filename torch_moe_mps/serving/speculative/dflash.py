@@ -28,10 +28,15 @@ def is_dflash(config: Any) -> bool:
 
 def require_assistant(model: PreTrainedModel, config: Any) -> None:
     """Checks that a DFlash assistant fits a model. Raises: ValueError."""
-    own = model.config.get_text_config(decoder=True)
-    deepest, layers = max(config.target_layer_ids) + 1, own.num_hidden_layers
-    if config.hidden_size != own.hidden_size or deepest > layers or config.mask_token_id >= own.vocab_size:
-        expected = f"of a model of {layers} layers, {own.hidden_size} wide, and {own.vocab_size} tokens"
+    text_config = model.config.get_text_config(decoder=True)
+    deepest, layers = max(config.target_layer_ids) + 1, text_config.num_hidden_layers
+    if (
+        config.hidden_size != text_config.hidden_size
+        or deepest > layers
+        or config.mask_token_id >= text_config.vocab_size
+    ):
+        width, tokens = text_config.hidden_size, text_config.vocab_size
+        expected = f"of a model of {layers} layers, {width} wide, and {tokens} tokens"
         got = f"{deepest} layers, {config.hidden_size}, and mask token {config.mask_token_id}"
         raise ValueError(f"moe_mps::speculative: an assistant must be {expected}, got {got}")
 
@@ -95,9 +100,9 @@ class DFlash(RowDrafter[_DFlashState]):
         if read is None or not read.waiting:
             return []
         known = row.tokens[read.end :]
-        made = self._block(read, known)
+        hidden = self._block(read, known)
         head = self._model.get_output_embeddings()
-        found: list[int] = head(made[:, len(known) : len(known) + row.max_drafts]).argmax(-1)[0].tolist()
+        found: list[int] = head(hidden[:, len(known) : len(known) + row.max_drafts]).argmax(-1)[0].tolist()
         return found
 
     def _block(self, read: _DFlashState, known: list[int]) -> Tensor:
@@ -108,8 +113,8 @@ class DFlash(RowDrafter[_DFlashState]):
         call = self._step if states.shape[1] <= MOST_TOKENS else self._step.block  # prompts do not repeat
         for layer in read.cache.layers:
             reserve(layer, 1, states.shape[1] + block)  # so that the block can be taken back
-        made: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
+        hidden: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
         for layer in read.cache.layers:
             take_back(layer, block, layer.get_seq_length() - block)
         read.first, read.waiting = read.end, []
-        return made
+        return hidden

@@ -73,11 +73,11 @@ class Draft(RowDrafter[_DraftModelState]):
                 self._likeliest(cached, torch.tensor([row.tokens[same:last]]))
             cached.hold()
             same = last
-        tokens, made = torch.tensor([row.tokens[same:]]), list[Tensor]()
+        tokens, next_tokens = torch.tensor([row.tokens[same:]]), list[Tensor]()
         for _ in range(row.max_drafts):
             tokens = self._likeliest(cached, tokens)
-            made.append(tokens)
-        drafts: list[int] = torch.cat(made, 1)[0].tolist()
+            next_tokens.append(tokens)
+        drafts: list[int] = torch.cat(next_tokens, 1)[0].tolist()
         if cached.are_states:
             cached.take_back([row.max_drafts])
         read = row.tokens[:last] if cached.are_states else [*row.tokens, *drafts[:-1]]

@@ -125,8 +125,10 @@ class Drafting:
     ) -> bool:
         """Calls a drafter. Returns: False if it raised; a single row is then disabled for it."""
         with self._fails(number, rows if len(rows) == 1 else ()):
-            for row, own in zip(rows, self._checked(self._drafters[number].draft(rows), rows), strict=True):
-                found[row], row.drafter = own, number
+            for row, row_draft in zip(
+                rows, self._checked(self._drafters[number].draft(rows), rows), strict=True
+            ):
+                found[row], row.drafter = row_draft, number
             return True
         return False
 
@@ -136,27 +138,29 @@ class Drafting:
         Raises: ValueError for values outside the vocabulary.
         """
         asked = zip(drafts, rows, strict=True)
-        made = [[int(token) for token in own[: row.max_drafts]] for own, row in asked]
-        wrong = next((token for own in made for token in own if not 0 <= token < self._vocabulary), None)
+        limited = [[int(token) for token in row_draft[: row.max_drafts]] for row_draft, row in asked]
+        wrong = next(
+            (token for row_draft in limited for token in row_draft if not 0 <= token < self._vocabulary), None
+        )
         if wrong is not None:
             raise ValueError(f"drafts must be tokens below {self._vocabulary}, got {wrong}")
-        return [[*takewhile(lambda token: token not in self._no_text, own)] for own in made]
+        return [[*takewhile(lambda token: token not in self._no_text, row_draft)] for row_draft in limited]
 
     def _rest(self, row: DraftedSequence, drafters: Iterable[int]) -> None:
         for drafter in drafters:
             self.width.rested(row, drafter)
 
     def verified(
-        self, rows: Sequence[DraftedSequence], held: Sequence[int], drafts: Sequence[Sequence[int]]
+        self, rows: Sequence[DraftedSequence], accepted_counts: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> None:
         """Records the number of accepted draft tokens of each row, and informs the drafters."""
-        for row, count, own in zip(rows, held, drafts, strict=True):
+        for row, count, row_draft in zip(rows, accepted_counts, drafts, strict=True):
             self.accepted += count
-            self.rejected += len(own) - count
-            if own:
-                self.width.verified(row, count, len(own))
+            self.rejected += len(row_draft) - count
+            if row_draft:
+                self.width.verified(row, count, len(row_draft))
                 self._rest(row, self._drafters.keys() - {row.drafter})
-        counts = dict(zip(rows, held, strict=True))
+        counts = dict(zip(rows, accepted_counts, strict=True))
         for number, drafter in self._drafters.items():
             asked = [row for row in rows if number not in row.failed]
             with self._fails(number, asked):
@@ -169,9 +173,13 @@ class Drafting:
         wanted = self.states
         each = states.chunk(len(wanted), -1)
         for number, drafter in self._drafters.items():
-            if not (own := drafter.states):
+            if not (drafter_states := drafter.states):
                 continue
-            parts = states if own == wanted else torch.cat([each[wanted.index(state)] for state in own], -1)
+            parts = (
+                states
+                if drafter_states == wanted
+                else torch.cat([each[wanted.index(state)] for state in drafter_states], -1)
+            )
             for place, (row, first, count) in enumerate(zip(rows, firsts, counts, strict=True)):
                 if count > 0 and number not in row.failed:
                     with self._fails(number, [row]):

@@ -41,7 +41,7 @@ class _MtpState:
     computed: int
 
     def memory(self) -> int:
-        waiting = sum(states.nbytes for own in self.states for states in own)
+        waiting = sum(states.nbytes for layer_states in self.states for states in layer_states)
         return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
 
 
@@ -62,8 +62,8 @@ class Mtp(RowDrafter[_MtpState]):
         self._model, self._steps = model, mtp_steps(model, accelerate)
         self._layers = range(len(self._steps))
         self.modules, self.layers = [self._steps[0].layers.layers], len(self._steps)
-        own = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.prompts = PrefixCache(memory * len(self._layers) // own)
+        model_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.prompts = PrefixCache(memory * len(self._layers) // model_layers)
 
     @torch.no_grad()
     def computed(self, row: DraftedSequence, first: int, states: Tensor) -> None:
@@ -109,12 +109,12 @@ class Mtp(RowDrafter[_MtpState]):
                 return
             states = torch.cat(read.states[layer], 1)
             tokens = torch.tensor([row.tokens[first + layer + 1 :][:count]]).to(states.device)
-            _, made = self._called(read, layer, first, states[:, :count], tokens)
+            _, hidden = self._called(read, layer, first, states[:, :count], tokens)
             if (reason := forgetting(read.cache)) is not None:
                 raise ValueError(f"the MTP layers cannot be cut: {reason}")
             read.next[layer], read.states[layer] = first + count, [states[:, count:]]
             if layer + 1 < len(self._layers):
-                read.states[layer + 1].append(made)
+                read.states[layer + 1].append(hidden)
 
     def _of(self, row: DraftedSequence) -> list[int]:
         """Draft tokens of one row; computes queued positions first, and drops draft tokens from the cache."""
@@ -131,7 +131,7 @@ class Mtp(RowDrafter[_MtpState]):
                 first, states = read.next[layer], [*read.states[layer], *rest]
             inputs = torch.cat(states, 1)
             count = inputs.shape[1]
-            logits, made = self._called(
+            logits, hidden = self._called(
                 read, layer, first, inputs, self._tokens(row, drafts, first + layer + 1, count)
             )
             if number + end + 1 >= known:
@@ -141,15 +141,15 @@ class Mtp(RowDrafter[_MtpState]):
                 before, right = right - first, max(first, min(end, known - 1 - layer))
                 read.next[layer], read.states[layer] = right, [inputs[:, right - first : before]]
                 if layer < last:
-                    read.states[layer + 1].append(made[:, : right - first])
-                    rest = [made[:, right - first :]]
+                    read.states[layer + 1].append(hidden[:, : right - first])
+                    rest = [hidden[:, right - first :]]
             if number >= last:
-                rest = [made[:, -1:]]
+                rest = [hidden[:, -1:]]
         for layer, place in enumerate(reached):
-            held = read.cache.layers[layer]
+            layer_cache = read.cache.layers[layer]
             if place > read.next[layer]:
                 wrong = place - read.next[layer]
-                take_back(held, wrong, held.get_seq_length() - wrong)
+                take_back(layer_cache, wrong, layer_cache.get_seq_length() - wrong)
         found: list[int] = torch.cat(drafts, 1)[0].tolist()
         return found
 

@@ -92,12 +92,12 @@ class Lookup(Drafter):
         return [self._of(row, kept) for row in rows]
 
     def _of(self, row: DraftedSequence, kept: list[Index]) -> list[int]:
-        own = self._own.get(row)
-        if own is None:
-            own = self._own[row] = Index(row.tokens)
-        own.read()
-        best, place, longest = own, 0, 0
-        for index in (own, *kept):
+        row_index = self._own.get(row)
+        if row_index is None:
+            row_index = self._own[row] = Index(row.tokens)
+        row_index.read()
+        best, place, longest = row_index, 0, 0
+        for index in (row_index, *kept):
             found, length = index.follows(row.tokens)
             if length > longest:
                 best, place, longest = index, found, length

@@ -27,7 +27,7 @@ def verified(
         logits: [B, T, V] of known tokens followed by draft tokens.
         known: number of known tokens of each row; a row with more than T gets no token.
     """
-    made: list[list[Choice]] = [[] for _ in samplers]
+    results: list[list[Choice]] = [[] for _ in samplers]
     rows = [row for row, count in enumerate(known) if count <= logits.shape[1]]
     plain = [row for row in rows if not samplers[row].sampling.processors]
     places = [(row, known[row] - 1 + n) for row in plain for n in range(len(drafts[row]) + 1)]
@@ -36,14 +36,14 @@ def verified(
             samplers[row].begin_draws()
         chosen = sample([samplers[row] for row, _ in places], _at(logits, places)).read()
         for (row, _), token in zip(places, chosen, strict=True):
-            made[row].append(token)
+            results[row].append(token)
         for row in plain:
-            made[row] = _accepted(made[row], drafts[row])
-            samplers[row].end_draws(len(made[row]))
+            results[row] = _accepted(results[row], drafts[row])
+            samplers[row].end_draws(len(results[row]))
     for row in rows:
         if samplers[row].sampling.processors:
-            made[row] = _one_by_one(samplers[row], logits[row, known[row] - 1 :], drafts[row])
-    return made
+            results[row] = _one_by_one(samplers[row], logits[row, known[row] - 1 :], drafts[row])
+    return results
 
 
 def _at(logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
@@ -64,10 +64,10 @@ def _accepted(tokens: Sequence[Choice], drafts: Sequence[int]) -> list[Choice]:
 
 def _one_by_one(sampler: Sampler, logits: Tensor, drafts: Sequence[int]) -> list[Choice]:
     """Samples tokens from logits [T, V] one at a time, until one differs from its draft token."""
-    made: list[Choice] = []
+    tokens: list[Choice] = []
     for n in range(len(drafts) + 1):
         (token,) = sample([sampler], logits[n : n + 1]).read()
-        made.append(token)
+        tokens.append(token)
         if n == len(drafts) or token != drafts[n] or token in sampler.ends:
             break
-    return made
+    return tokens

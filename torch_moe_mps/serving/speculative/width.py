@@ -53,11 +53,11 @@ class Width:
         return [row for row in rows if self._pays(row, drafter, cost)]
 
     def _pays(self, row: DraftedSequence, drafter: int, cost: float) -> bool:
-        own = self._of(row, drafter)
-        if 1 + own.accepted >= _LEAST_GAIN * cost:
-            own.pause = self._all[drafter].pause = 1
+        acceptance = self._of(row, drafter)
+        if 1 + acceptance.accepted >= _LEAST_GAIN * cost:
+            acceptance.pause = self._all[drafter].pause = 1
             return True
-        return own.waits == 0
+        return acceptance.waits == 0
 
     def took(self, many: int, tokens: int, seconds: float) -> None:
         """Records the duration of a step with `many` rows and `tokens` tokens each."""
@@ -73,16 +73,16 @@ class Width:
         """Updates acceptance statistics after a verification step."""
         wrong = accepted < drafted
         gain = accepted - (wrong and self.is_even)  # tokens beside a rejected draft are computed again
-        own = self._of(row, row.drafter)
-        for each in (own, self._all[row.drafter]):
+        acceptance = self._of(row, row.drafter)
+        for each in (acceptance, self._all[row.drafter]):
             each.steps += 1
             each.accepted += max(_LAST, 1 / (1 + each.steps)) * (gain - each.accepted)
             each.waits = each.pause = min(_PAUSES, 2 * each.pause)
 
     def rested(self, row: DraftedSequence, drafter: int) -> None:
         """Counts a step without drafts of a drafter, for one row."""
-        own = self._of(row, drafter)
-        own.waits = max(0, own.waits - 1)
+        acceptance = self._of(row, drafter)
+        acceptance.waits = max(0, acceptance.waits - 1)
 
     def _of(self, row: DraftedSequence, drafter: int) -> Acceptance:
         if drafter not in row.acceptance:  # it begins as the rows before it have ended

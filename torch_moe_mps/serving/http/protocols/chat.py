@@ -62,8 +62,8 @@ class ChatCompletions(Protocol):
         if body.get("web_search_options") is not None:
             served.say_once("web_search_options are left out: this server searches nothing")
         messages = conversation.messages(body["messages"], "messages", served.say_once)
-        own = conversation.tools(body.get("tools"), "tools", served.say_once)
-        tools, forced = conversation.chosen(body.get("tool_choice"), own)
+        declared_tools = conversation.tools(body.get("tools"), "tools", served.say_once)
+        tools, forced = conversation.chosen(body.get("tool_choice"), declared_tools)
         schema = schema_of(body.get("response_format"), "response_format")
         variables = conversation.effort(body.get("reasoning_effort"))
         variables |= body.get("chat_template_kwargs") or {}
@@ -211,8 +211,8 @@ def _is_custom(call: ToolCall, tools: dict[str, Tool]) -> bool:
 
 def _call(call: ToolCall, tools: dict[str, Tool], arguments: str) -> dict[str, Any]:
     if _is_custom(call, tools):
-        own = {"name": tools[call.name].own_name, "input": input_of(call)}
-        return {"id": call.id, "type": "custom", "custom": own}
+        custom_call = {"name": tools[call.name].own_name, "input": input_of(call)}
+        return {"id": call.id, "type": "custom", "custom": custom_call}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

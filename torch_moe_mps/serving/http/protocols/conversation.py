@@ -65,36 +65,36 @@ def message(value: Any, where: str, say: Say) -> dict[str, Any]:
     if role not in _ROLES:
         raise wrong(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
     calls, text = value.get("tool_calls"), value.get("content")
-    made: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    parsed: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
     is_silent = text is None and role == "assistant"
-    made["content"] = [] if is_silent else content(text, f"{where}.content")
+    parsed["content"] = [] if is_silent else content(text, f"{where}.content")
     for name in ("name", "tool_call_id"):
         if isinstance(value.get(name), str):
-            made[name] = value[name]
+            parsed[name] = value[name]
     for name in ("reasoning_content", "reasoning"):
         if role == "assistant" and isinstance(value.get(name), str) and value[name]:
-            made["reasoning_content"] = value[name]
+            parsed["reasoning_content"] = value[name]
     if calls:
-        made["tool_calls"] = _calls(calls, f"{where}.tool_calls", say)
+        parsed["tool_calls"] = _calls(calls, f"{where}.tool_calls", say)
     elif calls is not None and calls != []:
         raise wrong(f"{where}.tool_calls", "a list of calls", calls)
-    return made
+    return parsed
 
 
 def _calls(values: Any, where: str, say: Say) -> list[dict[str, Any]]:
     if not isinstance(values, list):
         raise wrong(where, "a list of calls", values)
-    made = []
+    calls = []
     for number, value in enumerate(values):
         custom = value.get("custom") if isinstance(value, dict) else None
         function = (value.get("function") or value) if isinstance(value, dict) else None
         if isinstance(custom, dict) and isinstance(custom.get("name"), str):
-            made.append(call(value.get("id"), custom["name"], {"input": str(custom.get("input", ""))}, say))
+            calls.append(call(value.get("id"), custom["name"], {"input": str(custom.get("input", ""))}, say))
         elif isinstance(function, dict) and isinstance(function.get("name"), str):
-            made.append(call(value.get("id"), function["name"], function.get("arguments"), say))
+            calls.append(call(value.get("id"), function["name"], function.get("arguments"), say))
         else:
             raise wrong(f"{where}[{number}]", "a function with a name and arguments", value)
-    return made
+    return calls
 
 
 def call(name: Any, function: str, value: Any, say: Say) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def call(name: Any, function: str, value: Any, say: Say) -> dict[str, Any]:
 
     `CallForm.convert` keeps one of them. The prefix cache knows the text, as the model has written it.
     """
-    made: dict[str, Any] = {"id": name} if isinstance(name, str) else {}
-    made |= {"type": "function", "function": {"name": function, "arguments": arguments(value, say)}}
-    return made | {"text": value} if value and isinstance(value, str) else made
+    tool_call: dict[str, Any] = {"id": name} if isinstance(name, str) else {}
+    tool_call |= {"type": "function", "function": {"name": function, "arguments": arguments(value, say)}}
+    return tool_call | {"text": value} if value and isinstance(value, str) else tool_call
 
 
 def arguments(value: Any, say: Say) -> Any:
@@ -123,18 +123,18 @@ def arguments(value: Any, say: Say) -> Any:
 
 def joined(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with leading system messages merged, and tool calls merged into the assistant's text."""
-    made: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for value in values:
-        last = made[-1] if made else None
-        if last is not None and last["role"] == value["role"] == "system" and len(made) == 1:
+        last = merged[-1] if merged else None
+        if last is not None and last["role"] == value["role"] == "system" and len(merged) == 1:
             last["content"] = [
                 *last["content"],
                 *([text_part("")] if value["content"] else []),
                 *value["content"],
             ]
         else:
-            made.append(value)
-    return made
+            merged.append(value)
+    return merged
 
 
 def tool(value: Any, where: str, say: Say) -> list[Tool]:
@@ -198,37 +198,39 @@ def tools(values: Any, field: str, say: Say) -> list[Tool]:
         raise wrong(field, "a list of functions with names", values)
     try:
         return [
-            made for number, value in enumerate(values) for made in tool(value, f"{field}[{number}]", say)
+            parsed_tool
+            for number, value in enumerate(values)
+            for parsed_tool in tool(value, f"{field}[{number}]", say)
         ]
     except Refused as refused:
         refused.field = field  # the whole of it, as OpenAI's server has it
         raise
 
 
-def chosen(choice: Any, own: list[Tool]) -> tuple[list[Tool], Forced | None]:
+def chosen(choice: Any, declared_tools: list[Tool]) -> tuple[list[Tool], Forced | None]:
     """(tools that the model may call, forced tools) for a `tool_choice`.
 
     Raises: Refused for an invalid choice.
     """
     if choice is None or choice == "auto":
-        return own, None
+        return declared_tools, None
     if choice == "none":
         return [], None
     if choice == "required":
-        if not own:
+        if not declared_tools:
             raise wrong("tools", "a list of at least one tool with 'tool_choice' required", [])
-        return own, Forced(own, None)
-    return own, Forced(own, _named(choice, own).name)
+        return declared_tools, Forced(declared_tools, None)
+    return declared_tools, Forced(declared_tools, _named(choice, declared_tools).name)
 
 
-def _named(choice: Any, own: list[Tool]) -> Tool:
+def _named(choice: Any, declared_tools: list[Tool]) -> Tool:
     """Tool named by a choice. Raises: Refused."""
     if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "tool"):
         raise wrong("tool_choice", "none, auto, required or a function by its name", choice)
     name = _name_of(choice)
-    named = [t for t in own if name in (t.own_name, t.name)]
+    named = [t for t in declared_tools if name in (t.own_name, t.name)]
     if not named:
-        known = ", ".join(t.own_name for t in own) or "(none)"
+        known = ", ".join(t.own_name for t in declared_tools) or "(none)"
         raise wrong("tool_choice", f"one of the tools {known}", name)
     return named[0]
 

@@ -209,7 +209,7 @@ def _picture(source: Any, where: str) -> conversation.Part:
 def _messages(values: Any, served: Served) -> list[dict[str, Any]]:
     if not isinstance(values, list) or not values:
         raise wrong("messages", "a list of at least one message", values)
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for place, value in enumerate(values):
         where = f"messages[{place}]"
         if not isinstance(value, dict):
@@ -222,8 +222,8 @@ def _messages(values: Any, served: Served) -> list[dict[str, Any]]:
         if not isinstance(parts, list):
             raise wrong(f"{where}.content", "a text or a list of blocks", content)
         reads = _of_assistant if role == "assistant" else _of_user
-        made += reads(_Content(role, served), parts, f"{where}.content")
-    return made
+        messages += reads(_Content(role, served), parts, f"{where}.content")
+    return messages
 
 
 def _of_assistant(reader: _Content, values: list[Any], where: str) -> list[dict[str, Any]]:
@@ -257,8 +257,8 @@ def _of_user(reader: _Content, values: list[Any], where: str) -> list[dict[str, 
                 reader.served.say_once("pictures in results of tools are left out: the model reads none")
             elif pictures:  # few templates read them in a result
                 parts += pictures
-            own = [part for part in texts if part["type"] == "text"]
-            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": own})
+            text_parts = [part for part in texts if part["type"] == "text"]
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_parts})
         elif (part := reader.part(block, inside)) is not None:
             parts.append(part)
     said = [{"role": reader.role, "content": parts}] if parts or not results else []
@@ -270,7 +270,7 @@ def _tools(values: Any, served: Served) -> list[Tool]:
         return []
     if not isinstance(values, list):
         raise wrong("tools", "a list of tools with names", values)
-    made = []
+    tools = []
     for place, value in enumerate(values):
         where = f"tools[{place}]"
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -281,8 +281,8 @@ def _tools(values: Any, served: Served) -> list[Tool]:
             continue
         if not isinstance(schema, dict):
             raise wrong(f"{where}.input_schema", "a schema in JSON", schema)
-        made.append(Tool(value["name"], str(value.get("description") or ""), schema, own_name=value["name"]))
-    return made
+        tools.append(Tool(value["name"], str(value.get("description") or ""), schema, own_name=value["name"]))
+    return tools
 
 
 def _chosen(body: dict[str, Any], tools: list[Tool]) -> tuple[list[Tool], Forced | None]:

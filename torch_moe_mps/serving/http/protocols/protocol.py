@@ -74,16 +74,16 @@ class Text:
 
 def blocks(items: list[Piece | ToolCall]) -> list[Text | ToolCall]:
     """Items of an answer as a list of texts and tool calls, in order."""
-    made: list[Text | ToolCall] = []
+    parts: list[Text | ToolCall] = []
     for item in items:
-        last = made[-1] if made else None
+        last = parts[-1] if parts else None
         if isinstance(item, ToolCall):
-            made.append(item)
+            parts.append(item)
         elif isinstance(last, Text) and (last.kind == item.kind or not item.text):
             last.deltas.append(item)
         else:
-            made.append(Text(item.kind, [item]))
-    return made
+            parts.append(Text(item.kind, [item]))
+    return parts
 
 
 def event(data: dict[str, Any], name: str | None = None) -> str:

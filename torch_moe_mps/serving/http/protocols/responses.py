@@ -72,8 +72,8 @@ class Responses(Protocol):
             if name != _INCLUDED:
                 served.say_once(f"'include' of {name} is left out: this server has none")
         schema = schema_of((body.get("text") or {}).get("format"), "text.format")
-        own = conversation.tools(body.get("tools"), "tools", served.say_once)
-        tools, forced = conversation.chosen(body.get("tool_choice"), own)
+        declared_tools = conversation.tools(body.get("tools"), "tools", served.say_once)
+        tools, forced = conversation.chosen(body.get("tool_choice"), declared_tools)
         variables = conversation.effort((body.get("reasoning") or {}).get("effort"))
         variables |= body.get("chat_template_kwargs") or {}
         return Request(
@@ -197,8 +197,8 @@ class _ResponseEvents(AnswerWriter):
         shown, self._open = "", None
         if is_custom:
             shown = self._event(f"response.{kind}.delta", self._where | {"delta": item[field]})
-        own = {field: item[field]} if is_custom else {field: item[field], "name": item["name"]}
-        return shown + self._event(f"response.{kind}.done", self._where | own) + self._ended(item)
+        final_fields = {field: item[field]} if is_custom else {field: item[field], "name": item["name"]}
+        return shown + self._event(f"response.{kind}.done", self._where | final_fields) + self._ended(item)
 
     def _ended(self, item: dict[str, Any]) -> str:
         done = self._event("response.output_item.done", {"output_index": len(self._items), "item": item})
@@ -215,14 +215,14 @@ def _items(values: Any, served: Served) -> list[dict[str, Any]]:
         "role" not in values[0] and values[0].get("type") in ("input_text", "input_image")
     ):
         return [{"role": "user", "content": conversation.content(values, "input")}]
-    if not (made := _messages(values, served)):
+    if not (messages := _messages(values, served)):
         raise wrong("input", "a text or a list with at least one message", values)
-    return made
+    return messages
 
 
 def _messages(items: list[dict[str, Any]], served: Served) -> list[dict[str, Any]]:
     """Messages of items; reasoning joins the assistant message after it. Raises: Refused."""
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     thought: str | None = None
     for number, item in enumerate(items):
         where, kind = f"input[{number}]", item.get("type")
@@ -236,18 +236,18 @@ def _messages(items: list[dict[str, Any]], served: Served) -> list[dict[str, Any
         if message["role"] == "assistant" and thought is not None:
             message["reasoning_content"] = thought
         thought = None
-        _append(made, message, is_call=kind != "message" and "role" not in item)
-    return made
+        _append(messages, message, is_call=kind != "message" and "role" not in item)
+    return messages
 
 
-def _append(made: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
+def _append(messages: list[dict[str, Any]], message: dict[str, Any], is_call: bool) -> None:
     """Appends a message; a tool call joins the assistant message before it."""
-    last = made[-1] if made else None
+    last = messages[-1] if messages else None
     if is_call and last is not None and last["role"] == message["role"] == "assistant":
         last.setdefault("tool_calls", []).extend(message["tool_calls"])
         last |= {name: message[name] for name in ("reasoning_content",) if name in message}
     else:
-        made.append(message)
+        messages.append(message)
 
 
 def _message(item: dict[str, Any], where: str, served: Served) -> dict[str, Any] | None:
@@ -259,12 +259,12 @@ def _message(item: dict[str, Any], where: str, served: Served) -> dict[str, Any]
         case "function_call":
             return _calling(item, _in_namespace(item, where), item.get("arguments"), where, served)
         case "custom_tool_call":
-            own = {"input": str(item.get("input", ""))}
-            return _calling(item, _in_namespace(item, where), own, where, served)
+            arguments = {"input": str(item.get("input", ""))}
+            return _calling(item, _in_namespace(item, where), arguments, where, served)
         case "local_shell_call":
             action = item.get("action")
-            own = action if isinstance(action, dict) else {}
-            return _calling(item, "local_shell", own, where, served)
+            arguments = action if isinstance(action, dict) else {}
+            return _calling(item, "local_shell", arguments, where, served)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             output = conversation.content(item.get("output"), f"{where}.output")
             return {"role": "tool", "tool_call_id": _call_id(item, where), "content": output}
@@ -312,10 +312,10 @@ def _item(block: Text | ToolCall, tools: dict[str, Tool], has_logprobs: bool, is
         if tool is not None and tool.namespace is not None:
             named["namespace"] = tool.namespace
         if tool is not None and tool.kind == "custom":
-            own = {"type": "custom_tool_call", "id": new_id("ctc_"), "input": input_of(block)}
+            call_fields = {"type": "custom_tool_call", "id": new_id("ctc_"), "input": input_of(block)}
         else:
-            own = {"type": "function_call", "id": new_id("fc_"), "arguments": block.arguments}
-        return {**own, "call_id": block.id, "status": status, **named}
+            call_fields = {"type": "function_call", "id": new_id("fc_"), "arguments": block.arguments}
+        return {**call_fields, "call_id": block.id, "status": status, **named}
     if block.kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": block.text}
         kind = {"type": "reasoning", "id": new_id("rs_"), "summary": []}

@@ -50,8 +50,8 @@ OTHER = AllowedValues(frozenset({"other"}))
 
 def kind_of(schema: Any, name: str) -> AllowedValues:
     """Kind of an argument, by the schema of all arguments."""
-    own = _resolved(schema, schema)
-    properties = own.get("properties")
+    resolved = _resolved(schema, schema)
+    properties = resolved.get("properties")
     return _kind(properties.get(name) if isinstance(properties, dict) else None, schema, 0)
 
 
