@@ -129,7 +129,7 @@ def caching(owner: Any, *tensors: Tensor | None) -> contextlib.AbstractContextMa
 
 
 def with_cache(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | None) -> Tensor:
-    """What `compute` returns, in `caching`: for layers on a CPU, others call it themselves."""
+    """Result of `compute`, in `caching`: for layers on a CPU, others call it themselves."""
     with caching(owner, *tensors):
         return compute()
 
