@@ -66,7 +66,7 @@ _METHOD = re.compile(
 
 
 class MetalCpp:
-    """What metal-cpp's headers declare."""
+    """The declarations in metal-cpp's headers."""
 
     def __init__(self) -> None:
         folder = macos.unpacked(macos.METAL_CPP, r"mlx/include/metal_cpp/.*\.hpp$")
@@ -117,7 +117,7 @@ def _constants(text: str) -> Iterator[tuple[str, int]]:
 
 
 class PyObjC:
-    """What PyObjC's metadata of the framework says."""
+    """The types and values in PyObjC's metadata of the framework."""
 
     def __init__(self) -> None:
         wheel = macos.unpacked(PYOBJC, r"Metal/_metadata\.py$")
@@ -136,7 +136,7 @@ class PyObjC:
                 self._methods[owner.decode(), selector.decode()] = described
 
     def types(self, owner: str, selector: str) -> str | None:
-        """Of a method of a protocol, all of whose types are there."""
+        """Types of a method; None unless all of them are known."""
         described = self._methods.get((owner, selector)) or self._methods.get(("NSObject", selector))
         if described is None or "retval" not in described:
             return None
@@ -176,12 +176,13 @@ def table() -> dict[str, Any]:
         classes[f"MTL{name}"] = {"is": parents, "methods": dict(sorted(methods.items()))}
     constants = {}
     for enum in sorted(named):
-        for name, value in cpp.constants[enum]:
-            if pyobjc.constants.get(f"MTL{name}", value) != value:
-                raise BuildError(f"{name}: PyObjC has {pyobjc.constants[f'MTL{name}']}, metal-cpp {value}")
-            constants[f"MTL{name}"] = value
-    types = {f"MTL{name}": cpp.types[name] for name in sorted(named)}
-    return {"classes": classes, "types": types, "constants": constants, "structs": pyobjc.structs}
+        for short, value in cpp.constants[enum]:
+            constants[f"MTL{short}"] = value
+    for name in constants.keys() & pyobjc.constants.keys():
+        if constants[name] != pyobjc.constants[name]:
+            raise BuildError(f"{name}: PyObjC has {pyobjc.constants[name]}, metal-cpp {constants[name]}")
+    enums = {f"MTL{name}": cpp.types[name] for name in sorted(named)}
+    return {"classes": classes, "types": enums, "constants": constants, "structs": pyobjc.structs}
 
 
 def main() -> int:
