@@ -256,7 +256,7 @@ def experts_arguments(shared_gate: torch.Tensor):
 
 def attention_arguments(keys: int, **options):
     q, k, v = normal(2, 4, TOKENS, 32), normal(2, 2, keys, 32), normal(2, 2, keys, 48)
-    return {"q": q, "k": k, "v": v, "scale": 0.2, **options}
+    return {"query": q, "key": k, "value": v, "scale": 0.2, **options}
 
 
 MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
@@ -279,9 +279,9 @@ MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
         ),
         ("attention", lambda: attention_arguments(TOKENS), 3),
         ("attention", lambda: attention_arguments(200, window=70, softcap=5.0), 3),
-        ("attention", lambda: attention_arguments(200, mask=MASK, sinks=normal(4)), 3),
+        ("attention", lambda: attention_arguments(200, attn_mask=MASK, sinks=normal(4)), 3),
         (
-            "attention",
+            "_attention_step",
             lambda: (
                 attention_arguments(200, key_range=torch.tensor([[3, 200], [60, 180]]).int())
                 | {"gate": normal(2, TOKENS, 4, 48)}

@@ -36,8 +36,8 @@ LINEARS = ("linear_quantized", "mlp_quantized")
 DENSE = ("expert_mm", "moe_experts")
 CACHE = "write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
-WITH = {"attention": ("k_scales", "indices"), "_attention_step": ("k_scales", "indices", "k_tail")}
-_APART = {"k_scales", "k_tail"}  # refused beside each other
+WITH = {"attention": ("key_scales", "indices"), "_attention_step": ("key_scales", "indices", "key_tail")}
+_APART = {"key_scales", "key_tail"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe", "_expert_slots")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
@@ -151,7 +151,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     if name in OF_HEADS:
         widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
         q, v = widths[0], widths[-1]
-        head = (q, v if arguments.get("v_scales") is None else 4 * v)
+        head = (q, v if arguments.get("value_scales") is None else 4 * v)
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own

@@ -53,14 +53,14 @@ def _far_keys(s: Sample) -> dict[str, Any]:
     """Rows are repeated: numbers of that many keys would take longer than the call."""
     period = 1021
     k, v = (s.values(1, 1, period, w).repeat(1, 1, -(-FAR // period), 1)[:, :, :FAR] for w in (s.D, s.V))
-    return {"q": s.values(1, 1, 1, s.D), "k": k, "v": v, "sinks": None, "scale": s.D**-0.5}
+    return {"query": s.values(1, 1, 1, s.D), "key": k, "value": v, "sinks": None, "scale": s.D**-0.5}
 
 
 def _far_mask() -> dict[str, Any]:
     """Mask that shows only some keys at positions beyond 16 bits."""
     mask = torch.zeros(1, 1, 1, FAR, dtype=torch.bool)
     mask[..., 1 << 16 :: 2] = True
-    return {"mask": mask}
+    return {"attn_mask": mask}
 
 
 def _masks(s: Sample) -> list[dict[str, Any]]:
@@ -70,29 +70,31 @@ def _masks(s: Sample) -> list[dict[str, Any]]:
         mask = s.values(2, 1, s.T, 9, dtype=dtype)
         mask[..., ::4] = torch.finfo(dtype).min
         mask[0, :, -1], mask[1, :, -1] = torch.finfo(dtype).min, -torch.inf
-        changes.append({"mask": mask, "sinks": None})
-    return [*changes, {"mask": mask, "sinks": torch.tensor([1.0, -torch.inf, -50.0, 60.0]).to(s.dtype)}]
+        changes.append({"attn_mask": mask, "sinks": None})
+    return [*changes, {"attn_mask": mask, "sinks": torch.tensor([1.0, -torch.inf, -50.0, 60.0]).to(s.dtype)}]
 
 
 def _attention(s: Sample) -> list[dict[str, Any]]:
     steep = 30 * s.D**-0.5  # scores of 30
     blocks = torch.tensor([[[[4, 1, -1]] * s.T]] * 2, dtype=torch.int32)
-    many = s.of("k[2, 2, 300, D] v[2, 2, 300, V]")
-    odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
+    many = s.of("key[2, 2, 300, D] value[2, 2, 300, V]")
+    odd = {"key": s.values(2, 2, 9, s.D + 1)[..., 1:], "value": s.values(2, 2, 9, s.V + 1)[..., 1:]}
     bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
     changes = [
         {"softcap": 20.0, "scale": steep, "sinks": None},
         {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
         {"indices": blocks, "index_block": 2},
-        many | s.of("q[2, 4, 20, D]", window=250),
-        many | {"mask": bits},
+        many | s.of("query[2, 4, 20, D]", window=250),
+        many | {"attn_mask": bits},
         odd,
-        s.of("q[2, 4, T, 7] k[2, 2, 9, 7] v[2, 2, 9, 5]"),
+        s.of("query[2, 4, T, 7] key[2, 2, 9, 7] value[2, 2, 9, 5]"),
         *_masks(s),
     ]
     if max(s.D, s.V) <= 128 and s.dtype.itemsize == 2:  # enough blocks of 32 queries for 80 cores
         tokens = 960 if max(s.D, s.V) > 64 else 1920
-        changes.append(s.of(f"q[2, 4, {tokens}, D] k[2, 2, 40, D] v[2, 2, 40, V]", lookahead=tokens))
+        changes.append(
+            s.of(f"query[2, 4, {tokens}, D] key[2, 2, 40, D] value[2, 2, 40, V]", lookahead=tokens)
+        )
     if max(s.D, s.V) <= WIDEST_FAR:
         far = _far_keys(s)
         changes += [far | {"window": FAR - 100}, far | _far_mask()]

@@ -136,7 +136,7 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
     q, k, v, scale = call.args
     call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
-    options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
+    options = {"key_tail": k.clone(), "value_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
     yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
