@@ -36,6 +36,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
+    library.simulator_pool_memory.argtypes = [ctypes.c_size_t]
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_called_aten.restype = ctypes.c_char_p
@@ -153,6 +154,23 @@ def heaps(below: int) -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_set_heap_limit(0)
+
+
+@contextlib.contextmanager
+def torch_memory(recommended: int = 64 << 30) -> Iterator[None]:
+    """New tensors lie in memory as torch's allocator keeps it, on a GPU with this recommended size in bytes.
+
+    A freed buffer is given out again at once, with what is in it. `driver_allocated_memory` counts heaps: of
+    8 MiB for tensors up to 1 MiB, 32 MiB below 10 MiB, 1 GiB below 512 MiB, which `empty_cache` returns. From
+    1.4 of that size on large tensors get heaps of their own, and over 1.7 of it none.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_pool_memory(recommended)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_pool_memory(0)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-void fill(char* data, size_t bytes) {
+void fill_with_nan(char* data, size_t bytes) {
   constexpr uint16_t kNan = 0x7fe5;  // in float32, float16 and bfloat16
   for (size_t i = 0; i < bytes; ++i) data[i] = reinterpret_cast<const char*>(&kNan)[i % sizeof(kNan)];
 }
@@ -31,7 +31,7 @@ std::unique_ptr<Poison> poison(const Tensor& tensor) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const bool is_whole = tensor.nbytes() == storage->nbytes() && tensor.storage_offset() == 0;
   if (!is_whole || !storage->resizable()) {
-    fill(static_cast<char*>(tensor.data_ptr()), tensor.nbytes());
+    fill_with_nan(static_cast<char*>(tensor.data_ptr()), tensor.nbytes());
     return nullptr;
   }
   const size_t page = sysconf(_SC_PAGESIZE), size = (tensor.nbytes() + page - 1) / page * page;
@@ -49,7 +49,7 @@ std::unique_ptr<Poison> poison(const Tensor& tensor) {
   };
   auto* owner = new Owner{pages, size, {}};
   owner->before = storage->set_data_ptr(c10::DataPtr(pages, owner, release, at::kCPU));
-  fill(static_cast<char*>(pages), size);
+  fill_with_nan(static_cast<char*>(pages), size);
   auto made = std::make_unique<Poison>(static_cast<char*>(pages), size);
   made->line = python_line();
   made->close();
