@@ -178,6 +178,26 @@ void copy_without_waiting(const Tensor& source, const Tensor& destination) {
   if (!reports.empty()) fail(reports);
 }
 
+void copy_to_mps_without_waiting(const Tensor& source, const Tensor& destination) {
+  const bool is_itself = source.scalar_type() == destination.scalar_type() && source.is_contiguous() &&
+                         source.sizes() == destination.sizes();
+  const Tensor read = is_itself ? source : source.to(destination.scalar_type(), false, true).contiguous();
+  const auto bytes = [read] {
+    return std::string(static_cast<const char*>(read.const_data_ptr()), read.nbytes());
+  };
+  const auto act = [read, into = host_view(destination), before = bytes(), bytes, line = python_line()] {
+    into.copy_(read);
+    if (bytes() == before) return;
+    report(
+        line +
+        ": the source of a copy to mps that does not block is changed before the GPU has read it; wait for "
+        "its command buffer first");
+  };
+  end_encoder();
+  record_copy(act, [] {}, current_stream());
+  commit_in_queue();
+}
+
 void torch_commits(CommandBuffer& buffer, StreamNumber stream, bool waits) {
   if (torch_minor() < 15) return;
   const auto store = [&buffer, stream] {

@@ -259,7 +259,7 @@ def test_the_driver_has_heaps_until_the_cache_is_emptied(simulated):
 
 
 def test_the_watermarks(simulated):
-    """From 1.4 of the recommended size on heaps are no larger than needed; over 1.7 torch raises its error."""
+    """From 1.4 of the recommended size on heaps are as small as can be; over 1.7 torch raises its error."""
     with simulated.torch_memory(1024 * MIB):
         assert torch.mps.recommended_max_memory() == 1024 * MIB
         before = torch.mps.driver_allocated_memory()
