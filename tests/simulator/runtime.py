@@ -12,6 +12,8 @@ import torch
 from . import aten, build_device, shaderlib
 from .shaderlib import DispatchCounters
 
+RECOMMENDED = 64 << 30  # bytes of memory of the simulated GPU
+
 
 class _DispatchCounters(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_char_p), ("counters", shaderlib.Counters))
@@ -129,11 +131,13 @@ def set_schedule(seed: int) -> None:
     """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before.
 
     With an odd one, what is committed runs at once. With the last two of four, completed handlers are called
-    late, by another thread, and the newest command buffer's first.
+    late, by another thread, and the newest command buffer's first. With the third of four new tensors have
+    what is in memory that was freed, as by `torch_memory`; with others they are NaN.
     """
     torch.mps.synchronize()
     shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
+    _runtime().simulator_pool_memory(RECOMMENDED if seed % 4 == 2 else 0)
 
 
 @contextlib.contextmanager
@@ -157,7 +161,7 @@ def heaps(below: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def torch_memory(recommended: int = 64 << 30) -> Iterator[None]:
+def torch_memory(recommended: int = RECOMMENDED) -> Iterator[None]:
     """New tensors lie in memory as torch's allocator keeps it, on a GPU with this recommended size in bytes.
 
     A freed buffer is given out again at once, with what is in it. `driver_allocated_memory` counts heaps: of

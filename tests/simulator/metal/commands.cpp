@@ -918,6 +918,6 @@ size_t simulator_live_buffers(void) {
 }
 long simulator_live_objects(void) {
   simulator::wait_for_handlers();
-  return simulator::live_objects();
+  return simulator::live_objects() - static_cast<long>(simulator::torch_memory::free_buffers());
 }
 }
