@@ -305,7 +305,7 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         options["transposed"] = True
     if self.has_bias:
         options |= _biases(self)
-    return moe_experts(hidden_states, first, self.down_proj, top_k_index, top_k_weights, **options)
+    return moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
 
 
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -337,7 +337,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    return moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
+    return moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:
@@ -381,17 +381,17 @@ def _multiplied(
 ) -> Tensor:
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
-        return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
+        return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
     formats = formats_of(self)
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
     biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
     outs = [
-        ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, bias_part)
+        ops.expert_qmm(x, ids, *_packed(self, name), formats[name].name, bias_part)
         for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
-        out = ops.expert_lora(out, x, a, b, ids, self.num_experts, *buckets, scaling=scaling)
+        out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
     return out
 
 

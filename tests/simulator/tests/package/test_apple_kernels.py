@@ -185,9 +185,9 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         pairs = ops.moe_bucket(ids, experts)
         work = tokens * slots * rank * (hidden + rows)
         listed = pairs if tokens > 1 else (None, None)
-        call = functools.partial(ops.expert_lora, *around, *factors, ids, experts, *listed)
+        call = functools.partial(ops.expert_lora, *around, ids, *factors, experts, *listed)
         yield f"expert_lora of {tokens} tokens", call, {}, work
-    call = functools.partial(ops._expert_lora_backward, *around, *factors, ids, *pairs, experts)
+    call = functools.partial(ops._expert_lora_backward, *around, ids, *factors, *pairs, experts)
     yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
 
 
@@ -337,7 +337,7 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
     }
     operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
-    call = functools.partial(operator, x, *gate_up, *down, ids, weights, *format_, **options)
+    call = functools.partial(operator, x, weights, ids, *gate_up, *down, *format_, **options)
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 
 
