@@ -82,9 +82,13 @@ class Sample:
         }
 
     def _held(self, size: float, *shape: int) -> Tensor:
-        """Numbers of about a size as the format holds them: GGUF's are the bits of halves."""
+        """Numbers of about a size as the format holds them: integers are the bits of halves or of floats."""
         numbers = self.values(*shape) * size
-        return numbers if self.format.is_affine else numbers.half().view(torch.int16)
+        if self.format.is_affine:
+            return numbers
+        if self.format.scale_type:
+            return numbers.float().view(torch.int32)
+        return numbers.half().view(torch.int16)
 
     def _scales(self, *groups: int) -> Tensor:
         if self.format.stream_bits:
