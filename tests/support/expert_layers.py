@@ -60,6 +60,7 @@ ACTIVATIONS = (
     {"activation": "swiglu_oai"},
     {"activation": "swiglu_oai", "alpha": 1.5, "limit": 0.75},
     {"activation": "silu_clamped", "limit": 0.5},
+    {"activation": "silu_capped", "limit": 0.5},
 )
 
 

@@ -291,6 +291,7 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
     *({"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")),
     {"activation": "swiglu_oai", "limit": 0.5, "alpha": 1.7},
     {"activation": "silu_clamped", "limit": 0.5},
+    {"activation": "silu_capped", "limit": 0.5},
 )
 
 

@@ -22,7 +22,7 @@ def draw_silu_mul_stacked(d):
 
 def draw_expert_activation(d):
     options, width = {"alpha": None, "limit": None, **d.activation()}, d.width()
-    options["gated"] = options["activation"] in ("swiglu_oai", "silu_clamped") or d.flag()
+    options["gated"] = options["activation"] in ("swiglu_oai", "silu_clamped", "silu_capped") or d.flag()
     options["interleaved"] = options["gated"] and d.flag()
     return {"x": d.values(*d.leading(), 2 * width if options["gated"] else width), **options}
 
@@ -105,12 +105,12 @@ def expected__expert_activation_backward(a):
         out = functions[a.activation](gate) * up
     else:
         limit, alpha = 7.0 if a.limit is None else a.limit, 1.702 if a.alpha is None else a.alpha
-        gate, up = clamped(gate, limit), clamped(up, limit, -limit)
-        out = (
-            (up + 1) * gate * torch.sigmoid(alpha * gate)
-            if a.activation == "swiglu_oai"
-            else F.silu(gate) * up
-        )
+        up, is_capped = clamped(up, limit, -limit), a.activation == "silu_capped"
+        gate = gate if is_capped else clamped(gate, limit)
+        if a.activation == "swiglu_oai":
+            out = (up + 1) * gate * torch.sigmoid(alpha * gate)
+        else:
+            out = (clamped(F.silu(gate), limit) if is_capped else F.silu(gate)) * up
     (value,) = torch.autograd.grad(out, rows, dy)
     sizes = [(1 + part.detach().abs()) for part in (gate, up)]
     size = dy.abs() * sizes[0] ** 2 * sizes[1]
@@ -164,7 +164,10 @@ def invalid_tail(zeros):
 def invalid_expert_activation(zeros):
     return [
         wrong("x must be of an even number of columns, gates and ups", x=zeros(T, 3)),
-        wrong("limit must be a number for activation silu_clamped, got None", activation="silu_clamped"),
+        *(
+            wrong(f"limit must be a number for activation {name}, got None", activation=name)
+            for name in ("silu_clamped", "silu_capped")
+        ),
     ]
 
 

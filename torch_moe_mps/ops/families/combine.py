@@ -374,6 +374,7 @@ _OPTIONS: list[dict] = [
     *({"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")),
     {"activation": "swiglu_oai", "interleaved": True},
     {"activation": "silu_clamped", "limit": 0.5},
+    {"activation": "silu_capped", "limit": 0.5},
 ]
 
 CHANGES: Changes = {

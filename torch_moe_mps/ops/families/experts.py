@@ -339,9 +339,11 @@ def moe_experts(
         activation: with gate and up the two halves of the first product,
             silu, gelu (exact), gelu_tanh, relu, relu2 (relu squared): act(gate) * up;
             swiglu_oai: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`;
-            silu_clamped: silu(gate) * up, clamped likewise. The last two need `gated`.
+            silu_clamped: silu(gate) * up, clamped likewise;
+            silu_capped: silu(gate) * up, silu(gate) at most `limit`, up within +-`limit`. The last three
+            need `gated`.
         alpha: of swiglu_oai, 1.702 unless given.
-        limit: of swiglu_oai, 7.0 unless given; of silu_clamped, required.
+        limit: of swiglu_oai, 7.0 unless given; of silu_clamped and silu_capped, required.
         gated: without it there is no up half and the activation acts alone.
         interleaved: the rows of `gate_up` are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
         transposed: the input dimension of both weights comes before the output dimension.

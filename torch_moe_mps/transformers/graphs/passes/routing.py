@@ -16,12 +16,14 @@ from ..nodes import (
     changed,
     is_call,
     is_final,
+    is_node,
     is_read_once,
     is_unchanged,
     ours,
     readers,
     tensor_of,
 )
+from ..patterns import match
 from ..tracing import ITEM
 
 _EXPERTS = (
@@ -48,6 +50,26 @@ def hand_routing_over(graph: fx.Graph) -> None:
         new = {name: value for name, value in uncast.items() if value is not None}
         if new:
             call.replace_all_uses_with(changed(call, call, **new))
+
+
+def scale_in_router(graph: fx.Graph) -> None:
+    """F(IDS, WEIGHTS) * SCALE -> F(IDS, WEIGHTS * SCALE), by the factor of the router"""
+    for product in calls(graph, aten.mul):
+        bound = match("SUM * SCALE", product) or {}
+        value, factor = product.args[0], bound.get("SCALE")
+        if not is_node(value) or not isinstance(factor, (int, float)) or not is_read_once(value, product):
+            continue
+        experts = beneath(value)
+        if not is_call(experts, ours.moe_experts, ours.moe_experts_quantized):
+            continue
+        passed = arguments(experts)
+        weights: Any = passed["weights"]
+        router = weights.args[0] if weights.target is ITEM and weights.args[1] == 0 else None
+        is_alone = passed["residual"] is passed["shared_out"] is None and [*weights.users] == [experts]
+        if is_alone and is_call(router, ours.moe_router):
+            scaled = arguments(router)["scaling_factor"] * factor
+            router.replace_all_uses_with(changed(router, router, scaling_factor=scaled))
+            product.replace_all_uses_with(value)
 
 
 def choose_in_experts(graph: fx.Graph) -> None:
