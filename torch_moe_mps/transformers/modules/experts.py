@@ -400,12 +400,8 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-<<<<<<< HEAD
-    return moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
-=======
-    out = moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
+    out = moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
     return _with_identity(self, out, x, ids, weights)
->>>>>>> experts
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:
