@@ -63,8 +63,8 @@ def scale_in_router(graph: fx.Graph) -> None:
         if not is_call(experts, ours.moe_experts, ours.moe_experts_quantized):
             continue
         passed = arguments(experts)
-        weights: Any = passed["weights"]
-        router = weights.args[0] if weights.target is ITEM and weights.args[1] == 0 else None
+        weights: Any = passed["topk_weights"]
+        router: Any = weights.args[0] if weights.target is ITEM and weights.args[1] == 0 else None
         is_alone = passed["residual"] is passed["shared_out"] is None and [*weights.users] == [experts]
         if is_alone and is_call(router, ours.moe_router):
             scaled = arguments(router)["scaling_factor"] * factor
