@@ -127,7 +127,7 @@ def experts(tokens: int, count: int, slots: int, inputs: int, between: int):
     ids = routing(tokens, count, slots)
     weights = _values(tokens, slots, dtype=torch.float32)
     x = _values(tokens, inputs)
-    return OPS.moe_experts_quantized(x, *up[:3], *down[:3], ids, weights, up[3])
+    return OPS.moe_experts_quantized(x, weights, ids, *up[:3], *down[:3], up[3])
 
 
 def attention(tokens: int, keys: int, heads: int, key_heads: int):
@@ -251,7 +251,7 @@ def experts_arguments(shared_gate: torch.Tensor):
     names = {"gate_up": normal(5, 96, 64, scale=0.1), "down": normal(5, 64, 48, scale=0.1)}
     around = {"shared_out": normal(TOKENS, 64), "residual": normal(TOKENS, 64), "norm_weight": normal(64)}
     around |= {"shared_gate": shared_gate, "gate_is_logit": True}
-    return {"x": normal(TOKENS, 64), **names, "ids": ids, "weights": normal(TOKENS, 2), **around}
+    return {"x": normal(TOKENS, 64), **names, "topk_weights": normal(TOKENS, 2), "topk_ids": ids, **around}
 
 
 def attention_arguments(keys: int, **options):
@@ -273,7 +273,7 @@ MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
             lambda: {
                 "x": normal(TOKENS, 2, 64),
                 "weight": normal(5, 48, 64),
-                "ids": routing(TOKENS, 5, 2).cpu(),
+                "topk_ids": routing(TOKENS, 5, 2).cpu(),
             },
             6,
         ),

@@ -219,8 +219,8 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
         # Among operators with heads, only attention has other kernels for many tokens.
         for tokens in TOKENS if name in WITH or name not in OF_HEADS else TOKENS[:2]:
             arguments = sample(tokens=tokens)
-            if "ids" in arguments and tokens == TOKENS[-1]:
-                arguments["ids"] = arguments["ids"].long()
+            if "topk_ids" in arguments and tokens == TOKENS[-1]:
+                arguments["topk_ids"] = arguments["topk_ids"].long()
             yield arguments
         if "format" in names_of(name) or name in DENSE:
             yield from _products(name, sample, format, odd)
@@ -259,7 +259,13 @@ def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
             for n, v in arguments.items()
         }
         logits = odd.values(1, len(many["gate_up_packed"]))
-        yield many | {"ids": None, "weights": None, "norm_weight": norm, "logits": logits, "top_k": 2}
+        yield many | {
+            "topk_weights": None,
+            "topk_ids": None,
+            "norm_weight": norm,
+            "logits": logits,
+            "top_k": 2,
+        }
 
 
 def _norm_weights(odd: Sample, arguments: dict[str, Any]) -> list[Tensor]:

@@ -72,7 +72,7 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
             continue
         logits = s.values(tokens, model.experts)
         chosen = logits.float().topk(model.slots)
-        routed = {"ids": chosen.indices.int(), "weights": chosen.values.softmax(-1)}
+        routed = {"topk_weights": chosen.values.softmax(-1), "topk_ids": chosen.indices.int()}
         yield f"experts, {_tokens(tokens)}", "moe_experts_quantized", mlp | routed
         router = {"logits": logits, "top_k": model.slots, "norm_topk_prob": True, "scoring": "softmax"}
         yield f"router, {_tokens(tokens)}", "moe_router", router

@@ -265,13 +265,13 @@ def _buckets(s: Sample) -> list[dict[str, Any]]:
     """Ids of any size, all of one expert, and so many that runs and chunks are several."""
     return [
         *(
-            {"ids": _ids(s, tokens, 8, experts).to(dtype), "num_experts": experts}
+            {"topk_ids": _ids(s, tokens, 8, experts).to(dtype), "num_experts": experts}
             for (tokens, experts), dtype in itertools.product(
                 ((40, 8), (700, 600), (4100, 1000)), (torch.int32, torch.int64)
             )
         ),
-        {"ids": torch.full((40, 8), 3, dtype=torch.int32)},
-        {"ids": torch.full((40, 8), -(2**31), dtype=torch.int32)},
+        {"topk_ids": torch.full((40, 8), 3, dtype=torch.int32)},
+        {"topk_ids": torch.full((40, 8), -(2**31), dtype=torch.int32)},
     ]
 
 
@@ -291,12 +291,13 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
     *({"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")),
     {"activation": "swiglu_oai", "limit": 0.5, "alpha": 1.7},
     {"activation": "silu_clamped", "limit": 0.5},
+    {"activation": "silu_capped", "limit": 0.5},
 )
 
 
 def _dense(s: Sample, experts: int, columns: int, rows: int, tokens: int) -> dict[str, Any]:
     weights = {"gate_up": s.values(experts, 2 * rows, columns), "down": s.values(experts, columns, rows) / 4}
-    return {"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, experts)}
+    return {"x": _rows(s, tokens, columns), **weights, "topk_ids": _expert_ids(tokens, experts)}
 
 
 def _experts(s: Sample) -> list[dict[str, Any]]:
@@ -305,8 +306,8 @@ def _experts(s: Sample) -> list[dict[str, Any]]:
         *(_dense(s, 2, OFFSET if tokens < 10 else 2048, 4, tokens) for tokens in (1, 9, 40)),
         *(_dense(s, 3, 38, 7, tokens) for tokens in (1, 5, 20, 40)),
         *ACTIVATIONS,
-        {"ids": nobody},
-        {"ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
+        {"topk_ids": nobody},
+        {"topk_ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
     ]
 
 
@@ -319,14 +320,14 @@ def _transposed(s: Sample, *experts: int) -> list[dict[str, Any]]:
 
 def _expert_mm(s: Sample) -> list[dict[str, Any]]:
     changes = [
-        s.of(f"weight[2, 5, {columns}]", x=_rows(s, tokens, columns), ids=_expert_ids(tokens, 2))
+        s.of(f"weight[2, 5, {columns}]", x=_rows(s, tokens, columns), topk_ids=_expert_ids(tokens, 2))
         for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
     ]
     for width in (19, 32):  # stacks that the transposed product reads as they lie
         stored = s.values(2, 38, width).mT
-        changes.append({"weight": stored, "x": _rows(s, 9, 38), "ids": _expert_ids(9, 2)})
+        changes.append({"weight": stored, "x": _rows(s, 9, 38), "topk_ids": _expert_ids(9, 2)})
     nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
-    return changes + [{"ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
+    return changes + [{"topk_ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
 
 
 def _quantized_columns(s: Sample, least: int) -> int:
@@ -344,20 +345,24 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
         weights = s.quantized("gate_up_", 2 * inner, columns, (2,)) | s.quantized(
             "down_", columns, inner, (2,)
         )
-        changes.append({"x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2), **weights})
+        changes.append({"x": _rows(s, tokens, columns), "topk_ids": _expert_ids(tokens, 2), **weights})
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
     return [
         *changes,
         *ACTIVATIONS,
-        {"ids": _expert_ids(20, s.E)},
-        {"ids": nobody},
+        {"topk_ids": _expert_ids(20, s.E)},
+        {"topk_ids": nobody},
         {**s.routed, **s.norm, "logits": s.values(1, s.E, dtype=torch.float32)},
     ]
 
 
 def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
     return [
-        {**s.quantized("", 5, columns, (2,)), "x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2)}
+        {
+            **s.quantized("", 5, columns, (2,)),
+            "x": _rows(s, tokens, columns),
+            "topk_ids": _expert_ids(tokens, 2),
+        }
         for tokens, columns in _deep(s)
     ]
 
@@ -411,9 +416,9 @@ def _adapters(s: Sample) -> list[dict[str, Any]]:
 
 def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
     """The same, and pairs without an expert whose ids are 64 bits of ones."""
-    ids = s.ids.long() - 1
+    ids = s.topk_ids.long() - 1
     listed = torch.ops.moe_mps.moe_bucket(ids, s.E)
-    return [*_adapters(s), {"ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]
+    return [*_adapters(s), {"topk_ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]
 
 
 SIZES: Changes = {
@@ -479,7 +484,7 @@ SIZES: Changes = {
     "router_logits": _logits,
     "moe_bucket": _buckets,
     "moe_compute_ids_tpe": lambda s: [
-        {"ids": _ids(s, 700, 2, 9).int()},
-        {"ids": _ids(s, 9, 2, 900), "num_experts": 900},
+        {"topk_ids": _ids(s, 700, 2, 9).int()},
+        {"topk_ids": _ids(s, 9, 2, 900), "num_experts": 900},
     ],
 }
