@@ -17,6 +17,7 @@
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    with reads(intercept):          reads of files by host code are late, short or fail
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -44,6 +45,7 @@ from .runtime import (
     live_objects,
     one_thread,
     pipeline_limit,
+    reads,
     reset,
     residency_requests,
     residency_sets,
@@ -77,6 +79,7 @@ __all__ = [
     "load",
     "one_thread",
     "pipeline_limit",
+    "reads",
     "reset",
     "residency_requests",
     "residency_sets",
