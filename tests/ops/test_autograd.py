@@ -9,7 +9,7 @@ from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 
-NUMBERS_OF_TOKENS = ("moe_bucket", "moe_compute_ids_tpe", "_index_topk", "sample")
+NUMBERS_OF_TOKENS = ("moe_bucket", "moe_compute_ids_tpe", "_index_topk", "sample", "_sample_with_flags")
 WITH_NUMBERS = [name for name in OPERATORS if name not in NUMBERS_OF_TOKENS]
 # One tensor, several, with integers among them, none; backward declared for some arguments.
 EACH_KIND = ("rms_norm", "rope", "moe_router", "write_cache_quantized_", "expert_qmm")
@@ -77,7 +77,7 @@ def test_grad_of_a_function_fails_by_name(device):
 def test_torch_func_is_named_where_there_is_a_backward(device):
     x, weight, ids = (torch.ones(size, device=device) for size in ((2, 8), (3, 4, 8), (2, 1)))
     with pytest.raises(NotImplementedError) as error:
-        torch.func.grad(lambda x: packet("expert_mm")(x, weight, ids.int()).sum())(x)
+        torch.func.grad(lambda x: packet("expert_mm")(x, ids.int(), weight).sum())(x)
     assert str(error.value) == (
         "moe_mps::expert_mm: gradients by torch.func (grad, vjp, jacrev) are not implemented: use backward() "
         "or torch.autograd.grad"
@@ -89,7 +89,7 @@ def test_a_second_backward_fails_by_name(device):
     """Also where the first one reads an argument that alone needs the second."""
     x, weight, ids = (torch.ones(size, device=device) for size in ((2, 8), (3, 4, 8), (2, 1)))
     leaves = x.requires_grad_(), weight.requires_grad_()
-    out = packet("expert_mm")(*leaves, ids.int()).square().sum()
+    out = packet("expert_mm")(leaves[0], ids.int(), leaves[1]).square().sum()
     plain = torch.autograd.grad(out, leaves, retain_graph=True)
     for leaf, right, gradient in zip(
         leaves, plain, torch.autograd.grad(out, leaves, create_graph=True), strict=True

@@ -52,19 +52,51 @@ def test_a_prefix_names_the_part():
                 assert argument.removeprefix("norm_") in norm, (name, argument)
     router = arguments_of("moe_router")
     experts = arguments_of("moe_experts_quantized")
+    del router["ids_dtype"]  # experts choose for themselves
     assert {name: experts[name] for name in router} == router
 
 
 def test_arguments_stand_in_one_order():
-    """What is computed with, the weight, what selects in it, its format, the bias."""
-    order = ["x", "packed", "scales", "biases", "ids", "format", "bias"]
+    """What is computed with, what a router chose, the weight, its format, the bias."""
+    order = ["x", "topk_weights", "topk_ids", "packed", "scales", "biases", "format", "bias"]
     for name in PUBLIC:
         shared = [argument for argument in arguments_of(name) if argument in order]
         if "packed" in shared:
             assert shared == [argument for argument in order if argument in shared], name
-        if {"expert_out", "weights"} <= arguments_of(name).keys():
-            names = [*arguments_of(name)]
-            assert names.index("expert_out") < names.index("weights"), name
+        names = [*arguments_of(name)]
+        for first, second in (("expert_out", "topk_weights"), ("topk_weights", "topk_ids")):
+            if {first, second} <= {*names}:
+                assert names.index(first) < names.index(second), name
+        if "topk_ids" in names and "x" in names:
+            assert names[names.index("x") + 1].startswith("topk_"), name
+
+
+# What one dispatch of a decode step joins to an operator is an argument of a private one.
+NOT_YET_SMALL = {"moe_experts", "moe_experts_quantized", "mlp_quantized"}
+
+
+def test_public_operators_have_few_arguments():
+    assert {name for name in PUBLIC if len(arguments_of(name)) > 16} <= NOT_YET_SMALL
+
+
+@pytest.mark.parametrize(
+    ("public", "private"),
+    {
+        "attention": "_attention_step",
+        "gated_delta_rule_": "_gated_delta_rule_step_",
+        "sample": "_sample_with_flags",
+    }.items(),
+)
+def test_a_private_form_goes_on_from_the_public_one(public, private):
+    """The same arguments in the same order, with the same defaults, then others that have defaults."""
+    some, all_of_them = (packet(name).default._schema.arguments for name in (public, private))
+    for one, other in zip(some, all_of_them, strict=False):
+        assert (one.name, str(one.type), one.default_value) == (
+            other.name,
+            str(other.type),
+            other.default_value,
+        )
+    assert all(argument.has_default_value() for argument in all_of_them[len(some) :])
 
 
 def test_public_operators_are_flat():

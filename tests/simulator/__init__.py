@@ -11,6 +11,7 @@
     with event_limit(seconds):      a wait for an event that takes longer is a finding
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    with torch_memory(recommended): memory as torch's allocator keeps it: recycled, in heaps
     with torch_version(version):    torch's copies and errors are those of another version
     with failing(kind, after):      a command buffer fails, as where macOS stops it
     commits()                       how often the stream was committed
@@ -52,6 +53,7 @@ from .runtime import (
     set_schedule,
     stream,
     timeline,
+    torch_memory,
     torch_version,
     trace,
 )
@@ -87,6 +89,7 @@ __all__ = [
     "shader_library",
     "stream",
     "timeline",
+    "torch_memory",
     "torch_version",
     "trace",
 ]

@@ -14,6 +14,8 @@ import torch
 from . import aten, build_device, shaderlib
 from .shaderlib import DispatchCounters
 
+RECOMMENDED = 64 << 30  # bytes of memory of the simulated GPU
+
 
 class _DispatchCounters(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_char_p), ("counters", shaderlib.Counters))
@@ -42,6 +44,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
+    library.simulator_pool_memory.argtypes = [ctypes.c_size_t]
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_called_aten.restype = ctypes.c_char_p
@@ -135,11 +138,13 @@ def set_schedule(seed: int) -> None:
     """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before.
 
     With an odd one, what is committed runs at once. With the last two of four, completed handlers are called
-    late, by another thread, and the newest command buffer's first.
+    late, by another thread, and the newest command buffer's first. With the third of four new tensors have
+    what is in memory that was freed, as by `torch_memory`; with others they are NaN.
     """
     torch.mps.synchronize()
     shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
+    _runtime().simulator_pool_memory(RECOMMENDED if seed % 4 == 2 else 0)
 
 
 @contextlib.contextmanager
@@ -160,6 +165,23 @@ def heaps(below: int) -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_set_heap_limit(0)
+
+
+@contextlib.contextmanager
+def torch_memory(recommended: int = RECOMMENDED) -> Iterator[None]:
+    """New tensors lie in memory as torch's allocator keeps it, on a GPU with this recommended size in bytes.
+
+    A freed buffer is given out again at once, with what is in it. `driver_allocated_memory` counts heaps: of
+    8 MiB for tensors up to 1 MiB, 32 MiB below 10 MiB, 1 GiB below 512 MiB, which `empty_cache` returns. From
+    1.4 of that size on large tensors get heaps of their own, and over 1.7 of it none.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_pool_memory(recommended)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_pool_memory(0)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ SIZES = {
     "intermediate_size": 48,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
+    "share_expert_dim": 24,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -164,6 +165,14 @@ EXTRA: dict[str, dict] = {
         "hc_lowrank": 32,
     }
     | HYBRID,
+    "step3p5": {
+        "mlp_layer_types": ["sparse", "sparse"],
+        "sliding_window": 5,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [None, 0.5],
+        "swiglu_limits_shared": [0.0, 0.25],
+    }
+    | SLIDING,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "granitemoehybrid": HYBRID,
     "bamba": {"attn_layer_indices": [1]},
@@ -386,6 +395,7 @@ def groups_of_32():
         "moe_intermediate_size",
         "out_hidden_size",
         "moe_hidden_size",
+        "share_expert_dim",
     )
     return sizes(mamba_d_head=32, **dict.fromkeys(names, 64))
 

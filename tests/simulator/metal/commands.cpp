@@ -914,10 +914,10 @@ uint64_t simulator_commits(void) {
 }
 size_t simulator_live_buffers(void) {
   simulator::wait_for_handlers();
-  return simulator::live_buffers();
+  return simulator::live_buffers() - simulator::torch_memory::free_buffers();
 }
 long simulator_live_objects(void) {
   simulator::wait_for_handlers();
-  return simulator::live_objects();
+  return simulator::live_objects() - static_cast<long>(simulator::torch_memory::free_buffers());
 }
 }

@@ -141,5 +141,5 @@ def _expert_slots(ids: Tensor, pool: int) -> Tensor:
     return _slots_of(pool, flat.cpu()).view(ids.shape).to(ids.device)
 
 
-CALLS: Calls = {"_expert_slots": lambda s: {"ids": s.ids, "pool": RESIDENT}}
-CHANGES: Changes = {"_expert_slots": lambda s: [{"ids": s.ids.t()}, {"ids": s.ids.long()}]}
+CALLS: Calls = {"_expert_slots": lambda s: {"ids": s.topk_ids, "pool": RESIDENT}}
+CHANGES: Changes = {"_expert_slots": lambda s: [{"ids": s.topk_ids.t()}, {"ids": s.topk_ids.long()}]}

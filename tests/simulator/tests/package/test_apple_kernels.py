@@ -18,7 +18,7 @@ from simulator.shaderlib import kernels_of
 from simulator.testing import linux_only
 from support.oracles_experts import SEARCHED, numbers_of
 from support.pinned import assert_pinned, pinned
-from support.quantized_layers import GGUF_FORMATS, place, random_quantized
+from support.quantized_layers import GGUF_FORMATS, OTHERS, place, random_quantized
 from support.sweep import in_sweep
 
 from torch_moe_mps.ops._checks import dtype_name
@@ -70,8 +70,8 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     keys = k[:, :, :1], None, on_device(1, 1, 20, 128, dtype=dtype), None, table, table
     norm = {"k_norm_weight": weight, "k_bias": weight}
     yield (
-        "rope_cache_",
-        functools.partial(torch.ops.moe_mps.rope_cache_, q, *keys, **norm),
+        "_rope_cache_",
+        functools.partial(torch.ops.moe_mps._rope_cache_, q, *keys, **norm),
         {},
         elements - 24 * 128,
     )
@@ -134,8 +134,9 @@ def selected(dtype: torch.dtype) -> Iterator[Call]:
 def tailed(dtype: torch.dtype) -> Iterator[Call]:
     """Over a window of 128 keys and as many of a tail."""
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
-    _, k, v, _ = call.args
-    options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
+    q, k, v, scale = call.args
+    call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
+    options = {"key_tail": k.clone(), "value_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
     yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
@@ -163,7 +164,7 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
     torch.manual_seed(0)
     logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
     for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
-        call = functools.partial(torch.ops.moe_mps.sample, logits, draws, None, *how)
+        call = functools.partial(torch.ops.moe_mps._sample_with_flags, logits, draws, *how)
         yield f"sample of {label}", call, {}, logits.numel()
 
 
@@ -184,9 +185,9 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         pairs = ops.moe_bucket(ids, experts)
         work = tokens * slots * rank * (hidden + rows)
         listed = pairs if tokens > 1 else (None, None)
-        call = functools.partial(ops.expert_lora, *around, *factors, ids, experts, *listed)
+        call = functools.partial(ops.expert_lora, *around, ids, *factors, experts, *listed)
         yield f"expert_lora of {tokens} tokens", call, {}, work
-    call = functools.partial(ops._expert_lora_backward, *around, *factors, ids, *pairs, experts)
+    call = functools.partial(ops._expert_lora_backward, *around, ids, *factors, *pairs, experts)
     yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
 
 
@@ -221,7 +222,7 @@ def causal_conv1d(dtype: torch.dtype) -> Iterator[Call]:
 
 def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
-    run, state, per_head = torch.ops.moe_mps.gated_delta_rule_, on_device(1, 2, 128, 128), on_device(2)
+    run, state, per_head = torch.ops.moe_mps._gated_delta_rule_step_, on_device(1, 2, 128, 128), on_device(2)
     norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
     rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay_form": "softplus", "beta_activation": "sigmoid"}
     mamba = {"A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}
@@ -336,7 +337,7 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
     }
     operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
-    call = functools.partial(operator, x, *gate_up, *down, ids, weights, *format_, **options)
+    call = functools.partial(operator, x, weights, ids, *gate_up, *down, *format_, **options)
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 
 
@@ -369,7 +370,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     bits, group, mode = numbers_of(name)
 
     def stack(experts: int, rows: int, inputs: int) -> tuple:
-        if name in GGUF_FORMATS:
+        if name in (*OTHERS, *GGUF_FORMATS):
             return tuple(place(random_quantized(experts, rows, inputs, name, dtype, 0), "mps"))
         words = torch.randint(-(2**31), 2**31, (experts, rows, inputs * bits // 32), dtype=torch.int64)
         shape = (experts, rows, inputs // group)
@@ -451,6 +452,7 @@ KINDS += [
         "mxfp4",
         "mxfp8",
         "nvfp4",
+        *OTHERS,
         *GGUF_FORMATS,
     )
 ]
@@ -593,7 +595,7 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 # The group that always runs; the others do in the sweep.
 ALWAYS = ("rope",)
-FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
+FORMATS = {"mlx": ("affine", "mx", "nv", "fp"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
 
 
 @pytest.mark.pinned
