@@ -18,6 +18,7 @@
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    with reads(intercept):          reads of files by host code are late, short or fail
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -45,6 +46,7 @@ from .runtime import (
     live_objects,
     one_thread,
     pipeline_limit,
+    reads,
     reset,
     residency_requests,
     residency_sets,
@@ -79,6 +81,7 @@ __all__ = [
     "load",
     "one_thread",
     "pipeline_limit",
+    "reads",
     "reset",
     "residency_requests",
     "residency_sets",

@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import errno
 import functools
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +26,10 @@ class Commands(list[str]):
 
     def __str__(self) -> str:
         return "\n".join(self)
+
+
+_Read = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_every_read: list[Any] = []  # a read that is late returns into its function
 
 
 @functools.cache
@@ -62,6 +68,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_advance_answer.argtypes = [ctypes.c_double]
     library.simulator_answer_clock.restype = ctypes.c_double
     library.simulator_limit_waits.argtypes = [ctypes.c_double]
+    library.simulator_intercept_reads.argtypes = [_Read]
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
@@ -410,6 +417,28 @@ class Ssd:
             transferred = max(transferred, begun + self.latency) + size / self.rate
             heapq.heappush(ends, transferred)
         return max(ends)
+
+
+@contextlib.contextmanager
+def reads(intercept: Callable[[int, int, int], int]) -> Iterator[None]:
+    """Every `preadv` of host code in the block goes through `intercept(file, offset, size)`, by its thread.
+
+    It returns how many bytes are read, as a disk that gives less than was asked, or raises OSError.
+    """
+
+    def call(file: int, offset: int, size: int) -> int:
+        try:
+            return intercept(file, offset, size)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+    callback = _Read(call)
+    _every_read.append(callback)
+    _runtime().simulator_intercept_reads(callback)
+    try:
+        yield
+    finally:
+        _runtime().simulator_intercept_reads(_Read())
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
-    result |= {f"{name}_on_disk": asdict(reads) for name, reads in reads_of(bench.model).items()}
+    result |= {f"{name}_on_disk": reads.as_dict() for name, reads in reads_of(bench.model).items()}
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 

@@ -4,6 +4,8 @@ pass."""
 import ctypes
 import gc
 import re
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -539,16 +541,19 @@ def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
 
 
 @pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
-def test_a_wait_with_pythons_lock_is_found(calls, simulated, x, wait):
-    """Another thread of Python's would have to signal the event."""
-    first = calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(answering(calls, first, lambda: time.sleep(0.02)))
+def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait):
+    """As torch does there: a thread of Python's that would signal the event never runs."""
+    first, may_answer, interval = calls.signalled() + 1, threading.Event(), sys.getswitchinterval()
+    with ThreadPoolExecutor(1) as pool, simulated.event_limit(0.5):
+        answered = pool.submit(answering(calls, first, may_answer.wait))
         ask(calls, first)
-        with pytest.raises(
-            SimulatorError, match=r"test_host.py:\d+: the GPU waits for an event, and for the GPU"
-        ):
-            wait(x)  # in which torch keeps the lock
+        sys.setswitchinterval(1e6)
+        try:
+            may_answer.set()
+            with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the GPU waits for the value"):
+                wait(x)
+        finally:
+            sys.setswitchinterval(interval)
         assert answered.result()
     assert usable(calls)
 
