@@ -18,6 +18,7 @@
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    with own_gpu(seed):             the GPU runs beside the host, on a thread of its own
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -44,6 +45,7 @@ from .runtime import (
     live_buffers,
     live_objects,
     one_thread,
+    own_gpu,
     pipeline_limit,
     reset,
     residency_requests,
@@ -78,6 +80,7 @@ __all__ = [
     "live_objects",
     "load",
     "one_thread",
+    "own_gpu",
     "pipeline_limit",
     "reset",
     "residency_requests",
