@@ -118,7 +118,7 @@ WITH_16_BITS = (
     ("fused_residual_norm", torch.bfloat16),
 )
 # Their oracles say nothing of the odd values that calls at real sizes have.
-OF_ODD_VALUES = ("_index_topk", "moe_router", "sample")
+OF_ODD_VALUES = ("_index_topk", "moe_router", "sample", "_sample_with_flags")
 
 
 def check_calls_of_the_self_check(
@@ -184,13 +184,13 @@ def test_formats(device, case):
 ANY_SIZE = {
     ("attention", "window"),
     ("attention", "lookahead"),
-    ("attention", "tail_rate"),
-    ("attention", "position"),
+    *(("_attention_step", each) for each in ("window", "lookahead", "tail_rate", "position")),
     ("_index_topk", "top_k"),
     ("sample", "top_k"),
+    ("_sample_with_flags", "top_k"),
     ("moe_compute_ids_tpe", "gate_up_rows"),
     ("moe_compute_ids_tpe", "down_rows"),
-    ("rope_cache_", "rotary_dim"),
+    ("_rope_cache_", "rotary_dim"),
     ("_rope_attention_", "rotary_dim"),
     ("_rope_attention_", "window"),
 }

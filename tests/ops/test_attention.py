@@ -9,6 +9,7 @@ from support.oracles_operators import checked
 from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE, far_apart, numbers
 
+from torch_moe_mps.ops.families.attention import _attention_step
 from torch_moe_mps.ops.families.attention import attention as attend
 from torch_moe_mps.quantization import quantize
 
@@ -41,7 +42,7 @@ def test_8_bits(device, dtype):
         q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
         caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, k=k, v=v).items()}
         options = {"window": 30, "dtype": "float32"}
-        assert checked("attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
+        assert checked("_attention_step", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -90,7 +91,7 @@ def test_prompts_that_fill_the_gpu(one_core, dtype, options):
         if "key_range" in given:
             given["key_range"] = torch.tensor([[5, keys - 3]], dtype=torch.int32, device="mps")
         with one_core.trace() as commands:
-            checked("attention", q, k, v, width**-0.5, **given)
+            checked("_attention_step" if "gate" in given else "attention", q, k, v, width**-0.5, **given)
         assert any(kernel in str(command) for command in commands), kernel
 
 
@@ -197,7 +198,7 @@ def test_a_static_cache(device, kind, keys):
 def bytes_read(simulated, tensors_of, buffers=(1, 2), **options) -> list[int]:
     """Bytes of keys and values that the kernel reads."""
     with simulated.counters() as dispatches:
-        attend(**tensors_of, **options)
+        _attention_step(**tensors_of, **options)
     return [dispatches[0].buffers[i].bytes_read for i in buffers]
 
 
@@ -261,7 +262,7 @@ def test_a_token_reads_what_it_sees_of_a_tail(simulated):
     _, k_tail, v_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
     seen = {"window": 20, "tail_rate": 4, "position": 7}  # and so two keys of the tail
     options = seen | {"k_tail": k_tail, "v_tail": v_tail}
-    expected = attend(q, k, v, 0.3, **options)
+    expected = _attention_step(q, k, v, 0.3, **options)
     for cache, unseen in (
         (k, slice(0, 80)),
         (v, slice(0, 80)),
@@ -269,7 +270,7 @@ def test_a_token_reads_what_it_sees_of_a_tail(simulated):
         (v_tail, slice(2, 50)),
     ):
         cache[:, :, unseen] = torch.nan
-    assert torch.equal(attend(q, k, v, 0.3, **options), expected)
+    assert torch.equal(_attention_step(q, k, v, 0.3, **options), expected)
     read = bytes_read(simulated, {"q": q, "k": k, "v": v}, (1, 2, 7, 9), scale=0.3, **options)
     assert read == [20 * 64 * 4] * 2 + [2 * 64 * 4] * 2
 

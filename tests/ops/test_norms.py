@@ -31,9 +31,7 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     checked("fused_residual_layer_norm", residual, input, None, weight, eps)
     checked("fused_norm_add", residual, input, weight, **options)
     checked("fused_norm_add_scalar", residual, input, weight, scalar, **options)
-    result, _ = checked("fused_residual_norm", residual, input, weight, **options)
-    alone, empty = checked("fused_residual_norm", residual, input, weight, write_sum=False, **options)
-    assert torch.equal(alone, result) and empty.dtype == residual.dtype
+    checked("fused_residual_norm", residual, input, weight, **options)
     checked("fused_residual_norm", residual, input, weight, factor=3.5, **options)
     checked("fused_residual_norm_scalar", residual, input, weight, scalar, **options)
 

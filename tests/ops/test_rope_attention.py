@@ -1,12 +1,12 @@
-"""rope_attention_: as rope_cache_ and attention one after the other."""
+"""_rope_attention_: as _rope_cache_ and _attention_step one after the other."""
 
 import pytest
 import torch
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, random
 
-from torch_moe_mps.ops.families.attention import _rope_attention_, attention
-from torch_moe_mps.ops.families.rope import rope_cache_
+from torch_moe_mps.ops.families.attention import _attention_step, _rope_attention_
+from torch_moe_mps.ops.families.rope import _rope_cache_
 
 TURNED = ("attention_turned", "attention_merge")
 OF_ATTENTION = ("window", "key_range", "softcap", "sinks", "gate", "gate_activation")
@@ -29,9 +29,9 @@ def check_turned(given: dict) -> None:
     """The same bits in the results and in all memory of the caches."""
     turning = {n: v for n, v in given.items() if n not in (*OF_ATTENTION, "scale")}
     before = {n: given[n]._base.clone() for n in ("keys_", "values_")}
-    turned = rope_cache_(**turning)
+    turned = _rope_cache_(**turning)
     options = {n: given[n] for n in OF_ATTENTION if n in given}
-    two = attention(turned, given["keys_"], given["values_"], given["scale"], **options).cpu()
+    two = _attention_step(turned, given["keys_"], given["values_"], given["scale"], **options).cpu()
     after = {n: given[n]._base.cpu() for n in before}
     for name, value in before.items():
         given[name]._base.copy_(value)

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torch_moe_mps.ops.families.sampling import sample
+from torch_moe_mps.ops.families.sampling import _sample_with_flags, sample
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 CASES = [
@@ -49,7 +49,11 @@ def processed(logits, temperature, top_k, top_p, min_p):
 
 
 def sampled(logits, draws, **how):
-    return sample(logits, draws.to(logits.device), **how).cpu()
+    """Tokens and flags. `sample` gives the same tokens."""
+    tokens, invalid = _sample_with_flags(logits, draws.to(logits.device), **how).cpu()
+    how.pop("invalid", None)
+    assert torch.equal(sample(logits, draws.to(logits.device), **how).cpu(), tokens)
+    return tokens, invalid
 
 
 def last_first(logits, temperature):
@@ -161,7 +165,8 @@ def test_the_token_with_the_highest_logit(device, dtype):
     logits[7], logits[7, 1] = -torch.inf, torch.finfo(dtype).min
     invalid = torch.zeros(9, dtype=torch.int64, device=device)
     invalid[8] = 1
-    tokens, wrong = sample(logits, None, invalid, top_k=3, top_p=0.5, min_p=0.5, otherwise=7).cpu()
+    how = {"top_k": 3, "top_p": 0.5, "min_p": 0.5, "otherwise": 7}
+    tokens, wrong = _sample_with_flags(logits, None, **how, invalid=invalid).cpu()
     assert wrong.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 1]
     for row in (0, 1, 2, 3, 7, 8):
         assert tokens[row] == int(np.argmax(logits[row].float().cpu().numpy()))

@@ -67,6 +67,34 @@ def test_arguments_stand_in_one_order():
             assert names.index("expert_out") < names.index("weights"), name
 
 
+# What one dispatch of a decode step joins to an operator is an argument of a private one.
+NOT_YET_SMALL = {"moe_experts", "moe_experts_quantized", "mlp_quantized"}
+
+
+def test_public_operators_have_few_arguments():
+    assert {name for name in PUBLIC if len(arguments_of(name)) > 16} <= NOT_YET_SMALL
+
+
+@pytest.mark.parametrize(
+    ("public", "private"),
+    {
+        "attention": "_attention_step",
+        "gated_delta_rule_": "_gated_delta_rule_step_",
+        "sample": "_sample_with_flags",
+    }.items(),
+)
+def test_a_private_form_goes_on_from_the_public_one(public, private):
+    """The same arguments in the same order, with the same defaults, then others that have defaults."""
+    some, all_of_them = (packet(name).default._schema.arguments for name in (public, private))
+    for one, other in zip(some, all_of_them, strict=False):
+        assert (one.name, str(one.type), one.default_value) == (
+            other.name,
+            str(other.type),
+            other.default_value,
+        )
+    assert all(argument.has_default_value() for argument in all_of_them[len(some) :])
+
+
 def test_public_operators_are_flat():
     assert not any(name.startswith("_") for name in PUBLIC)
     assert {*PUBLIC} | {name for name in OPERATORS if name.startswith("_")} == {*OPERATORS}

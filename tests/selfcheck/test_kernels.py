@@ -297,7 +297,7 @@ def test_accelerate_foresees_what_indexers_launch(new_machine, monkeypatch):
         if hasattr(module, "index_topk"):
             module.index_topk = 5
     torch_moe_mps.accelerate(model)
-    wanted = {"_index_topk", "rope_cache_"}
+    wanted = {"_index_topk", "_rope_cache_"}
     assert wanted <= {*compared}
     compared.clear()
     with new_machine.trace() as commands:

@@ -31,7 +31,7 @@ struct CacheArguments {
   OptionalTensor tail = {};
 };
 
-// Groups of the operators' arguments, as ops/attention.py describes them.
+// Groups of the operators' arguments, as ops/families/attention.py describes them.
 struct Order {
   std::optional<int64_t> window;
   OptionalTensor key_range;
@@ -40,16 +40,13 @@ struct Softmax {
   std::optional<double> softcap;
   OptionalTensor sinks;
 };
-struct CacheScales {
-  const OptionalTensor &k_scales, &k_biases, &v_scales, &v_biases;
-};
 struct Selected {
   OptionalTensor indices;
   int64_t block = 1;
 };
 struct Gate {
   OptionalTensor factors;
-  bool is_softplus;
+  bool is_softplus = false;
 };
 struct Tail {
   OptionalTensor keys, values;
@@ -60,25 +57,6 @@ Gate gate_of(const OptionalTensor& gate, std::string_view activation) {
   return {gate, activation == "softplus"};
 }
 
-}  // namespace
-
-template <>
-struct GroupOf<Order> : MadeBy<aggregate<Order, std::optional<int64_t>, const OptionalTensor&>> {};
-template <>
-struct GroupOf<Softmax> : MadeBy<aggregate<Softmax, std::optional<double>, const OptionalTensor&>> {};
-template <>
-struct GroupOf<CacheScales> : MadeBy<aggregate<CacheScales, const OptionalTensor&, const OptionalTensor&,
-                                               const OptionalTensor&, const OptionalTensor&>> {};
-template <>
-struct GroupOf<Selected> : MadeBy<aggregate<Selected, const OptionalTensor&, int64_t>> {};
-template <>
-struct GroupOf<Gate> : MadeBy<gate_of> {};
-template <>
-struct GroupOf<Tail>
-    : MadeBy<aggregate<Tail, const OptionalTensor&, const OptionalTensor&, int64_t, int64_t>> {};
-
-namespace {
-
 struct AttentionArguments {
   Tensor q;
   CacheArguments k, v;
@@ -87,8 +65,8 @@ struct AttentionArguments {
   Order order;
   Softmax softmax;
   Selected selected = {};
-  Gate gate;
   int64_t lookahead = 0;
+  Gate gate = {};
   Tail tail = {};
   c10::ScalarType dtype;
 
@@ -109,6 +87,42 @@ struct AttentionArguments {
     return block;
   }
 };
+
+// What the public operator takes; the rest is absent.
+AttentionArguments arguments_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
+                                const OptionalTensor& mask, std::optional<int64_t> window, int64_t lookahead,
+                                const OptionalTensor& key_range, std::optional<double> softcap,
+                                const OptionalTensor& sinks, const OptionalTensor& indices,
+                                int64_t index_block, const OptionalTensor& k_scales,
+                                const OptionalTensor& k_biases, const OptionalTensor& v_scales,
+                                const OptionalTensor& v_biases) {
+  return {.q = q,
+          .k = {k, k_scales, k_biases},
+          .v = {v, v_scales, v_biases},
+          .scale = scale,
+          .mask = mask,
+          .order = {window, key_range},
+          .softmax = {softcap, sinks},
+          .selected = {indices, index_block},
+          .lookahead = lookahead,
+          .dtype = q.scalar_type()};
+}
+
+}  // namespace
+
+template <>
+struct GroupOf<AttentionArguments> : MadeBy<arguments_of> {};
+template <>
+struct GroupOf<Order> : MadeBy<aggregate<Order, std::optional<int64_t>, const OptionalTensor&>> {};
+template <>
+struct GroupOf<Softmax> : MadeBy<aggregate<Softmax, std::optional<double>, const OptionalTensor&>> {};
+template <>
+struct GroupOf<Gate> : MadeBy<gate_of> {};
+template <>
+struct GroupOf<Tail>
+    : MadeBy<aggregate<Tail, const OptionalTensor&, const OptionalTensor&, int64_t, int64_t>> {};
+
+namespace {
 
 // Keys or values as kernels read them.
 struct Cache {
@@ -378,14 +392,18 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   return output;
 }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const OptionalTensor& mask,
-                 const Order& order, const Softmax& softmax, const CacheScales& scales,
-                 const Selected& selected, const Gate& gate, int64_t lookahead, const Tail& tail,
-                 std::optional<std::string_view> dtype) {
-  const CacheArguments keys{k, scales.k_scales, scales.k_biases, tail.keys};
-  const CacheArguments values{v, scales.v_scales, scales.v_biases, tail.values};
-  return attend({q, keys, values, scale, mask, order, softmax, selected, gate, lookahead, tail,
-                 dtype ? dtype_named(*dtype) : q.scalar_type()});
+Tensor attention(const AttentionArguments& given) {
+  return attend(given);
+}
+
+Tensor _attention_step(AttentionArguments given, const Gate& gate, const Tail& tail,
+                       std::optional<std::string_view> dtype) {
+  given.gate = gate;
+  given.tail = tail;
+  given.k.tail = tail.keys;
+  given.v.tail = tail.values;
+  if (dtype) given.dtype = dtype_named(*dtype);
+  return attend(given);
 }
 
 // Behind more keys a launch is a small part, and all threadgroups would turn their queries again.
@@ -425,7 +443,7 @@ Tensor _rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const
     turning.params = rope_params(rotation, turning.q, turning.k, turning.v);
     if (turning.params.vectorised != 0) return attend(given, &turning);
   }
-  given.q = rope_cache_(q, k, v, keys_, values_, cos, sin, norms, turn, norm, std::nullopt);
+  given.q = _rope_cache_(q, k, v, keys_, values_, cos, sin, norms, turn, norm, std::nullopt);
   return attend(given);
 }
 
@@ -468,6 +486,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 MOE_FUNCTION("_is_long(float products) -> bool", is_long)
 MOE_OPERATOR(attention)
+MOE_OPERATOR(_attention_step)
 MOE_OPERATOR(_rope_attention_)
 MOE_OPERATOR(write_cache_quantized_)
 

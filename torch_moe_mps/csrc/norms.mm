@@ -127,12 +127,11 @@ Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const 
 }
 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
-                                               const Tensor& weight, double eps, bool write_sum,
-                                               double weight_offset, double factor) {
-  const Tensor sum =
-      write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
-  const Tensor output = with_residual(kResidual, residual, input, weight, std::nullopt, eps, weight_offset,
-                                      write_sum ? std::optional(sum) : std::nullopt, factor);
+                                               const Tensor& weight, double eps, double weight_offset,
+                                               double factor) {
+  const Tensor sum = at::empty(residual.sizes(), residual.options());
+  const Tensor output =
+      with_residual(kResidual, residual, input, weight, std::nullopt, eps, weight_offset, sum, factor);
   return {output, sum};
 }
 

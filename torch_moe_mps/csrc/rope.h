@@ -68,9 +68,9 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
                        const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt);
 
 // The operator.
-at::Tensor rope_cache_(const OptionalTensor& q, const at::Tensor& k, const OptionalTensor& v,
-                       const at::Tensor& keys_, const OptionalTensor& values_, const OptionalTensor& cos,
-                       const OptionalTensor& sin, const HeadNorms& norms, const Turn& turn,
-                       const ValueNorm& norm, const OptionalTensor& k_bias);
+at::Tensor _rope_cache_(const OptionalTensor& q, const at::Tensor& k, const OptionalTensor& v,
+                        const at::Tensor& keys_, const OptionalTensor& values_, const OptionalTensor& cos,
+                        const OptionalTensor& sin, const HeadNorms& norms, const Turn& turn,
+                        const ValueNorm& norm, const OptionalTensor& k_bias);
 
 }  // namespace moe_mps

@@ -119,10 +119,10 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
   return params;
 }
 
-Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
-                   const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
-                   const OptionalTensor& k_bias) {
+Tensor _rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
+                    const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+                    const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
+                    const OptionalTensor& k_bias) {
   const Tensor output = q ? heads_first(*q) : at::empty({0}, k.options());
   if (k.numel() == 0) return output;
   const Rotation rotation(k, cos, sin, norms, turn);
@@ -140,6 +140,6 @@ Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTenso
 }
 
 MOE_OPERATOR(rope)
-MOE_OPERATOR(rope_cache_)
+MOE_OPERATOR(_rope_cache_)
 
 }  // namespace moe_mps

@@ -13,8 +13,9 @@ namespace {
 
 using at::Tensor;
 
-Tensor sample(const Tensor& logits_, const OptionalTensor& draws_, const OptionalTensor& invalid_,
-              double temperature, int64_t top_k, double top_p, double min_p, int64_t otherwise) {
+Tensor _sample_with_flags(const Tensor& logits_, const OptionalTensor& draws_, double temperature,
+                          int64_t top_k, double top_p, double min_p, int64_t otherwise,
+                          const OptionalTensor& invalid_) {
   const int64_t rows = logits_.size(0), vocabulary = logits_.size(1);
   Tensor sampled = at::empty({2, rows}, logits_.options().dtype(at::kLong));
   if (rows == 0) return sampled;
@@ -42,8 +43,15 @@ Tensor sample(const Tensor& logits_, const OptionalTensor& draws_, const Optiona
   return sampled;
 }
 
+Tensor sample(const Tensor& logits, const OptionalTensor& draws, double temperature, int64_t top_k,
+              double top_p, double min_p, int64_t otherwise) {
+  return _sample_with_flags(logits, draws, temperature, top_k, top_p, min_p, otherwise, std::nullopt)
+      .select(0, 0);
+}
+
 }  // namespace
 
 MOE_OPERATOR(sample)
+MOE_OPERATOR(_sample_with_flags)
 
 }  // namespace moe_mps

@@ -2,10 +2,9 @@
 
 An operator is a function of its arguments: whoever calls `torch.ops.moe_mps.*` has weights decoded in that
 call. Decoding a matrix takes several times as long as multiplying it with one row, so a layer that owns a
-weight caches its values (`caching`).
+weight caches its values (`with_cache`).
 """
 
-import contextlib
 import sys
 import threading
 import weakref
@@ -100,8 +99,8 @@ class _Reading:
 _CACHES: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()  # {layer: its cache}
 
 
-def caching(owner: Any, *tensors: Tensor | None) -> contextlib.AbstractContextManager[None]:
-    """Block in which operators that a layer calls read values that they decoded in its calls before.
+def with_cache(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | None) -> Tensor:
+    """Result of `compute`, whose operators read values that they decoded in a layer's calls before.
 
     The values are freed with the layer, and with the memory of its weights, which `to` and
     `load_state_dict(assign=True)` replace. A weight that is written in place, as `load_state_dict` does, gets
@@ -111,26 +110,23 @@ def caching(owner: Any, *tensors: Tensor | None) -> contextlib.AbstractContextMa
     Operators decode in each call if a tensor was made in inference mode, since it has no version, and under
     torch.compile, torch.export and torch.func, where an operator runs outside the layer's call. So do a
     backward, and programs of captured calls, which replay on mps alone. Fake tensors never reach a reference.
+    Layers on mps call `compute` themselves.
 
     Args:
+        compute: calls operators with the weights.
         owner: the layer.
         tensors: all of its weights that the operators read. Where a weight has the memory of several
             parameters, which are views of it, these.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     if torch.compiler.is_compiling() or not present or not all(map(_is_counted, present)):
-        return contextlib.nullcontext()
+        return compute()
     if torch._C._are_functorch_transforms_active():
-        return contextlib.nullcontext()
+        return compute()
     cache = _CACHES.get(owner)
     if cache is None or not cache.is_current(present):
         _CACHES[owner] = cache = Cache(present)
-    return _Reading(cache)
-
-
-def with_cache(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | None) -> Tensor:
-    """Result of `compute`, in `caching`: for layers on a CPU, others call it themselves."""
-    with caching(owner, *tensors):
+    with _Reading(cache):
         return compute()
 
 

@@ -18,14 +18,16 @@ from .families.quantize import judged_by_importance
 FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in module.CALLS}
 CALLS: Calls = {name: call for family in FAMILIES.values() for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in FAMILIES.values() for name, make in family.CHANGES.items()}
+LINEAR_ATTENTION = ("gated_delta_rule_", "_gated_delta_rule_step_")
 # {operator: (argument giving the width of a head's keys, argument giving that of its values)}; `states` in 8
 # bits have packed codes of four elements.
 OF_HEADS = {
     "attention": ("q", "v"),
+    "_attention_step": ("q", "v"),
     "rope": ("q", "q"),
-    "rope_cache_": ("k", "v"),
+    "_rope_cache_": ("k", "v"),
     "_rope_attention_": ("q", "v"),
-    "gated_delta_rule_": ("q", "v"),
+    **dict.fromkeys(LINEAR_ATTENTION, ("q", "v")),
     "write_cache_quantized_": ("states", "states"),
 }
 # Where several results are right: what of them must agree, of the arguments and the results.

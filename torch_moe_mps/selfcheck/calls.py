@@ -19,7 +19,15 @@ from ..ops._checks import NAMED_DTYPES
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, HEAD, Sample, T
-from ..ops._samples import FAMILY_OF, OF_HEADS, changed_samples, more_samples, packet, sample_arguments
+from ..ops._samples import (
+    FAMILY_OF,
+    LINEAR_ATTENTION,
+    OF_HEADS,
+    changed_samples,
+    more_samples,
+    packet,
+    sample_arguments,
+)
 from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -28,13 +36,12 @@ LINEARS = ("linear_quantized", "mlp_quantized")
 DENSE = ("expert_mm", "moe_experts")
 CACHE = "write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
-WITH = {"attention": ("k_scales", "indices", "relative", "k_tail")}
-# Refused beside each other.
-_APART = {"indices", "relative"}, {"k_scales", "k_tail"}, {"relative", "k_tail"}
+WITH = {"attention": ("k_scales", "indices"), "_attention_step": ("k_scales", "indices", "k_tail")}
+_APART = {"k_scales", "k_tail"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe", "_expert_slots")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
-    "rope_cache_": "k",
+    "_rope_cache_": "k",
     "router_logits": "weight",
     "moe_gate": "weight",
     "moe_weighted_reduce": "expert_out",
@@ -45,16 +52,16 @@ TYPED_BY = {
 TOKENS = (1, 12, 40, 56)
 # Heads of every kernel, for `torch-moe-mps check`.
 HEADS = {
-    "attention": (HEAD, (64, 64), (128, 128), (256, 256), (576, 512)),
+    **dict.fromkeys(WITH, (HEAD, (64, 64), (128, 128), (256, 256), (576, 512))),
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "rope": (HEAD, (128, 128)),
-    "rope_cache_": (HEAD, (128, 128)),
+    "_rope_cache_": (HEAD, (128, 128)),
     "_rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
-    "gated_delta_rule_": (HEAD, (128, 128), (256, 256)),
+    **dict.fromkeys(LINEAR_ATTENTION, (HEAD, (128, 128), (256, 256))),
 }
 # Heads of most models.
 _COMMON_HEADS = {
-    name: tuple(head for head in heads if name == "gated_delta_rule_" or head[1] <= 256)
+    name: tuple(head for head in heads if name in LINEAR_ATTENTION or head[1] <= 256)
     for name, heads in HEADS.items()
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
@@ -127,7 +134,7 @@ def _combinations(name: str) -> list[tuple[str, ...]]:
         chosen
         for count in range(len(optional) + 1)
         for chosen in itertools.combinations(optional, count)
-        if not any(apart.issubset(chosen) for apart in _APART)
+        if not _APART.issubset(chosen)
     ]
 
 
@@ -148,7 +155,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
-    if name == "gated_delta_rule_" and arguments["norm_weight"] is not None:
+    if name == "_gated_delta_rule_step_" and arguments["norm_weight"] is not None:
         result.append(Subject("rms_norm_gated", dtype))  # prompts of few heads have it in one of its own
     return result
 
@@ -210,7 +217,7 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
         if subject.given:
             return
         # Among operators with heads, only attention has other kernels for many tokens.
-        for tokens in TOKENS if name == "attention" or name not in OF_HEADS else TOKENS[:2]:
+        for tokens in TOKENS if name in WITH or name not in OF_HEADS else TOKENS[:2]:
             arguments = sample(tokens=tokens)
             if "ids" in arguments and tokens == TOKENS[-1]:
                 arguments["ids"] = arguments["ids"].long()

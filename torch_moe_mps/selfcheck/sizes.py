@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops._checks import dtype_name
 from ..ops._sample import Changes, Sample
+from ..ops._samples import LINEAR_ATTENTION
 from ..ops.families.attention import turned
 
 BEYOND_NORM = (9000, 8201)  # columns: rows of up to 8,192 stay in registers; read as vectors, and one by one
@@ -80,7 +81,7 @@ def _attention(s: Sample) -> list[dict[str, Any]]:
     odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
     bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
     changes = [
-        {"softcap": 20.0, "scale": steep, "sinks": None, "dtype": "float32"},
+        {"softcap": 20.0, "scale": steep, "sinks": None},
         {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
         {"indices": blocks, "index_block": 2},
         many | s.of("q[2, 4, 20, D]", window=250),
@@ -118,7 +119,7 @@ def _sample(s: Sample) -> list[dict[str, Any]]:
     """More chunks than top-k; many equal scores, also zeros of both signs; rows without a distribution."""
     vocabulary = 33_000
     draws = {"draws": s.values(2, vocabulary, dtype=torch.float32).abs() + 0.01}
-    row = draws | {"logits": s.values(2, vocabulary), "invalid": torch.tensor([0, 1])}
+    row = draws | {"logits": s.values(2, vocabulary)}
     tied = row | {"logits": s.integers(3, 2, vocabulary, dtype=s.dtype, low=-2)}
     tied["logits"][0, ::7] = -0.0
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -446,7 +447,7 @@ SIZES: Changes = {
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,
     "_index_topk": _index_topk,
-    "sample": _sample,
+    **dict.fromkeys(("sample", "_sample_with_flags"), _sample),
     "hyper_update": lambda s: [s.of("streams[1, 3, 2052]")],
     "heads_quantized": _quantized_heads,
     "embedding_quantized": lambda s: [
@@ -455,14 +456,14 @@ SIZES: Changes = {
     ],
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
-    "gated_delta_rule_": _many_tokens,
+    **dict.fromkeys(LINEAR_ATTENTION, _many_tokens),
     **dict.fromkeys(("selective_scan_", "causal_conv1d_update_"), lambda s: [s.of("x[1, 150, 6]")]),
     "_pointwise": _formulas,
     "_pool_window_": _pooled,
     "expert_qmm": _expert_qmm,
     "moe_experts_quantized": _quantized_experts,
     "rope": _heads,
-    "rope_cache_": _cached,
+    "_rope_cache_": _cached,
     "_rope_attention_": lambda s: [
         turned(s, 1, keys=300),
         turned(s, 1, heads=34),

@@ -15,7 +15,7 @@ from torch import nn
 
 from .._environment import CHECK, is_on
 from ..ops._formats import Format
-from ..ops._samples import OF_HEADS
+from ..ops._samples import LINEAR_ATTENTION, OF_HEADS
 from ..ops.families.attention import CACHE_BITS
 from ..selfcheck import once, tuner
 from ..selfcheck.calls import CACHE, DTYPES, subjects
@@ -181,7 +181,7 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     do not name is compared before its first call."""
     softmax = {heads for names in SOFTMAX_HEADS for heads in head_widths(model, *names)}
     linear = head_widths(model, "head_k_dim", "head_v_dim")
-    return {operator: linear if operator == "gated_delta_rule_" else softmax for operator in OF_HEADS}
+    return {operator: linear if operator in LINEAR_ATTENTION else softmax for operator in OF_HEADS}
 
 
 def _warning(finding: Finding, instead: str = "what it replaces runs unmodified") -> str:

@@ -23,8 +23,8 @@ def _of_routing(logits: Tensor, top_k: int, **_: Any) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-def _of_residual_norm(residual: Tensor, write_sum: bool, **_: Any) -> tuple[Tensor, Tensor]:
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
+def _of_residual_norm(residual: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 def _of_matrices(x: Tensor, weight: Tensor, ids: Tensor, transposed: bool, **_: Any) -> Tensor:

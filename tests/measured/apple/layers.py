@@ -53,7 +53,7 @@ class Latent:
         query, memory = _values(1, self.heads, 1, width), _values(1, 1, keys, width)
         sums = _values(1, 1, self.heads, self.latent, dtype=torch.float32)
         yield lambda: ops.heads_quantized(own, *first, transposed=True, appended=tail)
-        yield lambda: ops.attention(query, memory, memory[..., : self.latent], 0.1, dtype="float32")
+        yield lambda: ops._attention_step(query, memory, memory[..., : self.latent], 0.1, dtype="float32")
         yield lambda: ops.heads_quantized(sums, *last, dtype=dtype_name(query.dtype))
 
 
@@ -100,7 +100,8 @@ class Delta:
         held = _values(1, self.heads, self.width, self.width, dtype=torch.float32)
         options = {"A_log": _values(self.heads), "decay_form": "softplus", "beta_activation": "sigmoid"}
         norm = {"gate": v, "norm_weight": _values(self.width), "l2norm_eps": 1e-6}
-        yield lambda: ops.gated_delta_rule_(q, k, v, decay, held, 0.1, beta=beta, **options, **norm)
+        options |= {"beta": beta, **norm}
+        yield lambda: ops._gated_delta_rule_step_(q, k, v, decay, held, 0.1, **options)
 
 
 LAYERS = (

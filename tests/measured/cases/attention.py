@@ -61,7 +61,8 @@ class Attention(Case):
     def call(self, t):
         others = {name: tensor for name, tensor in t.items() if name not in "qkv"}
         v = t["k"][..., : self.value_width] if self.latent else t["v"]
-        return ops().attention(t["q"], t["k"], v, self.scale, **others)
+        attention = ops()._attention_step if self.gated else ops().attention
+        return attention(t["q"], t["k"], v, self.scale, **others)
 
     @property
     def held(self) -> str:

@@ -224,7 +224,7 @@ class Logits(OperatorCase, fields="group rows experts width dtype"):
 class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
     """The delta rule with its norm, heads of one width."""
 
-    operator = "gated_delta_rule_"
+    operator = "_gated_delta_rule_step_"
     tensors = (
         "q[1, tokens, key_heads, width] v[1, tokens, heads, width] g[1, tokens, heads] beta[1, tokens, heads]"
         " A_log[heads]:f32 gate[1, tokens, heads, width] norm_weight[width]"
@@ -264,7 +264,7 @@ class DraftedDelta(Drafted, Delta):
 class DraftedScan(Drafted, OperatorCase, fields="group tokens key_heads heads states width dtype"):
     """Mamba-2."""
 
-    operator = "gated_delta_rule_"
+    operator = "_gated_delta_rule_step_"
     tensors = (
         "q[1, tokens, key_heads, states] v[1, tokens, heads, width] beta[1, tokens, heads] A_log[heads]:f32"
         " dt_bias[heads]:f32 skip[heads]:f32 pending_[1, heads, 8, inputs]:f32"
@@ -388,7 +388,7 @@ class PoolWindow(OperatorCase, fields="group tokens width rate overlap dtype"):
 class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"):
     """To a window of 128 tokens and to keys that stand for four each: to all, or to `top_k` of them."""
 
-    operator = "attention"
+    operator = "_attention_step"
 
     @property
     def name(self):
@@ -410,7 +410,7 @@ class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"
 class RopeCache(OperatorCase, fields="group tokens heads key_heads width keys dtype"):
     """With norms of q and k."""
 
-    operator = "rope_cache_"
+    operator = "_rope_cache_"
     tensors = (
         "q[1, tokens, heads, width] k[1, tokens, key_heads, width] v[1, tokens, key_heads, width]"
         " keys_[1, key_heads, keys, width] values_[1, key_heads, keys, width]"
@@ -445,7 +445,7 @@ class RopeThenAttention(RopeAttention):
 
     def call(self, t):
         given = self.given(t)
-        turned = ops().rope_cache_(**{name: value for name, value in given.items() if name != "scale"})
+        turned = ops()._rope_cache_(**{name: value for name, value in given.items() if name != "scale"})
         return ops().attention(turned, t["keys_"], t["values_"], given["scale"])
 
 
@@ -459,7 +459,7 @@ TURNED = (
 class IndexKeys(OperatorCase, fields="group tokens heads width keys dtype"):
     """With queries, and no values."""
 
-    operator = "rope_cache_"
+    operator = "_rope_cache_"
     mutated = ("keys_",)
     tensors = (
         "q[1, tokens, heads, width] keys_[1, 1, keys, width]"
@@ -508,7 +508,7 @@ class IndexTopk(OperatorCase, fields="group reduce tokens heads width keys block
 class Sample(OperatorCase, fields="group tokens vocabulary top_k top_p dtype"):
     """A token of each row."""
 
-    operator = "sample"
+    operator = "_sample_with_flags"
     tensors = "logits[tokens, vocabulary]"
     scales: ClassVar[dict] = {"logits": 3.0}
 

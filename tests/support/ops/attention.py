@@ -10,15 +10,24 @@ from torch import Tensor
 
 from support import oracles, oracles_sequence
 from support.ops import wrong
-from support.ops.rope import draw_rope_cache_, expected_rope_cache_
+from support.ops.rope import draw__rope_cache_, expected__rope_cache_
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import Expected
 from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._sample import T
 
-# Options that depend on each other: draw_attention gives all that is no required tensor.
-WHOLE = ("attention",)
+# Options that depend on each other: draw_* gives all that is no required tensor.
+WHOLE = ("attention", "_attention_step")
+STEP = (
+    "gate",
+    "gate_activation",
+    "k_tail",
+    "v_tail",
+    "tail_rate",
+    "position",
+    "dtype",
+)  # of the latter alone
 
 
 def draw_cache(d, name: str, shape: tuple[int, ...], dtype: torch.dtype, quantised: bool) -> dict:
@@ -39,13 +48,17 @@ def key_range(d, batch: int, keys: int) -> Tensor:
 
 
 def draw_attention(d):
+    return {name: value for name, value in draw__attention_step(d, False).items() if name not in STEP}
+
+
+def draw__attention_step(d, may_have_tail: bool = True):
     batch, key_heads, group = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 8)
     tokens, keys = d.one(1, 2, 5, 0), d.one(9, 1, 40, 130, 0)
     width, value_width = d.one((64, 64), (24, 40), (7, 1), (96, 32))
     dtype, heads = d.dtype(), key_heads * group
     quantised = width % 32 == 0 and batch * keys > 0 and d.flag()
     mask = None
-    kind = d.one("order", "mask", "indices", "tail")
+    kind = d.one("order", "mask", "indices", *["tail"] * may_have_tail)
     quantised = quantised and kind != "tail"
     if kind == "mask":
         rows = d.one(1, batch), d.one(1, key_heads), tokens
@@ -103,9 +116,9 @@ def draw_write_cache_quantized_(d):
 
 
 def draw__rope_attention_(d):
-    arguments = draw_rope_cache_(d)
+    arguments = draw__rope_cache_(d)
     while arguments["q"] is None or arguments["v"] is None:
-        arguments = draw_rope_cache_(d)
+        arguments = draw__rope_cache_(d)
     arguments.pop("k_bias")  # of keys alone
     (batch, tokens, _, width), dtype = arguments["q"].shape, arguments["q"].dtype
     key_heads, value_width, keys = d.one(1, 2), d.one(16, 6, 64), tokens + d.one(1, 0, 40, 300)
@@ -149,6 +162,10 @@ def with_tail(a, seen: np.ndarray) -> np.ndarray:
 
 
 def expected_attention(a):
+    return expected__attention_step(SimpleNamespace(**vars(a), **dict.fromkeys(STEP)))
+
+
+def expected__attention_step(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
     if a.indices is not None and a.k_tail is None:
@@ -208,12 +225,12 @@ def expected_write_cache_quantized_(a):
 
 
 def expected__rope_attention_(a):
-    """What `rope_cache_` rounds may be a neighbour of what is rounded here."""
-    turned, keys, values = expected_rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
+    """What `_rope_cache_` rounds may be a neighbour of what is rounded here."""
+    turned, keys, values = expected__rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
     named = dict(zip("qkv", (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)), strict=True))
     none = ("mask", "indices", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
-    (out,) = expected_attention(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
+    (out,) = expected__attention_step(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
     errors = (oracles.spacing(x, a.q.dtype) + each.error for x, each in ((q, turned), (k, keys), (v, values)))
     q_error, k_error, v_error = (np.broadcast_to(e, x.shape) for e, x in zip(errors, (q, k, v), strict=True))
     group = q.shape[1] // k.shape[1]
@@ -240,7 +257,6 @@ def invalid_attention(zeros):
         **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
         **{"v": zeros(2, 2, 9, 8, dtype=torch.int32), "v_scales": scales, "v_biases": scales},
     }
-    beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
     mask = zeros(1, 1, T, 9)
     indices = zeros(2, 1, T, 4, dtype=torch.int32)
     return [
@@ -252,16 +268,24 @@ def invalid_attention(zeros):
         wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=mask),
         wrong("0 beside a mask or indices, which hold it", lookahead=1, indices=indices),
         wrong("above 0 and finite", softcap=0.0),
-        wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
-        wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
-        wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
-        wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
-        wrong("index_block must be between 1 and 1 beside a tail", index_block=2, **beside, indices=indices),
         wrong(
             "k_scales must be of a last dimension of 16 / 32 or 64 or 128",
             k=zeros(2, 2, 9, 4, dtype=torch.int32),
             **eight_bits,
         ),
+    ]
+
+
+def invalid__attention_step(zeros):
+    beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
+    indices = zeros(2, 1, T, 4, dtype=torch.int32)
+    return [
+        *invalid_attention(zeros),
+        wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
+        wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
+        wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
+        wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
+        wrong("index_block must be between 1 and 1 beside a tail", index_block=2, **beside, indices=indices),
     ]
 
 

@@ -1,5 +1,7 @@
 """Operators of the family gated_delta_rule: valid arguments, results in float64, and invalid arguments."""
 
+from types import SimpleNamespace
+
 import torch
 
 from support import oracles, oracles_sequence
@@ -10,11 +12,19 @@ from support.oracles import FLOAT32_EPS, exact
 from support.oracles_operators import Expected
 from torch_moe_mps.ops._sample import T
 
-# Options that depend on each other: draw_gated_delta_rule_ gives all that is no required tensor.
-WHOLE = ("gated_delta_rule_",)
+# Options that depend on each other: draw_* gives all that is no required tensor.
+WHOLE = ("gated_delta_rule_", "_gated_delta_rule_step_")
+# Arguments of the latter alone.
+NORM = ("gate", "gate_activation", "norm_weight", "norm_eps", "norm_weight_offset")
+PENDING = ("pending_", "counts", "keep")
 
 
 def draw_gated_delta_rule_(d):
+    drawn = draw__gated_delta_rule_step_(d)
+    return {name: value for name, value in drawn.items() if name not in NORM + PENDING}
+
+
+def draw__gated_delta_rule_step_(d):
     batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
     heads, scale = key_heads * group, key_width**-0.5
@@ -50,6 +60,10 @@ def draw_gated_delta_rule_(d):
 
 
 def expected_gated_delta_rule_(a):
+    return expected__gated_delta_rule_step_(SimpleNamespace(**vars(a), **dict.fromkeys(NORM + PENDING)))
+
+
+def expected__gated_delta_rule_step_(a):
     value, state, pending = oracles_sequence.recurrence(a)
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
     error = 200 * FLOAT32_EPS * largest
@@ -71,7 +85,6 @@ def invalid_gated_delta_rule_(zeros):
         "beta": zeros(2, T, 5),
         "decay_form": "log",
     }
-    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
         wrong(
             "of a multiple of q's 2 heads, got 5 heads",
@@ -85,6 +98,13 @@ def invalid_gated_delta_rule_(zeros):
             dt_bias=None,
             beta_activation="softplus",
         ),
+    ]
+
+
+def invalid__gated_delta_rule_step_(zeros):
+    kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
+    return [
+        *invalid_gated_delta_rule_(zeros),
         wrong("keep must be False without pending_, got True", keep=True),
         wrong("pending_ must be of 27 elements for a token, got 26", pending_=zeros(2, 4, 4, 26), **kept),
         wrong("pending_ must be of T = 3 tokens or more, got 2", pending_=zeros(2, 4, 2, 27), **kept),

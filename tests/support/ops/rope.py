@@ -26,7 +26,7 @@ def draw_rope(d):
     }
 
 
-def draw_rope_cache_(d):
+def draw__rope_cache_(d):
     arguments = draw_rope(d)
     while arguments["k"] is None:
         arguments |= draw_rope(d)
@@ -64,7 +64,7 @@ def expected_rope(a):
     return results
 
 
-def expected_rope_cache_(a):
+def expected__rope_cache_(a):
     q, k = expected_rope(a)
     if a.k_bias is not None:
         k = _with_layer_norm(a)
@@ -82,7 +82,7 @@ def expected_rope_cache_(a):
 
 
 def _with_layer_norm(a):
-    """The keys that `rope_cache_` writes, [B, Hk, T, Dk]."""
+    """The keys that `_rope_cache_` writes, [B, Hk, T, Dk]."""
     x, weight, bias = exact(a.k), exact(a.k_norm_weight), exact(a.k_bias)
     centred = x - x.mean(-1, keepdims=True)
     inverse = (np.square(centred).mean(-1, keepdims=True) + a.norm_eps) ** -0.5
@@ -122,7 +122,7 @@ def invalid_rope(zeros):
     ]
 
 
-def invalid_rope_cache_(zeros):
+def invalid__rope_cache_(zeros):
     alone = {"v": None, "values_": None}
     return [
         wrong("norm_v must be False without v, got True", v=None, values_=None, norm_v=True),

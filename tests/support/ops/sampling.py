@@ -1,5 +1,7 @@
 """Operators of the family sampling: valid arguments, results in float64, and invalid arguments."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -9,6 +11,10 @@ from support.oracles_operators import Expected
 
 
 def draw_sample(d):
+    return {name: value for name, value in draw__sample_with_flags(d).items() if name != "invalid"}
+
+
+def draw__sample_with_flags(d):
     rows, vocabulary = d.one(1, 3, 0), d.one(300, 1, 31, 1000, 5000)
     return {
         "logits": d.values(rows, vocabulary, scale=d.one(1.0, 3.0, 0.0)),
@@ -23,6 +29,11 @@ def draw_sample(d):
 
 
 def expected_sample(a):
+    (both,) = expected__sample_with_flags(SimpleNamespace(**vars(a), invalid=None))
+    return [Expected(both.value[0], known=both.known if both.known is True else both.known[0])]
+
+
+def expected__sample_with_flags(a):
     """Not known where the race, or what is kept, is as near as float32 tells."""
     logits = exact(a.logits)
     rows, vocabulary = logits.shape
@@ -57,6 +68,10 @@ def expected_sample(a):
 
 
 def invalid_sample(zeros):
+    return invalid__sample_with_flags(zeros)
+
+
+def invalid__sample_with_flags(zeros):
     return [
         wrong("above 0 and finite, got 0.0", temperature=0.0),
         wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),

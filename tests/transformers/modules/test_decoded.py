@@ -210,19 +210,24 @@ def test_only_the_operators_of_the_layer_read_its_cache(decodings):
     layer, other = linear(), linear(seed=1)
     x, weights, others = input_of(layer), layer.weights()[:3], other.weights()[:3]
     held = _decoded._bytes
-    with _decoded.caching(layer, *weights):
+
+    def product():
+        return linear_quantized(x, *weights, "affine4_64")
+
+    def call():
         for _ in range(2):
             linear_quantized(x, *others, "affine4_64")
         assert _decoded._bytes == held and len(decodings) == 2
-        linear_quantized(x, *weights, "affine4_64")
-        thread = threading.Thread(target=linear_quantized, args=(x, *weights, "affine4_64"))
+        product()
+        thread = threading.Thread(target=product)
         thread.start(), thread.join()
-        with _decoded.caching(other, *others):
-            linear_quantized(x, *weights, "affine4_64")
+        _decoded.with_cache(product, other, *others)
         assert len(decodings) == 5
-        linear_quantized(x, *weights, "affine4_64")
-        assert len(decodings) == 5
-    linear_quantized(x, *weights, "affine4_64")
+        return product()
+
+    _decoded.with_cache(call, layer, *weights)
+    assert len(decodings) == 5
+    product()
     assert len(decodings) == 6
 
 
@@ -232,8 +237,8 @@ def test_some_rows_of_each_head_are_rows_of_the_layer(decodings):
     expected = torch.einsum("bthc,hrc->bthr", x.double(), layer.weight[:].double().view(4, 6, 256)[:, :2])
     del decodings[:]
     for _ in range(2):
-        with _decoded.caching(layer, *layer.weights()[:3]):
-            out = torch.ops.moe_mps.heads_quantized(x, *rows, "affine4_64")
+        product = partial(torch.ops.moe_mps.heads_quantized, x, *rows, "affine4_64")
+        out = _decoded.with_cache(product, layer, *layer.weights()[:3])
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     assert len(decodings) == 1
 

@@ -1,5 +1,6 @@
 """Attention over a cache of keys and values, and writing such a cache in 8 bits."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from .._checks import NAMED_DTYPES, PACKED_DTYPES, Check
 from .._formats import Format, dequantize_values, pack
 from .._registry import operator
 from .._sample import Calls, Changes, Sample, whole_groups
-from .rope import PAIRS, WRITTEN, check_rope_cache, rope_cache_
+from .rope import PAIRS, WRITTEN, _rope_cache_, check_rope_cache
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -83,7 +84,7 @@ def _check_keys(check: Check, q: Tensor, k: Tensor, v: Tensor, scales: tuple[Ten
     return value_width
 
 
-def _meta_attention(check, q, k, v, mask, indices, k_tail, v_tail, lookahead, gate, **given):
+def _meta_attention_step(check, q, k, v, mask, indices, k_tail, v_tail, lookahead, gate, **given):
     value_width = _check_keys(check, q, k, v, tuple(given[name] for name in SCALES))
     if mask is not None:
         _check_mask(check, mask, q, k)
@@ -108,6 +109,10 @@ def _meta_attention(check, q, k, v, mask, indices, k_tail, v_tail, lookahead, ga
     wider = () if q.dtype == torch.float32 else (torch.float32,)
     check.among_dtypes("dtype", wanted, (q.dtype, *wider))
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=wanted)
+
+
+def _meta_attention(check, **given):
+    return _meta_attention_step(check, **given, **dict.fromkeys(("gate", "k_tail", "v_tail", "dtype")))
 
 
 def seen_in_order(
@@ -186,24 +191,22 @@ def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: floa
     return out.reshape(batch, heads, tokens, width_of_values).transpose(1, 2)
 
 
-@operator(
+KEYS_AND_QUERIES = (
     f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any mask[_, _, T, _]:mask "
     "key_range[B, 2]:int32 sinks[Hq] k_scales[B, Hk, S, _]:q k_biases[B, Hk, S, _]:q "
-    "v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q indices[B, 1, T, K]|[B, Hk, T, K]:int32 "
-    "gate[B, T, Hq, _]:q k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v",
-    _meta_attention,
-    allowed={
-        "gate_activation": tuple(GATES),
-        "window": 1,
-        "lookahead": 0,
-        "tail_rate": range(1, MAX_POSITION + 1),
-    },
-    dependences=(
-        "mask key_range k_scales not beside k_tail (beside a tail)",
-        "window key_range not beside mask (beside a mask, which holds it)",
-    ),
+    "v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q indices[B, 1, T, K]|[B, Hk, T, K]:int32"
 )
-def attention(
+_LEAST: dict[str, Any] = {"window": 1, "lookahead": 0}
+_APART = "window key_range not beside mask (beside a mask, which holds it)"
+
+
+@operator(
+    f"{KEYS_AND_QUERIES} gate[B, T, Hq, _]:q k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v",
+    _meta_attention_step,
+    allowed=_LEAST | {"gate_activation": tuple(GATES), "tail_rate": range(1, MAX_POSITION + 1)},
+    dependences=("mask key_range k_scales not beside k_tail (beside a tail)", _APART),
+)
+def _attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -211,67 +214,33 @@ def attention(
     *,
     mask: Tensor | None = None,
     window: int | None = None,
+    lookahead: int = 0,
     key_range: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    index_block: int = 1,
     k_scales: Tensor | None = None,
     k_biases: Tensor | None = None,
     v_scales: Tensor | None = None,
     v_biases: Tensor | None = None,
-    indices: Tensor | None = None,
-    index_block: int = 1,
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
-    lookahead: int = 0,
     k_tail: Tensor | None = None,
     v_tail: Tensor | None = None,
     tail_rate: int = 1,
     position: int = 0,
     dtype: str | None = None,
 ) -> Tensor:
-    """Grouped-query attention over a KV cache, with windows, sinks, soft caps, sparse keys and gates.
+    """`attention` with what models join to it in one dispatch. Private: it may change in any release.
 
-    score[s] = cap(scale * q . k[s]) + mask[s]
-    cap(x) = softcap * tanh(x / softcap) where it is given
-    out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
     out *= gate_activation(gate), where there is a gate
 
-    For one new token over a long cache, for a few, and for a prompt: no tensor of T x S is made. Keys and
-    values are read once for all the queries of a key head while these are up to 16 (8 where the values have
-    more than 256 elements), and once more for each further block of as many. Query head h reads key head
-    h // (Hq / Hk). Arithmetic is in float32, rounded once; the same input gives the same bits.
-
     Args:
-        q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
-        k: [B, Hk, S, D] in the dtype of `q`; Hk divides Hq. Strides are free: a slice of a cache is read
-            where it lies.
-        v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 512.
-        scale: of the scores.
-        mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which
-            is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
-            int32, a bit for each key, the lowest bit first: 1 where the token sees it. Keys that no
-            token sees are not read. Without a mask the new tokens are the last T of S; each sees itself and
-            what lies before it.
-        window: how many keys a token sees at most up to its own, which is included; None beside a mask,
-            which holds it.
-        key_range: [B, 2] int32: the first key that the tokens of a batch entry may see, and the one behind
-            the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
-            above S mean S. None beside a mask.
-        softcap: above 0 and finite.
-        sinks: [Hq], any of the three dtypes: a logit for each head that takes part in the softmax and has no
-            value.
-        k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of 32, 64
-            or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
-            `k` is [B, Hk, S, D / 4] int32 or uint32.
-        v_scales, v_biases: the same for the values, which are quantised where the keys are.
-        indices: [B, Hk or 1, T, K] int32: the only keys that a token sees, in any order, whatever its own
-            place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
-            a row up. One that occurs twice counts twice. None beside mask, window and key_range.
-        index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
+        q, k, v, scale, mask, window, lookahead, key_range, softcap, sinks, indices, index_block, k_scales,
+            k_biases, v_scales, v_biases: as for `attention`.
         gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `q`; any strides.
         gate_activation: "sigmoid" or "softplus".
-        lookahead: how many keys after its own a token sees, too: S or more for all of them, 0 beside a mask
-            or indices. An encoder's window of w keys on both sides is `window=w + 1, lookahead=w`.
         k_tail, v_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `q`, strides free: further keys and
             values, each of which stands for `tail_rate` neighbouring tokens, as DeepSeek-V4 compresses them.
             A token sees a key of the tail if it comes after all of these tokens or is the last of them, and
@@ -285,12 +254,6 @@ def attention(
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
-
-    Example:
-        >>> q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)  # two new tokens, three keys
-        >>> v = torch.tensor([0.0, 2.0, 4.0]).view(1, 1, 3, 1)
-        >>> ops.attention(q, k, v, scale=0.5).flatten().tolist()
-        [1.0, 2.0]
     """
     tokens, keys = q.shape[2], k.shape[2]
     keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
@@ -315,6 +278,94 @@ def attention(
     if gate is not None:
         out = out * GATES[gate_activation](gate.float())
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
+
+
+@operator(KEYS_AND_QUERIES, _meta_attention, allowed=_LEAST, dependences=(_APART,))
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    lookahead: int = 0,
+    key_range: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    index_block: int = 1,
+    k_scales: Tensor | None = None,
+    k_biases: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    v_biases: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention over a KV cache, with windows, sinks, soft caps and sparse keys.
+
+    score[s] = cap(scale * q . k[s]) + mask[s]
+    cap(x) = softcap * tanh(x / softcap) where it is given
+    out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
+
+    For one new token over a long cache, for a few, and for a prompt: no tensor of T x S is made. Keys and
+    values are read once for all the queries of a key head while these are up to 16 (8 where the values have
+    more than 256 elements), and once more for each further block of as many. Query head h reads key head
+    h // (Hq / Hk). Arithmetic is in float32, rounded once; the same input gives the same bits.
+
+    Args:
+        q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
+        k: [B, Hk, S, D] in the dtype of `q`; Hk divides Hq. Strides are free: a slice of a cache is read
+            where it lies.
+        v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 512.
+        scale: of the scores.
+        mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which
+            is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
+            int32, a bit for each key, the lowest bit first: 1 where the token sees it. Keys that no
+            token sees are not read. Without a mask the new tokens are the last T of S; each sees itself and
+            what lies before it.
+        window: how many keys a token sees at most up to its own, which is included; None beside a mask,
+            which holds it.
+        lookahead: how many keys after its own a token sees, too: S or more for all of them, 0 beside a mask
+            or indices. An encoder's window of w keys on both sides is `window=w + 1, lookahead=w`.
+        key_range: [B, 2] int32: the first key that the tokens of a batch entry may see, and the one behind
+            the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
+            above S mean S. None beside a mask.
+        softcap: above 0 and finite.
+        sinks: [Hq], any of the three dtypes: a logit for each head that takes part in the softmax and has no
+            value.
+        indices: [B, Hk or 1, T, K] int32: the only keys that a token sees, in any order, whatever its own
+            place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
+            a row up. One that occurs twice counts twice. None beside mask, window and key_range.
+        index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
+        k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of 32, 64
+            or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
+            `k` is [B, Hk, S, D / 4] int32 or uint32.
+        v_scales, v_biases: the same for the values, which are quantised where the keys are.
+
+    Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
+
+    Raises: ValueError for a dtype, shape, window, lookahead, softcap or device that does not fit.
+
+    Example:
+        >>> q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)  # two new tokens, three keys
+        >>> v = torch.tensor([0.0, 2.0, 4.0]).view(1, 1, 3, 1)
+        >>> ops.attention(q, k, v, scale=0.5).flatten().tolist()
+        [1.0, 2.0]
+    """
+    return inspect.unwrap(_attention_step)(
+        *(q, k, v, scale),
+        mask=mask,
+        window=window,
+        lookahead=lookahead,
+        key_range=key_range,
+        softcap=softcap,
+        sinks=sinks,
+        indices=indices,
+        index_block=index_block,
+        k_scales=k_scales,
+        k_biases=k_biases,
+        v_scales=v_scales,
+        v_biases=v_biases,
+    )
 
 
 def _attended(
@@ -344,7 +395,7 @@ def _attended(
     return out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
 
 
-# The cache in 8 bits
+# One token's heads, turned and written into the cache
 
 
 def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
@@ -352,7 +403,7 @@ def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
     none = dict.fromkeys((*SCALES, "mask", "indices", "k_tail", "v_tail", "dtype"))
-    return _meta_attention(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
+    return _meta_attention_step(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
 
 
 @operator(
@@ -389,22 +440,22 @@ def _rope_attention_(
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
 ) -> Tensor:
-    """`rope_cache_`, then `attention` of its queries to the caches that it has written.
+    """`_rope_cache_`, then `_attention_step` of its queries to the caches that it has written. Private.
 
     For one token behind up to 4,096 keys, on Metal, both are one dispatch (and a merge, for many keys) if a
     block has all queries of a key head, up to 16, and the inputs can be read as vectors.
 
     Args:
         q, k, v, keys_, values_, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, pairs,
-            rotary_dim, rotary_last, norm_v, v_norm_weight: as for `rope_cache_`.
-        scale, window, key_range, softcap, sinks, gate, gate_activation: as for `attention`.
+            rotary_dim, rotary_last, norm_v, v_norm_weight: as for `_rope_cache_`.
+        scale, window, key_range, softcap, sinks, gate, gate_activation: as for `_attention_step`.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`, contiguous.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     norms = q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset
-    turned = rope_cache_(
+    turned = _rope_cache_(
         *(q, k, v, keys_, values_, cos, sin, *norms),
         pairs=pairs,
         rotary_dim=rotary_dim,
@@ -412,7 +463,7 @@ def _rope_attention_(
         norm_v=norm_v,
         v_norm_weight=v_norm_weight,
     )
-    return attention(
+    return _attention_step(
         turned,
         keys_,
         values_,
@@ -424,6 +475,9 @@ def _rope_attention_(
         gate=gate,
         gate_activation=gate_activation,
     )
+
+
+# The cache in 8 bits
 
 
 def _check_write(check, states, packed_, scales_, biases_, start):
@@ -499,32 +553,54 @@ def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, A
     return arguments
 
 
+def _selected(s: Sample) -> Tensor:
+    return torch.tensor([[[[8, 0, -1]] * s.T]] * 2, dtype=torch.int32, device=s.device)
+
+
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
-    selected = torch.tensor([[[[8, 0, -1]] * s.T]] * 2, dtype=torch.int32, device=s.device)
-    over_many = s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V]")
-    compressed = s.of("k_tail[2, 2, 6, D] v_tail[2, 2, 6, V]", tail_rate=2, position=7)
+    selected = _selected(s)
     return [
         {"sinks": None, "window": 4, "softcap": 20.0},
         {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=s.device)},
         s.of("q[2, 4, 9, D]", window=3, lookahead=2),
-        s.of("mask[2, 1, T, 9] gate[2, T, 4, V]"),
-        {"mask": s.values(1, 1, s.T, 9) > 0.0, "gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"},
+        s.of("mask[2, 1, T, 9]"),
+        {"mask": s.values(1, 1, s.T, 9) > 0.0},
         {"mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
         {"indices": selected},
         s.of("q[2, 36, T, D]", indices=selected, sinks=None),
         {"indices": selected, **_in_8_bits(s, s.T, 9)},
         {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
-        over_many,
-        over_many | s.of("gate[2, 20, 4, V]"),
+        s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V]"),
         s.of("q[1, 32, 1, D] k[1, 2, 9, D] v[1, 2, 9, V]", sinks=None),
+        _in_8_bits(s, s.T, 9),
+        _in_8_bits(s, 20, 300),
+    ]
+
+
+def _more_steps(s: Sample) -> list[dict[str, Any]]:
+    selected = _selected(s)
+    compressed = s.of("k_tail[2, 2, 6, D] v_tail[2, 2, 6, V]", tail_rate=2, position=7)
+    one_gate = {"gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"}
+    return [
+        s.of("mask[2, 1, T, 9] gate[2, T, 4, V]", dtype="float32"),
+        {"mask": s.values(1, 1, s.T, 9) > 0.0, **one_gate},
+        s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V] gate[2, 20, 4, V]"),
+        {"indices": selected, **one_gate},
+        s.of("q[2, 36, T, D]", indices=selected, sinks=None),
         compressed,
         compressed | {"indices": selected, "position": 20},  # 8 is no key of the tail
         compressed | s.of("q[2, 36, T, D]", sinks=None),
         compressed | s.of("q[2, 36, T, D]", indices=selected, sinks=None, window=2),
-        _in_8_bits(s, s.T, 9),
-        _in_8_bits(s, 20, 300),
+        _in_8_bits(s, s.T, 9) | one_gate,
         _in_8_bits(s, 20, 300) | {"gate": s.values(2, 20, 4, whole_groups(s.V))},
+        {"indices": selected, **_in_8_bits(s, s.T, 9), **one_gate},
+        {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
     ]
+
+
+def _attended_sample(s: Sample) -> dict[str, Any]:
+    caches = f"k[2, 2, {s.T + 6}, D] v[2, 2, {s.T + 6}, V] sinks[4]"
+    return s.of(caches, q=s.q.transpose(1, 2), scale=0.25)
 
 
 def _written(s: Sample) -> dict[str, Any]:
@@ -547,9 +623,8 @@ def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, 
 
 CALLS: Calls = {
     "_rope_attention_": lambda s: turned(s, s.T),
-    "attention": lambda s: s.of(
-        f"k[2, 2, {s.T + 6}, D] v[2, 2, {s.T + 6}, V] sinks[4]", q=s.q.transpose(1, 2), scale=0.25
-    ),
+    "_attention_step": _attended_sample,
+    "attention": _attended_sample,
     "write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
@@ -561,6 +636,7 @@ CHANGES: Changes = {
         )
         | {"window": 3, "softcap": 20.0},
     ],
+    "_attention_step": _more_steps,
     "attention": _more_attention,
     "write_cache_quantized_": lambda s: [
         {"states": s.values(2, s.T, 2, max(64, whole_groups(s.D))).transpose(1, 2)},

@@ -3,6 +3,7 @@
 Kimi Delta Attention is its form with a decay for each channel; Mamba-2 is its form without the delta.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ def _log_decay(
     return g if is_wide else g.unsqueeze(-1)
 
 
-def _check_gated_delta_rule(check, g, dt_bias, beta_activation, pending_, keep, **_):
+def _check_gated_delta_rule(check, g, dt_bias, beta_activation, pending_=None, keep=False, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
@@ -90,23 +91,27 @@ def _advanced(state: Tensor, pending: Tensor, counts: Tensor, delta: bool) -> Te
     return state
 
 
-@operator(
+_TOKENS = (
     f"q[B, T, Hk>=1, Dk<={MAX_KEY_WIDTH}] k[B, T, Hk, Dk]:q v[B, T, Hv, Dv]:q state_[B, Hv, Dk, Dv]:float32 "
-    "g[B, T, Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
-    f"gate[B, T, Hv, Dv]:v norm_weight[Dv] pending_[B, Hv, N<={MAX_PENDING}, _]:float32 "
+    "g[B, T, Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv]"
+)
+_CHOICES: dict[str, Any] = {"decay_form": DECAYS, "beta_activation": BETA_ACTIVATIONS}
+_DECAY = (
+    'g only unless decay_form="times_beta"',
+    'A_log only unless decay_form="log"',
+    'lower_bound only with decay_form="sigmoid"',
+    "dt_bias not without A_log",
+)
+
+
+@operator(
+    f"{_TOKENS} gate[B, T, Hv, Dv]:v norm_weight[Dv] pending_[B, Hv, N<={MAX_PENDING}, _]:float32 "
     "counts[B, 1]:int32 -> v",
     _check_gated_delta_rule,
-    allowed={"decay_form": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
-    dependences=(
-        'g only unless decay_form="times_beta"',
-        'A_log only unless decay_form="log"',
-        'lower_bound only with decay_form="sigmoid"',
-        "dt_bias not without A_log",
-        "gate only with norm_weight",
-        PENDING,
-    ),
+    allowed=_CHOICES | {"gate_activation": GATE_ACTIVATIONS},
+    dependences=(*_DECAY, "gate only with norm_weight", PENDING),
 )
-def gated_delta_rule_(
+def _gated_delta_rule_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -132,47 +137,18 @@ def gated_delta_rule_(
     counts: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor:
-    """Linear attention by recurrence: gated delta rule, Kimi Delta Attention, Mamba-2.
+    """`gated_delta_rule_` with what models join to it in one dispatch. Private: it may change in any release.
 
-    For each head of v, with the head of q and k that it shares with its neighbours:
-
-        state_ = exp(log decay) * state_           a factor for each row, or one for all
-        u = (v - k state_) * beta                  v * beta for "times_beta"
-        state_ = state_ + k^T u
-        result = q state_ * scale + skip * v
-
-    and with `gate`, for each head: rms(result) * (norm_weight + norm_weight_offset) * gate_activation(gate).
-
-    `decay_form` is what the log decay is:
-
-        "log"          g
-        "softplus"     -exp(A_log) * softplus(g + dt_bias)                  Qwen3-Next, Kimi Linear
-        "sigmoid"      lower_bound * sigmoid(exp(A_log) * (g + dt_bias))    GLM-5.3, Ring
-        "times_beta"   -exp(A_log) * beta                                   Mamba-2's time step
-
-    Everything is computed in float32; the norm sees the result rounded to the dtype of `v`. The state has the
-    same bits wherever a prompt is cut into calls.
+    With `gate`, for each head: rms(result) * (norm_weight + norm_weight_offset) * gate_activation(gate). The
+    norm sees the result rounded to the dtype of `v`.
 
     With `pending_`, state_ first takes in the first `counts` tokens whose inputs are kept there. With `keep`,
     the inputs of this call's tokens replace them and their update is deferred: the next call passes how many
     of them were accepted. A call without tokens applies the deferred updates.
 
     Args:
-        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256. Mamba's C and B.
-        v: [B, T, Hv, Dv] in the dtype of `q`, Hv a multiple of Hk: value head h reads key head h * Hk / Hv.
-        g: [B, T, Hv] or [B, T, Hv, Dk], any of the three dtypes; None for "times_beta".
-        state_: [B, Hv, Dk, Dv], float32; updated in place, whatever its strides. It must not overlap itself
-            (as an expanded tensor does) nor the other arguments.
-        scale: factor of the result, 1 / sqrt(Dk) in most models.
-        beta: [B, T, Hv], any of the three dtypes.
-        l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None does not normalise.
-        decay_form: see above.
-        A_log: [Hv], any of the three dtypes; None for "log".
-        dt_bias: [Hv], [Hv, Dk] with such a g, any of the three dtypes, or None.
-        lower_bound: of the log decay, given for "sigmoid".
-        beta_activation: "none", "sigmoid" or "softplus", of beta + dt_bias; it never sees more than float32.
-        beta_min: beta is at least this; None: no bound.
-        skip: [Hv], any of the three dtypes, or None.
+        q, k, v, g, state_, scale, beta, l2norm_eps, decay_form, A_log, dt_bias, lower_bound, beta_activation,
+            beta_min, skip: as for `gated_delta_rule_`.
         gate: [B, T, Hv, Dv] in the dtype of `v`, or None; given with `norm_weight`, and only then.
         gate_activation: "silu" or "sigmoid".
         norm_weight: [Dv], any of the three dtypes, or None.
@@ -185,15 +161,6 @@ def gated_delta_rule_(
     Returns: [B, T, Hv, Dv] in the dtype of `v`.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
-
-    Example:
-        >>> q = k = torch.ones(1, 3, 1, 1)  # the delta rule without decay: the last value replaces the others
-        >>> v, g = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1)
-        >>> state = torch.zeros(1, 1, 1, 1)
-        >>> ops.gated_delta_rule_(q, k, v, g, state, scale=1.0, beta=torch.ones(1, 3, 1)).flatten().tolist()
-        [1.0, 2.0, 3.0]
-        >>> state.item()
-        3.0
     """
     heads = v.shape[2]
     (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
@@ -228,32 +195,127 @@ def gated_delta_rule_(
     return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_weight_offset, gate_activation)
 
 
+@operator(f"{_TOKENS} -> v", _check_gated_delta_rule, allowed=_CHOICES, dependences=_DECAY)
+def gated_delta_rule_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state_: Tensor,
+    scale: float,
+    *,
+    beta: Tensor,
+    l2norm_eps: float | None = None,
+    decay_form: str = "log",
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    beta_activation: str = "none",
+    beta_min: float | None = None,
+    skip: Tensor | None = None,
+) -> Tensor:
+    """Linear attention by recurrence: gated delta rule, Kimi Delta Attention, Mamba-2.
+
+    For each head of v, with the head of q and k that it shares with its neighbours:
+
+        state_ = exp(log decay) * state_           a factor for each row, or one for all
+        u = (v - k state_) * beta                  v * beta for "times_beta"
+        state_ = state_ + k^T u
+        result = q state_ * scale + skip * v
+
+    `decay_form` is what the log decay is:
+
+        "log"          g
+        "softplus"     -exp(A_log) * softplus(g + dt_bias)                  Qwen3-Next, Kimi Linear
+        "sigmoid"      lower_bound * sigmoid(exp(A_log) * (g + dt_bias))    GLM-5.3, Ring
+        "times_beta"   -exp(A_log) * beta                                   Mamba-2's time step
+
+    Everything is computed in float32. The state has the same bits wherever a prompt is cut into calls.
+
+    Args:
+        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256. Mamba's C and B.
+        v: [B, T, Hv, Dv] in the dtype of `q`, Hv a multiple of Hk: value head h reads key head h * Hk / Hv.
+        g: [B, T, Hv] or [B, T, Hv, Dk], any of the three dtypes; None for "times_beta".
+        state_: [B, Hv, Dk, Dv], float32; updated in place, whatever its strides. It must not overlap itself
+            (as an expanded tensor does) nor the other arguments.
+        scale: factor of the result, 1 / sqrt(Dk) in most models.
+        beta: [B, T, Hv], any of the three dtypes.
+        l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None does not normalise.
+        decay_form: see above.
+        A_log: [Hv], any of the three dtypes; None for "log".
+        dt_bias: [Hv], [Hv, Dk] with such a g, any of the three dtypes, or None.
+        lower_bound: of the log decay, given for "sigmoid".
+        beta_activation: "none", "sigmoid" or "softplus", of beta + dt_bias; it never sees more than float32.
+        beta_min: beta is at least this; None: no bound.
+        skip: [Hv], any of the three dtypes, or None.
+
+    Returns: [B, T, Hv, Dv] in the dtype of `v`.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    In models `_gated_delta_rule_step_` takes its place.
+
+    Example:
+        >>> q = k = torch.ones(1, 3, 1, 1)  # the delta rule without decay: the last value replaces the others
+        >>> v, g = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1), torch.zeros(1, 3, 1)
+        >>> state = torch.zeros(1, 1, 1, 1)
+        >>> ops.gated_delta_rule_(q, k, v, g, state, scale=1.0, beta=torch.ones(1, 3, 1)).flatten().tolist()
+        [1.0, 2.0, 3.0]
+        >>> state.item()
+        3.0
+    """
+    return inspect.unwrap(_gated_delta_rule_step_)(
+        *(q, k, v, g, state_, scale),
+        beta=beta,
+        l2norm_eps=l2norm_eps,
+        decay_form=decay_form,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        beta_activation=beta_activation,
+        beta_min=beta_min,
+        skip=skip,
+    )
+
+
 def _pending(s: Sample, is_wide: bool = False) -> dict[str, Any]:
     width = pending_width(s.D, s.V, is_wide)
     return {"pending_": 0.25 * s.values(2, 4, MAX_PENDING, width, dtype=torch.float32)} | counts(s)
 
 
-CALLS: Calls = {
-    "gated_delta_rule_": lambda s: s.of(
-        "q[2, T, 2, D] v[2, T, 4, V] g[2, T, 4] beta[2, T, 4] A_log[4] dt_bias[4]",
-        **{"scale": 0.25, "l2norm_eps": 1e-6, "decay_form": "softplus", "beta_activation": "sigmoid"},
-    ),
-}
+def _called(s: Sample) -> dict[str, Any]:
+    tensors = "q[2, T, 2, D] v[2, T, 4, V] g[2, T, 4] beta[2, T, 4] A_log[4] dt_bias[4]"
+    return s.of(tensors, scale=0.25, l2norm_eps=1e-6, decay_form="softplus", beta_activation="sigmoid")
+
+
+def _log_decays(s: Sample) -> dict[str, Any]:
+    return {
+        **{"A_log": None, "dt_bias": None, "g": -s.values(2, s.T, 4).abs(), "beta_activation": "none"},
+        **{"decay_form": "log", "state_": s.values(4, 2, s.D, s.V, dtype=torch.float32).transpose(0, 1)},
+    }
+
+
+def _times_beta(s: Sample) -> dict[str, Any]:
+    steps = s.of("skip[4]", g=None, decay_form="times_beta", beta_activation="softplus")
+    return steps | {"l2norm_eps": None, "scale": 1.0}
+
+
+CALLS: Calls = dict.fromkeys(("_gated_delta_rule_step_", "gated_delta_rule_"), _called)
 CHANGES: Changes = {
     "gated_delta_rule_": lambda s: [
-        {"A_log": None, "dt_bias": None, "g": -s.values(2, s.T, 4).abs(), "beta_activation": "none"}
-        | {"decay_form": "log", "state_": s.values(4, 2, s.D, s.V, dtype=torch.float32).transpose(0, 1)},
+        _log_decays(s),
+        s.of("g[2, T, 4, D] dt_bias[4, D]", decay_form="sigmoid", lower_bound=-5.0),
+        _times_beta(s) | {"beta_min": 0.1},
+    ],
+    "_gated_delta_rule_step_": lambda s: [
         s.of("gate[2, T, 4, V] norm_weight[V]", norm_weight_offset=1.0),
         s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay_form="sigmoid")
         | {"lower_bound": -5.0, "gate_activation": "sigmoid"},
-        s.of("skip[4]", g=None, decay_form="times_beta", beta_activation="softplus")
-        | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1},
+        _times_beta(s) | {"beta_min": 0.1},
         _pending(s) | {"keep": True},
         _pending(s) | s.of("gate[2, T, 4, V] norm_weight[V]"),
         _pending(s, is_wide=True) | s.of("g[2, T, 4, D] dt_bias[4, D]", keep=True),
-        _pending(s)
-        | s.of("skip[4]", g=None, decay_form="times_beta", beta_activation="softplus")
-        | {"l2norm_eps": None, "keep": True},
+        _pending(s) | _times_beta(s) | {"keep": True},
         _pending(s) | s.of("q[2, 0, 2, D]"),
     ],
 }

@@ -226,8 +226,8 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _meta_residual_norm(check, residual, write_sum, **_):
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
+def _meta_residual_norm(check, residual, **_):
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
 @operator("residual[..., H] x[..., H]:residual weight[H]", _meta_residual_norm)
@@ -236,7 +236,6 @@ def fused_residual_norm(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    write_sum: bool = True,
     weight_offset: float = 0.0,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -246,7 +245,6 @@ def fused_residual_norm(
 
     Args:
         residual, x, weight, eps, weight_offset: as for fused_norm_add.
-        write_sum: without it the second result is empty, of shape [0].
         factor: of the input, whose product is not rounded (Granite, MiniMax).
 
     Returns: the normed sum and the sum, both like `residual`.
@@ -263,12 +261,12 @@ def fused_residual_norm(
     """
     total = (residual.float() + x.float() * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
-    return result, total if write_sum else residual.new_empty(0)
+    return result, total
 
 
 def _meta_residual_layer_norm(check, residual, weight, weight_offset, **_):
     _check_offset(check, weight, weight_offset)
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    return _meta_residual_norm(check, residual)
 
 
 @operator("residual[..., H] x[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm)
@@ -368,7 +366,7 @@ CHANGES: Changes = {
     ],
     "fused_norm_add": lambda s: [{"x": s.strided, "weight_offset": 1.0}, _wide(s)],
     "fused_residual_norm": lambda s: [
-        {"residual": s.strided, "write_sum": False, "factor": 0.22},
+        {"residual": s.strided, "factor": 0.22},
         _wide(s) | {"residual": s.values(2, 4100)},
     ],
     "fused_residual_layer_norm": lambda s: [

@@ -201,7 +201,7 @@ def check_rope_cache(
         "values_ only with v",
     ),
 )
-def rope_cache_(
+def _rope_cache_(
     q: Tensor | None,
     k: Tensor,
     v: Tensor | None,
@@ -221,7 +221,7 @@ def rope_cache_(
     v_norm_weight: Tensor | None = None,
     k_bias: Tensor | None = None,
 ) -> Tensor:
-    """Rotated queries; writes rotated keys, and values, into a KV cache.
+    """Rotated queries; writes rotated keys, and values, into a KV cache. Private: may change in any release.
 
     keys_[:, :, S - T:] = k as `rope` returns it
     values_[:, :, S - T:] = v, or rms(v) over a head, * (v_norm_weight + norm_weight_offset) where it is given
@@ -246,13 +246,6 @@ def rope_cache_(
     Returns: q as [B, Hq, T, Dq], contiguous; without q an empty tensor, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
-
-    Example:
-        >>> k, cos, sin = torch.tensor([[[[3.0, 4.0]]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
-        >>> keys, values = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)
-        >>> turned = ops.rope_cache_(k, k, k, keys, values, cos, sin)
-        >>> keys.tolist(), values.tolist()
-        ([[[[0.0, 0.0], [-4.0, 3.0]]]], [[[[0.0, 0.0], [3.0, 4.0]]]])
     """
     norm = norm_eps, norm_weight_offset
     rest = norm, cos, sin, pairs, rotary_dim, rotary_last
@@ -277,7 +270,7 @@ def _of_indexer(s: Sample) -> dict[str, Any]:
 
 CALLS: Calls = {
     "rope": lambda s: s.of("cos[1, T, D] sin[1, T, D] q_norm_weight[D] k_norm_weight[D]", q=s.q, k=s.k),
-    "rope_cache_": lambda s: s.of(
+    "_rope_cache_": lambda s: s.of(
         "v[2, T, 2, V] cos[1, T, D] sin[1, T, D] keys_[2, 2, T, D] values_[2, 2, T, V] q_norm_weight[D]",
         **{"q": s.q, "k": s.k},
     ),
@@ -293,7 +286,7 @@ CHANGES: Changes = {
         }
         | {name: s.values(2, s.T, min(8, s.D) // 2) for name in ("cos", "sin")},
     ],
-    "rope_cache_": lambda s: [
+    "_rope_cache_": lambda s: [
         {
             name: cache[:, :, 2 : 3 + s.T]
             for name, cache in s.of("keys_[2, 2, 9, D] values_[2, 2, 9, V]").items()

@@ -320,7 +320,7 @@ def attend(
         ]
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
     key, value = _first(key, seen), _first(value, seen)
-    asked: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range, "dtype": dtype}
+    asked: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range}
     asked |= {"indices": indices, "index_block": block if block > 1 else None, "lookahead": lookahead or None}
     asked |= {"softcap": softcap, "sinks": sinks}
     options = {name: arguments for name, arguments in asked.items() if arguments is not None}  # host time
@@ -329,7 +329,9 @@ def attend(
         options |= {"v_scales": value.scales, "v_biases": value.biases}
         key, value = key.packed, value.packed
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    return torch.ops.moe_mps.attention(query, key, value, scale, **options)
+    if dtype is None:
+        return torch.ops.moe_mps.attention(query, key, value, scale, **options)
+    return torch.ops.moe_mps._attention_step(query, key, value, scale, **options, dtype=dtype)
 
 
 def _attend_to_latents(

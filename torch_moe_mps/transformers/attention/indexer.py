@@ -110,7 +110,7 @@ def _into_cache(
     slots = layer.index_slots(k) if writes else None
     if slots is not None:
         turning = None if cos is None else q
-        out = ops.rope_cache_(
+        out = ops._rope_cache_(
             *(turning, k.unsqueeze(2), None, slots.unsqueeze(1), None, cos, sin, None, norm.weight, norm.eps),
             k_bias=norm.bias,
             **options,
@@ -162,7 +162,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if form is None:
         return None
     state_of(module).formula = form
-    return indexer_forward, [Done("_index_topk"), Done("rope_cache_")]
+    return indexer_forward, [Done("_index_topk"), Done("_rope_cache_")]
 
 
 def _fits(turn: Turn | None, rotary: int, width: int) -> bool:

@@ -195,6 +195,7 @@ def use_latents(module: nn.Module) -> list[Done]:
     if operator is None:
         return []
     done = [Done(operator, f"latents ({operator})", only_on_mps=True)]
+    done.append(Done("_attention_step", only_on_mps=True))
     if refusal(module, done) is not None:
         return []
     state_of(module).expansion = expansion

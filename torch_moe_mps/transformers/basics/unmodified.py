@@ -69,11 +69,6 @@ REFUSED: dict[str, Finding] = {}
 UNMODIFIED: dict[type, str] = {}
 
 
-def refused() -> frozenset[str]:
-    """The operators that have failed on this machine."""
-    return frozenset(REFUSED)
-
-
 def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
     """Why a module runs unmodified: an operator that would run in its place has failed."""
     failed = [item.operator for item in done if item.operator in REFUSED]

@@ -15,7 +15,7 @@ from ...ops.families.slots import using
 from ..attention.attention import MOST_TOKENS
 from ..attention.causal_mask import padding_of
 from ..basics.residency import follow_moved
-from ..basics.unmodified import refused
+from ..basics.unmodified import REFUSED
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
 from .exchange import exchange_of
@@ -175,7 +175,7 @@ def record(
     writes, of_cache = stand_ins.written(integers.place_of, len(tensors))
     recorder.finish([*tensors, *of_cache])
     with quiet() as is_alone, recorder.env.comparing_symbols():
-        simplify(recorder.graph, refused(), alone=is_alone)
+        simplify(recorder.graph, frozenset(REFUSED), alone=is_alone)
     weights = [*model.parameters(), *model.buffers()]
     program = assemble(recorder.graph, integers, stand_ins, least, weights)
     fixes_rows = any(integers.is_fixed(symbol[p]) for p in reading.rows & symbol.keys())

@@ -56,8 +56,8 @@ class Fusion:
     @property
     def introduced(self) -> str | None:
         """The operator that it puts in, where modules do not call it."""
-        names = {called(parsed(new)): formula for formula, new in self.rows}
-        return next((name for name, formula in names.items() if name not in formula), None)
+        names = ((called(parsed(new)), formula) for formula, new in self.rows)
+        return next((name for name, formula in names if name not in formula), None)
 
     def __call__(self, graph: fx.Graph) -> None:
         results: dict[Any, Any] = {}  # by call: the layers of a model have many equal ones

@@ -1,5 +1,5 @@
-"""Sampling: tokens of rows of logits, by the operator `sample` where transformers' processors of logits end
-with those of temperature, top-k, top-p and min-p.
+"""Sampling: tokens of rows of logits, by the operator `_sample_with_flags` where transformers' processors of
+logits end with those of temperature, top-k, top-p and min-p.
 
 `generate` (`lazy_scores.py`) and the engine (`serving/engine/sampling.py`) sample here.
 """
@@ -22,7 +22,7 @@ from ..upstream import (
     TopPLogitsWarper,
 )
 
-OPERATOR = "sample"
+OPERATOR = "_sample_with_flags"
 ops = torch.ops.moe_mps
 # The processors that the operator knows, in their order, with the argument that each has.
 _KNOWN = {
@@ -75,7 +75,8 @@ class Sampling:
         arguments = self.arguments()
         end = self.end if 0 <= self.end < logits.shape[1] else 0  # for rows without a distribution
         if arguments is not None and _takes(logits):
-            tokens: Tensor = ops.sample(logits, draws, invalid, **dict(arguments), otherwise=end)
+            how = {**dict(arguments), "otherwise": end, "invalid": invalid}
+            tokens: Tensor = ops._sample_with_flags(logits, draws, **how)
             return tokens
         shares = self.warpers(None, logits.float()).softmax(-1)
         races = shares / draws.clamp_(min=LEAST_DRAW)  # a share of 0 by a draw of 0 is NaN, the largest
@@ -94,7 +95,7 @@ class Sampling:
 def likeliest(logits: Tensor) -> Tensor:
     """The token with the highest of the logits [B, V] of each row, and 1 where there is none: [2, B]."""
     if _takes(logits):
-        tokens: Tensor = ops.sample(logits, None)
+        tokens: Tensor = ops._sample_with_flags(logits, None)
         return tokens
     best = logits.max(-1)
     return torch.stack((best.indices, is_missing(best.values).long()))

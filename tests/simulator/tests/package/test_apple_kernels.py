@@ -70,8 +70,8 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     keys = k[:, :, :1], None, on_device(1, 1, 20, 128, dtype=dtype), None, table, table
     norm = {"k_norm_weight": weight, "k_bias": weight}
     yield (
-        "rope_cache_",
-        functools.partial(torch.ops.moe_mps.rope_cache_, q, *keys, **norm),
+        "_rope_cache_",
+        functools.partial(torch.ops.moe_mps._rope_cache_, q, *keys, **norm),
         {},
         elements - 24 * 128,
     )
@@ -134,7 +134,8 @@ def selected(dtype: torch.dtype) -> Iterator[Call]:
 def tailed(dtype: torch.dtype) -> Iterator[Call]:
     """Over a window of 128 keys and as many of a tail."""
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
-    _, k, v, _ = call.args
+    q, k, v, scale = call.args
+    call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
     options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
     yield f"tailed, {label}", functools.partial(call, **options), work, elements
@@ -163,7 +164,7 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
     torch.manual_seed(0)
     logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
     for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
-        call = functools.partial(torch.ops.moe_mps.sample, logits, draws, None, *how)
+        call = functools.partial(torch.ops.moe_mps._sample_with_flags, logits, draws, *how)
         yield f"sample of {label}", call, {}, logits.numel()
 
 
@@ -221,7 +222,7 @@ def causal_conv1d(dtype: torch.dtype) -> Iterator[Call]:
 
 def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
-    run, state, per_head = torch.ops.moe_mps.gated_delta_rule_, on_device(1, 2, 128, 128), on_device(2)
+    run, state, per_head = torch.ops.moe_mps._gated_delta_rule_step_, on_device(1, 2, 128, 128), on_device(2)
     norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
     rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay_form": "softplus", "beta_activation": "sigmoid"}
     mamba = {"A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}

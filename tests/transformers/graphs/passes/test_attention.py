@@ -16,7 +16,7 @@ COS, SIN, NORM = random(1, 1, WIDTH), random(1, 1, WIDTH, seed=1), random(WIDTH)
 def turned(x: Tensor, keys: Tensor, values: Tensor, place: slice = slice(KEYS - 1, KEYS)) -> Tensor:
     q, k, v = x.unflatten(-1, (COUNT, WIDTH)).split((HEADS, KEY_HEADS, KEY_HEADS), 2)
     held = keys[:, :, place], values[:, :, place]
-    return ops.rope_cache_(q, k, v, *held, COS, SIN, NORM, NORM)
+    return ops._rope_cache_(q, k, v, *held, COS, SIN, NORM, NORM)
 
 
 def attend(x, keys, values):
@@ -53,7 +53,7 @@ def other_keys(x, keys, values):
     return ops.attention(turned(x, keys, values), values[:, :, :KEYS], values[:, :, :KEYS], 0.25)
 
 
-ONE, TWO = {"_rope_attention_": 1}, {"rope_cache_": 1, "attention": 1}
+ONE, TWO = {"_rope_attention_": 1}, {"_rope_cache_": 1, "attention": 1}
 LEFT = {
     attend: ONE,
     a_gate: ONE,
@@ -80,4 +80,4 @@ def test_a_gate_is_read_where_it_lies():
         return out.reshape(1, 1, 64) * torch.sigmoid(wide.reshape(1, 1, 64))
 
     inputs = random(1, 4, 1, 16), random(1, 1, 9, 16), random(1, 1, 128)
-    assert_left({"attention": 1}, function, *inputs, without=NO_CHAINS)
+    assert_left({"_attention_step": 1}, function, *inputs, without=NO_CHAINS)

@@ -295,13 +295,13 @@ def written_by_index(q, k, v, keys, values):
     return ops.attention(q, keys, values, 0.25)
 
 
-WRITTEN = {"rope_cache_": 1, "attention": 1}
+WRITTEN = {"_rope_cache_": 1, "attention": 1}
 
 
 NOT_WRITTEN = {"rope": 1, "copy_": 2, "attention": 1}
 
 
-NOT_JOINED = {"rope": 1, "rope_cache_": 1, "copy_": 1, "attention": 1}
+NOT_JOINED = {"rope": 1, "_rope_cache_": 1, "copy_": 1, "attention": 1}
 
 
 ROTATIONS: dict[Callable | str, dict[str, int]] = {
@@ -369,7 +369,7 @@ def test_rotations_and_the_write_into_a_cache(case):
 
 
 def test_a_rotation_and_a_norm_side_by_side_in_a_cache():
-    assert_left({"rope_cache_": 1, "mul": 1}, latents, *of_a_cache())
+    assert_left({"_rope_cache_": 1, "mul": 1}, latents, *of_a_cache())
 
 
 def pool(of):
@@ -423,7 +423,7 @@ ALONE = {"rope": 1, "copy_": 1}
 
 
 POOLS: dict[Callable | str, dict[str, int]] = {
-    pool_written: {"rope_cache_": 1, "sum": 1},
+    pool_written: {"_rope_cache_": 1, "sum": 1},
     pool_that_is_read: ALONE | {"add": 1},
     pool_of_the_cache: ALONE,
     pool_changed_before_its_write: ALONE | {"clone": 1, "mul_": 1},

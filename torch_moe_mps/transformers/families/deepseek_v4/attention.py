@@ -78,7 +78,7 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
         q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
         keys, _ = cache_layer.update(k, k)
     else:
-        q = ops.rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
+        q = ops._rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
         keys, _ = cache_layer.take(keys, keys, x.shape[1])
 
     position = cache_layer.cumulative_length - x.shape[1]
@@ -92,7 +92,7 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
             weights = indexer.scorer.weights_proj(x)
             chosen = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, cache_layer)
             indices = chosen.unsqueeze(1)
-    out = ops.attention(
+    out = ops._attention_step(
         *(q, keys, keys, layer.scaling),
         window=layer.sliding_window,
         sinks=layer.sinks,
@@ -227,4 +227,6 @@ def _is_same(module: Any, forward: Callable) -> bool:
     return agrees(ours, theirs)
 
 
-_LAYER = Tried(_may_be, compressed_layer, _is_same, (Done("_pool_window_"), Done("rope")))
+_LAYER = Tried(
+    _may_be, compressed_layer, _is_same, (Done("_pool_window_"), Done("rope"), Done("_attention_step"))
+)

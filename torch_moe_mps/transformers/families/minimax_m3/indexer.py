@@ -80,7 +80,7 @@ def _chosen(
     slots = None if layer is None else layer.index_slots(k)
     index_keys = k.new_empty(k.shape) if slots is None else slots
     keys = k.unsqueeze(2), None, index_keys.unsqueeze(1), None
-    turned = ops.rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
+    turned = ops._rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
     if layer is not None:
         index_keys = (
             layer.take_index(index_keys)
@@ -110,7 +110,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     if turn is None:
         return None
     state_of(module).formula = turn
-    return block_indexer_forward, [Done("_index_topk"), Done("rope_cache_")]
+    return block_indexer_forward, [Done("_index_topk"), Done("_rope_cache_")]
 
 
 def _trial(module: Any) -> IndexerTrial:

@@ -93,7 +93,7 @@ def _turned_beside(
     else:  # one dispatch: the queries are turned as keys, and the new keys, which do not turn, are values
         turned = q.new_empty(q.shape[0], q.shape[2], tokens, q.shape[3])
         written = turned, slots.unsqueeze(1)
-        ops.rope_cache_(
+        ops._rope_cache_(
             *(None, q, keys.unsqueeze(2), *written, cos, sin, None, norm.weight, norm.eps, 1.0), **options
         )
         keys = layer.take_index(slots)
@@ -128,7 +128,7 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     if turn is None:
         return None
     state_of(module).formula = turn
-    return qsa_forward, [Done("_index_topk"), Done("rope_cache_")]
+    return qsa_forward, [Done("_index_topk"), Done("_rope_cache_")]
 
 
 def _trial(module: Any) -> IndexerTrial:

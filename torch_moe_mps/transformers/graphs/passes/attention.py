@@ -20,9 +20,12 @@ def _is_of_one_token(
 
 turn_in_attention = Fusion(
     "turn_in_attention",
-    (
-        "attention(rope_cache_(Q, K, V, KEYS, VALUES, COS, SIN, *R), CACHED_K, CACHED_V, *A)",
-        "_rope_attention_(Q, K, V, CACHED_K, CACHED_V, COS, SIN, *R, *A)",
+    *(
+        (
+            f"{name}(_rope_cache_(Q, K, V, KEYS, VALUES, COS, SIN, *R), CACHED_K, CACHED_V, *A)",
+            "_rope_attention_(Q, K, V, CACHED_K, CACHED_V, COS, SIN, *R, *A)",
+        )
+        for name in ("attention", "_attention_step")
     ),
     where=_is_of_one_token,
 )

@@ -1,5 +1,7 @@
 """Operators that compute what several calls do: each a formula, and what takes its place."""
 
+import itertools
+
 from ..fusion import Fusion
 
 _EXPERTS = ("moe_experts", "moe_experts_quantized", "moe_weighted_reduce")
@@ -60,14 +62,17 @@ gate_in_attention = Fusion(
     "gate_in_attention",
     *(
         row
-        for name in ("sigmoid", "softplus")
+        for name, attention in itertools.product(("sigmoid", "softplus"), ("attention", "_attention_step"))
         for row in (
-            (f"{name}(GATE)[G] * attention(*A[S])[G]", f"attention(*A, {_GATE.format('S', name)})"),
-            (f"{name}(GATE)[..., 1] * attention(*A[S])[S]", f"attention(*A, {_GATE.format('..., 1', name)})"),
+            (f"{name}(GATE)[G] * {attention}(*A[S])[G]", f"_attention_step(*A, {_GATE.format('S', name)})"),
+            (
+                f"{name}(GATE)[..., 1] * {attention}(*A[S])[S]",
+                f"_attention_step(*A, {_GATE.format('..., 1', name)})",
+            ),
             *(
                 (
-                    f"{name}(GATE)[..., 1] * {heads}(attention(*A)[I], *M[S])[S]",
-                    f"{heads}(attention(*A, {_GATE.format('..., 1', name)})[I], *M)",
+                    f"{name}(GATE)[..., 1] * {heads}({attention}(*A)[I], *M[S])[S]",
+                    f"{heads}(_attention_step(*A, {_GATE.format('..., 1', name)})[I], *M)",
                 )
                 for heads in _BACK
             ),
@@ -79,9 +84,9 @@ gate_in_attention = Fusion(
 gates_in_gated_delta_rule = Fusion(
     "gates_in_gated_delta_rule",
     (
-        "gated_delta_rule_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
+        "_gated_delta_rule_step_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
         " beta=sigmoid(B))",
-        'gated_delta_rule_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
+        '_gated_delta_rule_step_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
         " A_log=A_LOG, dt_bias=DT_BIAS)",
     ),
 )
@@ -94,8 +99,8 @@ input_in_convolution = Fusion(
 norm_in_gated_delta_rule = Fusion(
     "norm_in_gated_delta_rule",
     (
-        "rms_norm_gated(gated_delta_rule_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
-        "gated_delta_rule_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
+        "rms_norm_gated(_gated_delta_rule_step_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
+        "_gated_delta_rule_step_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
         " norm_weight_offset=OFFSET)",
     ),
 )

@@ -60,7 +60,7 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
     As parts of `rope` their norms and the writes into the cache are one dispatch.
     """
     copies = calls(graph, aten.copy_)
-    for call in calls(graph, ours.attention):
+    for call in calls(graph, ours.attention, ours._attention_step):
         q, *cached = list(arguments(call).values())[:3]
         both = [
             [write for write in copies if memory_of(*written(write)) is memory_of(item)] for item in cached
@@ -118,7 +118,7 @@ def join_rotations(graph: fx.Graph) -> None:
 
 
 def write_into_cache(graph: fx.Graph) -> None:
-    """rope(Q, K), and copies of K and of values V to where a cache keeps them -> rope_cache_(Q, K, V).
+    """rope(Q, K), and copies of K and of values V to where a cache keeps them -> _rope_cache_(Q, K, V).
 
     Latent attention keeps latents as keys and what turns as values, side by side. Rows that turn alone, as
     the pools of an indexer, are keys.
@@ -317,7 +317,7 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
         return False
     passed = arguments(call)
     new_call = put(
-        behind, ours.rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
+        behind, ours._rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
         q=passed[queries], k=passed[name], v=v, keys_=turned.place, values_=other.place,
         q_norm_weight=passed[f"{queries}_norm_weight"], k_norm_weight=passed[f"{name}_norm_weight"],
         **options,
@@ -358,7 +358,7 @@ def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> boo
 
 
 def _write_alone(call: fx.Node) -> None:
-    """rope(Q), which only a copy to where a cache keeps it reads, in any shape -> rope_cache_(None, Q)"""
+    """rope(Q), which only a copy to where a cache keeps it reads, in any shape -> _rope_cache_(None, Q)"""
     passed = arguments(call)
     for result in _results(call).values():
         (write, source), *others = readers(result)
@@ -377,7 +377,7 @@ def _write_alone(call: fx.Node) -> None:
             return
         options = {name: passed[name] for name in _TABLES + _OF_NORMS}
         put(
-            write, ours.rope_cache_.default, like.new_empty(0), q=None, k=passed["q"], v=None, keys_=kept,
+            write, ours._rope_cache_.default, like.new_empty(0), q=None, k=passed["q"], v=None, keys_=kept,
             values_=None, q_norm_weight=None, k_norm_weight=passed["q_norm_weight"], **options,
         )  # fmt: skip
         call.graph.erase_node(write)
