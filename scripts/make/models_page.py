@@ -18,8 +18,8 @@ TOKENS, OTHERS, SERVING = "tokens that are not captured", "others", "serving"
 PAGE = """# Models
 
 {served} of {named} Mixture-of-Experts architectures, by configs that name experts, run their experts on the
-operators, with transformers {transformers}. {experts} have transformers' interface of experts ({classes} classes),
-[others](#experts-without-the-interface) their own code. [Dense models](#dense-models),
+operators, with transformers {transformers}. {experts} have transformers' interface of experts ({classes}
+classes), [others](#experts-without-the-interface) their own code. [Dense models](#dense-models),
 [other causal models](#other-causal-models) and [serving](#serving) follow.
 `scripts/make/make_models_table.py` finds the answers with tiny models with random weights, and tests compare
 them with `tests/pinned/models.txt`. Nothing here was measured on a Mac.
