@@ -41,6 +41,7 @@ SIZES = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
     "share_expert_dim": 24,
+    "expert_ffn_hidden_size": 24,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -132,6 +133,8 @@ EXTRA: dict[str, dict] = {
         "index_n_heads": 2,
         "index_head_dim": 8,
     },
+    "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+    "longcat_flash": {"zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "gemma4_text": {
         "enable_moe_block": True,
@@ -400,6 +403,8 @@ def groups_of_32():
         "audio_hidden_size",
         "moe_hidden_size",
         "share_expert_dim",
+        "expert_ffn_hidden_size",
+        "ffn_hidden_size",
     )
     return sizes(mamba_d_head=32, **dict.fromkeys(names, 64))
 
