@@ -77,7 +77,10 @@ def activate(rows: Estimate, options: dict, dtype: torch.dtype) -> Estimate:
         limit = options.get("limit")
         limit = 7.0 if limit is None else limit
         g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
-    if activation == "swiglu_oai":
+    if activation == "silu_capped":
+        limit = options["limit"]
+        u, acted = np.clip(u, -limit, limit), np.minimum(pointwise(g, "silu"), limit)
+    elif activation == "swiglu_oai":
         alpha = options.get("alpha")
         u, acted = u + 1, g * sigmoid((1.702 if alpha is None else alpha) * g)
     else:

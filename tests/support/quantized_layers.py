@@ -133,7 +133,7 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
     options = to_device(options, device)
     if down_format:
         options["down_format"] = down_format
-    checked("moe_experts_quantized", x, *placed, ids, weights, format, **options)
+    checked("moe_experts_quantized", x, weights, ids, *placed, format, **options)
 
 
 def random_matrix(rows, columns, format, dtype, seed):

@@ -136,7 +136,7 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
     q, k, v, scale = call.args
     call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
-    options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
+    options = {"key_tail": k.clone(), "value_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
     yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
@@ -185,9 +185,9 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         pairs = ops.moe_bucket(ids, experts)
         work = tokens * slots * rank * (hidden + rows)
         listed = pairs if tokens > 1 else (None, None)
-        call = functools.partial(ops.expert_lora, *around, *factors, ids, experts, *listed)
+        call = functools.partial(ops.expert_lora, *around, ids, *factors, experts, *listed)
         yield f"expert_lora of {tokens} tokens", call, {}, work
-    call = functools.partial(ops._expert_lora_backward, *around, *factors, ids, *pairs, experts)
+    call = functools.partial(ops._expert_lora_backward, *around, ids, *factors, *pairs, experts)
     yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
 
 
@@ -337,7 +337,7 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
     }
     operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
-    call = functools.partial(operator, x, *gate_up, *down, ids, weights, *format_, **options)
+    call = functools.partial(operator, x, weights, ids, *gate_up, *down, *format_, **options)
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 
 
