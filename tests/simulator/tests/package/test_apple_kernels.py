@@ -595,7 +595,7 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 # The group that always runs; the others do in the sweep.
 ALWAYS = ("rope",)
-FORMATS = {"mlx": ("affine", "mx", "nv", "fp"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
+FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
 
 
 @pytest.mark.pinned
