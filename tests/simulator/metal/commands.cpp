@@ -703,7 +703,7 @@ void commit(StreamNumber stream) {
     if (s.tracing) s.trace += "commit\n";
     commit_open(s, stream, By::kTorch);
   }
-  if (s.runs_alone) return later([] { run("", false, false, true); });
+  if (s.runs_alone && !s.timed && !s.tracing) return later([] { run("", false, false, true); });
   if (s.seed % 2 == 1) run("", false, true);
 }
 

@@ -358,6 +358,7 @@ def told(calls, count: int) -> list[str]:
 def test_late_handlers(calls, simulated, x, schedule):
     """Of the newest buffer first, behind the wait, on another thread; the buffer knows its end before."""
     simulated.set_schedule(schedule)
+    calls.axpy(x, x, 1.0).cpu()  # its pipeline stays
     y, buffers, objects = torch.zeros_like(x), simulated.live_buffers(), simulated.live_objects()
     for name in ("a", "b", "c"):
         result = calls.axpy(x, y, 2.0)
