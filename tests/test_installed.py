@@ -125,8 +125,15 @@ def test_the_import_needs_torch_and_numpy_alone(package):
 
 # A script with a checkpoint of the package: plain transformers refuses it, and says why in one line.
 SCRIPT = """
-import json, sys
-import torch_moe_mps
+import json, sys, warnings
+with warnings.catch_warnings():
+    warnings.filterwarnings("error", message="torch_moe_mps")
+    import torch_moe_mps
+    alone = [name for name in ("transformers", "safetensors", "accelerate") if name in sys.modules]
+    assert {*torch_moe_mps.__all__} <= {*dir(torch_moe_mps)}  # before their first use
+    assert str(sys.modules["torch"].ops.moe_mps.rms_norm) == "moe_mps.rms_norm"
+    assert "rms_norm" in torch_moe_mps.ops.OPERATORS
+    import torch_moe_mps.transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import torch
@@ -138,8 +145,13 @@ class Called(TorchDispatchMode):
         self.names.add(str(function))
         return function(*args, **(kwargs or {}))
 
-import torch_moe_mps.transformers
-others = [name for name in ("peft", "trl") if name in sys.modules]
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+registries = [AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING, ALL_EXPERTS_FUNCTIONS]
+registries += [AttentionInterface(), AttentionMaskInterface()]
+registered = [each["moe_mps"].__module__ for each in registries]
+others = alone + [name for name in ("peft", "trl") if name in sys.modules]
 try:
     AutoModelForCausalLM.from_pretrained(sys.argv[1])
 except ValueError as error:
@@ -154,16 +166,26 @@ with torch.no_grad(), Called() as called:
 import peft  # behind the model
 adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
 trained = sorted({name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad})
-print(json.dumps([others, refused, text, sorted(called.names), trained]))
+print(json.dumps([others, registered, refused, text, sorted(called.names), trained]))
 """
 
 
 @pytest.mark.slow("imports transformers in a new process")
 def test_a_script_that_imports_the_package(package, checkpoint):
-    """Its model writes the right text by the operators; PEFT, imported behind it, finds quantised layers."""
+    """The import registers operators alone, its part for transformers a quantizer and implementations.
+
+    The model writes the right text by the operators; PEFT, imported behind it, finds quantised layers.
+    """
     pytest.importorskip("peft")
     out = python(package, SCRIPT, checkpoint, PROMPT, NEW_TOKENS).splitlines()[-1]
-    others, refused, text, called, trained = json.loads(out)
+    others, registered, refused, text, called, trained = json.loads(out)
+    assert registered == [
+        "torch_moe_mps.checkpoints.quantizer",
+        "torch_moe_mps.checkpoints.own.config",
+        "torch_moe_mps.transformers.modules.experts",
+        "torch_moe_mps.transformers.attention.attention",
+        "torch_moe_mps.transformers.attention.attention",
+    ]
     assert others == [] and "has no `quant_method`" in refused and len(refused.splitlines()) == 1
     assert text == (checkpoint / "expected.txt").read_text()
     assert "moe_mps.moe_experts_quantized.default" in called

@@ -71,12 +71,6 @@ def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -
     return result.returncode, result.stdout, result.stderr
 
 
-@pytest.mark.skipif(ON_MAC, reason="there, it takes minutes: tests/commands/test_check.py")
-def test_check(home, tmp_path):
-    code, output, _ = ended([home / "bin/torch-moe-mps", "check"], tmp_path)
-    assert code == 2 and output.startswith("torch finds no Apple GPU here")
-
-
 # Forks for each run: its folder, what it reads, and its arguments; prints the exit codes.
 FORKS = """
 import json, os, sys, traceback
@@ -120,14 +114,18 @@ def arguments_of(command: str, checkpoint: Path) -> list[str]:
 @pytest.mark.skipif(ON_MAC, reason="Metal does not survive a fork")
 @pytest.mark.parametrize("commands", in_sweep((tuple(RUNS), OFTEN), (OFTEN,)), ids=len)
 def test_commands_run(home, checkpoint, commands, tmp_path):
-    for command in commands:
+    """And `check`, which finds no Apple GPU here, and says so by its exit code, too."""
+    for command in (*commands, "check"):
         (tmp_path / f"{command}.said").write_text("abc\n" if command == "chat" else "")
-    asked = json.dumps([arguments_of(command, checkpoint) for command in commands])
+    asked = json.dumps([*(arguments_of(command, checkpoint) for command in commands), ["check"]])
     code, output, errors = ended([home / "bin/python", "-c", FORKS, asked], tmp_path)
     assert code == 0, errors
-    for command, own in zip(commands, json.loads(output), strict=True):
+    *codes, code = json.loads(output)
+    for command, own in zip(commands, codes, strict=True):
         texts = ((tmp_path / f"{command}.{name}").read_text() for name in ("output", "errors"))
         check_run(command, tmp_path, own, *texts)
+    assert code == 2
+    assert (tmp_path / "check.output").read_text().startswith("torch finds no Apple GPU here")
 
 
 @pytest.mark.parametrize("packages", in_sweep(("all", "declared"), ("all",)))

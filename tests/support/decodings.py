@@ -17,6 +17,7 @@ def decodings(monkeypatch) -> list[tuple[int, ...]]:
         return own(packed, *others)
 
     gc.collect()
+    gc.freeze()  # what lives is imported: the next search for garbage need not walk it
     monkeypatch.setattr(_formats, "dequantize_values", counted)
     monkeypatch.setattr(_decoded, "memory", lambda: 10**9)
     return shapes

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.code import code_of
 from torch_moe_mps.transformers.basics.scoped import Bounded
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
@@ -454,6 +455,27 @@ def test_what_is_remembered_has_a_bound():
     assert ask(first) == ask(first) == 1 and len(asked) == 1
     assert [ask(module) for module in others] == [*range(2, 1026)]
     assert ask(first) == 1 and len(asked) == 1026
+
+
+class Lazy(dict):
+    """Like transformers' CONFIG_MAPPING, which imports a module for each item that it returns."""
+
+    def items(self):
+        raise AssertionError("asked for all items")
+
+
+LAZY = Lazy()
+
+
+def test_a_mapping_in_a_file_is_not_asked_for_items_that_it_makes(monkeypatch):
+    """What it holds, and which object it is, belong to the code of the file's functions."""
+    before = code_of(halves)
+    assert code_of(halves) == before
+    with monkeypatch.context() as patch:
+        patch.setitem(LAZY, "new", 1)
+        assert code_of(halves) != before
+    monkeypatch.setitem(globals(), "LAZY", Lazy())
+    assert code_of(halves) != before
 
 
 def test_a_trace_has_no_effects():

@@ -193,8 +193,10 @@ def _item(item: tuple[str, Any]) -> Hashable:
 
 
 def _key(value: Any) -> Hashable:
-    if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
-        return "items", *((_key_of_item(name), _key_of_item(item)) for name, item in value.items())
+    if isinstance(value, dict) and dict.__len__(value) <= _MOST_ITEMS:
+        # A subclass is itself, beside what it holds: asked for its items it may import hundreds of modules.
+        own = () if type(value) is dict else (_Same(value),)
+        return "items", *own, *((_key_of_item(k), _key_of_item(item)) for k, item in dict.items(value))
     if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
         return "items", *map(_key_of_item, value)
     return _key_of_item(value)
