@@ -19,6 +19,7 @@
     with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with reads(intercept):          reads of files by host code are late, short or fail
+    with own_gpu(seed):             the GPU runs beside the host, on a thread of its own
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -45,6 +46,7 @@ from .runtime import (
     live_buffers,
     live_objects,
     one_thread,
+    own_gpu,
     pipeline_limit,
     reads,
     reset,
@@ -80,6 +82,7 @@ __all__ = [
     "live_objects",
     "load",
     "one_thread",
+    "own_gpu",
     "pipeline_limit",
     "reads",
     "reset",

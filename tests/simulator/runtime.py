@@ -5,6 +5,8 @@ import ctypes
 import errno
 import functools
 import heapq
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,7 @@ def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_device.device_library()))
     library.simulator_set_executor.argtypes = [shaderlib.Execute]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
+    library.simulator_run_alone.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
     library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
     library.simulator_trace_stop.restype = ctypes.c_char_p
@@ -145,6 +148,25 @@ def set_schedule(seed: int) -> None:
     shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
     _runtime().simulator_pool_memory(RECOMMENDED if seed % 4 == 2 else 0)
+
+
+@contextlib.contextmanager
+def own_gpu(seed: int) -> Iterator[None]:
+    """The GPU has a thread of its own: what is committed runs while the host goes on.
+
+    `seed` draws how late it begins, how late signals and ends of command buffers are heard of (up to 0.2 ms),
+    and how long a thread keeps Python's lock while others want it (up to 5 ms).
+    """
+    torch.mps.synchronize()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(random.Random(seed).choice((1e-5, 1e-3, interval)))
+    _runtime().simulator_run_alone(True, seed)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_run_alone(False, 0)
+        sys.setswitchinterval(interval)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ _COMMON_HEADS = {
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
 _UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads", "slots"}
-_UNCOMMON.add(CACHE)
+_UNCOMMON |= {CACHE, "gated_delta_rule_", "sample"}  # models run the private forms of the latter two
 
 
 class Subject(NamedTuple):

@@ -527,6 +527,26 @@ def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, sched
         assert answered.result() and read == [3.0] and calls.first_of(z) == 7.0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
+    """The host hears of its end without a wait; both go on while one waits for the other."""
+    first, source = calls.signalled() + 1, torch.ones(100)
+    with simulated.own_gpu(seed):
+        y = calls.axpy(x, x, 2.0)
+        calls.watch("a"), calls.commit()
+        assert told(calls, 1) == ["a: 4"]
+        calls.wait_by_gpu(first)
+        z = calls.axpy(y, y, 1.0)
+        sent = source.to("mps", non_blocking=True)  # commits
+        calls.watch("b"), calls.commit()
+        source.fill_(3)  # while the GPU waits: it reads what is there once it goes on
+        calls.signal_by_host(first)
+        assert told(calls, 1) == ["b: 4"]
+        with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the source of a copy to mps"):
+            torch.mps.synchronize()
+        assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
+
+
 def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
     value = calls.signalled() + 7
     with simulated.event_limit(0.05):
