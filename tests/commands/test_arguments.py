@@ -160,6 +160,7 @@ WRONG = {
     "report": ("--minutes 0", "--minutes=-1"),
     "serve": (
         *("--port 70000", "--port=-1", "--parallel 0", "--prompt-memory=-1", "--prompt-disk=-1"),
+        *("--prompt-writes=-1", "--prompt-writes much"),
         *("--allow-origin app.example", "--allow-origin https://*.example", "--allow-origin https://"),
         *("--allow-origin https://a.example/page", "--allow-origin https://me@a.example"),
         "--allow-origin ://a.example",

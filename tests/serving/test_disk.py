@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -326,6 +327,29 @@ def test_the_folder_is_bounded(tmp_path):
     again = Asked(turn(first, 5))
     answer(model, Disk(tmp_path, most), again)
     assert 0 < again.job.usage.disk_tokens < 70 and again.tokens == again.expected(model)
+
+
+def test_no_more_than_a_days_bytes_are_written(tmp_path, monkeypatch, caplog):
+    """However often prefixes make room for others, and over restarts; the next day goes on."""
+    day, lines = 86400 * 20_000, []
+    for now, name, is_written in (
+        (day, "a", True),
+        (day + 1, "b", True),  # in the place of the first
+        (day + 86399, "c", False),
+        (day + 86400, "d", True),
+    ):
+        monkeypatch.setattr(time, "time", lambda now=now: float(now))
+        files, name = Files(tmp_path, 1500, 2500), f"{32 * '0'}/{32 * name}.block"
+        for _ in range(1 if is_written else 3):
+            files.write(name, bytes(1000))
+        assert (tmp_path / name).exists() == (name in files) == is_written
+        files.close()
+        lines.append(caplog.messages[:])
+        caplog.clear()
+    allows = (
+        f"no prefixes are written to {tmp_path} until tomorrow (UTC): --prompt-writes allows 2.5e-06 GB a day"
+    )
+    assert lines == [[], [], [allows], []]
 
 
 def test_a_full_disk_fails_no_answer(tmp_path, monkeypatch, capsys):

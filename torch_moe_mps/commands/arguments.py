@@ -197,6 +197,7 @@ def _bits(text: str) -> int | str | None:
 
 
 # Options that several commands have; {} is what a command calls the model.
+PROMPT_WRITES = 100.0  # GB a day: a small SSD is made for some 150 TB
 _SHARED: dict[str, dict[str, Any]] = {
     "model": {
         "metavar": "MODEL",
@@ -268,6 +269,12 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "GB",
         "help": "size of the prefix cache on the disk; 0 for none (16, or a quarter of what is free)",
     },
+    "--prompt-writes": {
+        "type": _number("of at least 0", lambda value: value >= 0),
+        "default": PROMPT_WRITES,
+        "metavar": "GB",
+        "help": f"what the prefix cache writes to the disk a day, at most ({PROMPT_WRITES:g})",
+    },
     "--speculative": {
         "metavar": f"{LOOKUP}|{MTP}|{NO_DRAFTS}|MODEL",
         "help": "speculative decoding: prompt lookup, MTP layers of the checkpoint, none, or a draft "
@@ -279,7 +286,7 @@ _HOW_TO_RUN = (
     "--bits", "--group-size", "--kv-bits", "--experts-memory", "--device", "--dtype", *_FROM_THE_HUB
 )  # fmt: skip
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
-_KEPT = ("--prompt-memory", "--prompt-disk")
+_KEPT = ("--prompt-memory", "--prompt-disk", "--prompt-writes")
 
 
 def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **overrides: Any) -> None:
@@ -535,7 +542,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
     _add(command, "--max-tokens", "--set")
-    _add(command, "--prompt-folder", "--prompt-disk", of="none")
+    _add(command, "--prompt-folder", "--prompt-disk", "--prompt-writes", of="none")
     _add(command, "--adapter", *_HOW_TO_RUN)
     _add(command, "--speculative", of=NO_DRAFTS)
     command.set_defaults(shares=None)  # it is for one process

@@ -27,7 +27,7 @@ _WAITS = 30.0  # seconds for the server to end
 # Options of `serve` that are handed on.
 _OF_THE_SERVER = (
     "bits", "group_size", "kv_bits", "device", "dtype", "revision", "adapter", "prompt_folder",
-    "prompt_disk", "prompt_memory",
+    "prompt_disk", "prompt_memory", "prompt_writes",
 )  # fmt: skip
 
 

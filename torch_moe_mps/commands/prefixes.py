@@ -19,7 +19,7 @@ def disk_of(options: argparse.Namespace) -> Disk | None:
         folder = Path(options.prompt_folder or cache_folder() / "prompts")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         gigabytes = options.prompt_disk or min(_DISK, shutil.disk_usage(folder).free / 4e9)
-        disk = Disk(folder, int(gigabytes * 1e9))
+        disk = Disk(folder, int(gigabytes * 1e9), int(options.prompt_writes * 1e9))
     except (OSError, ValueError, RuntimeError) as error:
         print(f"torch-moe-mps: no prefixes are cached on the disk: {error}", file=sys.stderr)
         return None

@@ -517,7 +517,7 @@ void put_back(const Buffers& buffers, Buffers::const_iterator first) {
 void run(const char* event, bool stands_in = false, bool stops = false, bool is_alone = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
-  {
+  if (!running.try_lock()) {  // whoever runs may need Python's lock
     const WaitForQueue waiting;
     running.lock();
   }

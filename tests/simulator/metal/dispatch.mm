@@ -45,9 +45,10 @@ class Enter {
       simulator::fail("dispatch_sync on queue '" + *queue->label +
                       "' inside a block of that queue: on macOS this waits forever");
     }
-    {
+    lock_ = std::unique_lock<std::mutex>(*queue->mutex, std::try_to_lock);
+    if (!lock_) {  // whoever has it may need Python's lock
       simulator::WaitForQueue waiting;
-      lock_ = std::unique_lock<std::mutex>(*queue->mutex);
+      lock_.lock();
     }
     blocks.push_back({queue, next++});
     pools_ = simulator::pool_depth();

@@ -65,7 +65,7 @@ class Disk:
     File I/O runs on threads; everything else runs on the device thread, in parts between its steps.
 
     Args:
-        folder, max_bytes: of its `Files`.
+        folder, max_bytes, max_written: of its `Files`.
 
     Attributes:
         hits, tokens: restored prefixes, and their tokens.
@@ -73,8 +73,8 @@ class Disk:
     Raises: OSError, ValueError as `Files`.
     """
 
-    def __init__(self, folder: Path, max_bytes: int):
-        self.files = Files(folder, max_bytes)
+    def __init__(self, folder: Path, max_bytes: int, max_written: int | None = None):
+        self.files = Files(folder, max_bytes, max_written)
         self.hits = self.tokens = 0
         self._writer = WriterThread(self.files)
         self._pending: deque[_Snapshot] = deque()

@@ -18,6 +18,7 @@ from ...transformers.caches.parts import Classes, Part, octets_of
 
 log = logging.getLogger(__name__)
 _MARKER = "torch_moe_mps prompts"
+_WRITTEN = re.compile(rb"([0-9]+) ([0-9]+)\n")  # in the marker: a day, and the bytes that were written on it
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FILE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}(\.block|-[0-9]+\.state)")
 _AT_ONCE = 4  # parts that wait for the disk: a slow one delays nothing, and later parts wait in memory
@@ -31,14 +32,16 @@ class Files:
     Args:
         folder: created if missing.
         max_bytes: the capacity.
+        max_written: bytes that are written a day (UTC), over restarts; None for any number. An SSD wears.
 
     Raises: OSError, ValueError for a folder with other content, not writable, or in use by another process.
     """
 
-    def __init__(self, folder: Path, max_bytes: int):
-        self.folder, self.max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, max_bytes: int, max_written: int | None = None):
+        self.folder, self.max_bytes, self.max_written = folder, max_bytes, max_written
         self._lock, self._held = threading.Lock(), _owned(folder)
         self._sizes = _found(folder)  # {name: bytes}, unused longest first
+        self._refused = -1  # the last day that a line was logged for
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +57,12 @@ class Files:
             return {*self._sizes}
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file, evicting others as needed. Raises: OSError if that makes no room."""
+        """Writes a file, evicting others as needed, unless the day's bytes are written.
+
+        Raises: OSError if that makes no room.
+        """
+        if not self._may_write(len(data)):
+            return
         self._make_room(len(data))
         while True:
             try:
@@ -69,6 +77,24 @@ class Files:
                 log.warning("the disk is full: %s takes at most %.2f GB from now on", self.folder, gigabytes)
         with self._lock:
             self._sizes[name] = len(data)
+
+    def _may_write(self, nbytes: int) -> bool:
+        """True if the day has room for so many bytes more, which are then counted. A line says where not."""
+        if self.max_written is None:
+            return True
+        today = int(time.time() // 86400)
+        stored = _WRITTEN.fullmatch(os.pread(self._held, 64, 0))
+        day, written = map(int, stored.groups()) if stored else (today, 0)
+        total = nbytes + (written if day == today else 0)
+        if total > self.max_written:
+            if self._refused != today:
+                self._refused = today
+                bound = f"--prompt-writes allows {self.max_written / 1e9:g} GB a day"
+                log.warning("no prefixes are written to %s until tomorrow (UTC): %s", self.folder, bound)
+            return False
+        text = f"{today} {total}\n".encode()
+        os.ftruncate(self._held, os.pwrite(self._held, text, 0))
+        return True
 
     def _write_file(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
