@@ -138,6 +138,7 @@ OPTIONS = (
     {"activation": "gelu_tanh"},
     {"activation": "relu2", "gated": False},
     {"activation": "silu_clamped", "limit": 0.5},
+    {"activation": "silu_capped", "limit": 0.5},
 )
 
 

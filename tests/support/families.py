@@ -77,7 +77,14 @@ IN_SOME_CALLS = {"_index_topk", "_pool_window_", "attention", "heads_mm", "_rope
 IN_SOME_CALLS |= {"_attention_step", "_sample_with_flags"}
 # {operator: architectures of which a prompt of text runs no layer with it: those of images, or that rotate}
 NOT_OF_TEXT = {
-    "layer_norm": ("deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "qwen3_vl_moe", "unlimited_ocr"),
+    "layer_norm": (
+        "deepseek_ocr2",
+        "ernie4_5_vl_moe",
+        "glm4v_moe",
+        "qwen3_vl_moe",
+        "step3p7",
+        "unlimited_ocr",
+    ),
     "rope": ("flint", "glm5_next", "granitemoehybrid"),
 }
 

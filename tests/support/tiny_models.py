@@ -40,6 +40,8 @@ SIZES = {
     "intermediate_size": 48,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
+    "share_expert_dim": 24,
+    "expert_ffn_hidden_size": 24,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -131,6 +133,8 @@ EXTRA: dict[str, dict] = {
         "index_n_heads": 2,
         "index_head_dim": 8,
     },
+    "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+    "longcat_flash": {"zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "gemma4_text": {
         "enable_moe_block": True,
@@ -166,6 +170,14 @@ EXTRA: dict[str, dict] = {
         "hc_lowrank": 32,
     }
     | HYBRID,
+    "step3p5": {
+        "mlp_layer_types": ["sparse", "sparse"],
+        "sliding_window": 5,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [None, 0.5],
+        "swiglu_limits_shared": [0.0, 0.25],
+    }
+    | SLIDING,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "granitemoehybrid": HYBRID,
     "bamba": {"attn_layer_indices": [1]},
@@ -390,6 +402,9 @@ def groups_of_32():
         "out_hidden_size",
         "audio_hidden_size",
         "moe_hidden_size",
+        "share_expert_dim",
+        "expert_ffn_hidden_size",
+        "ffn_hidden_size",
     )
     return sizes(mamba_d_head=32, **dict.fromkeys(names, 64))
 

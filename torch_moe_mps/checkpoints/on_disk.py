@@ -30,6 +30,7 @@ from ..transformers.modules.experts_on_disk import (
     put_table_on_disk,
     turned,
 )
+from ..transformers.modules.stacked_experts import run_form
 from .cutting import cutting
 from .layouts.files import checkpoint_files
 from .quantize.sizes import large_tables, room_for_experts, top_k, total_bytes
@@ -385,6 +386,7 @@ def _put_on_disk(
             module._is_hf_initialized = True
             if slots is not None:
                 module.config = pinned_config(module)
+                run_form(module)
                 for name in projections(module):  # in place of weights that are not read
                     vars(module).pop(name, None)
             put(module, OnDisk(pool, pools))

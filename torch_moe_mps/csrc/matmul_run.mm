@@ -284,7 +284,7 @@ Activation activation_of(std::string_view name, std::optional<double> alpha, std
                          bool gated, bool interleaved) {
   Activation activation;
   activation.kind = ACTIVATION_SILU + code_of(name, {"silu", "gelu", "gelu_tanh", "relu", "relu2",
-                                                     "swiglu_oai", "silu_clamped"});
+                                                     "swiglu_oai", "silu_clamped", "silu_capped"});
   activation.alpha = alpha ? static_cast<float>(*alpha) : SWIGLU_OAI_ALPHA;
   activation.limit = limit ? static_cast<float>(*limit) : SWIGLU_OAI_LIMIT;
   if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;

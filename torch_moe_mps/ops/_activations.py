@@ -17,7 +17,7 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-CLAMPED = ("swiglu_oai", "silu_clamped")
+CLAMPED = ("swiglu_oai", "silu_clamped", "silu_capped")
 ACTIVATIONS = (*POINTWISE, *CLAMPED)
 SWIGLU_OAI_ALPHA = 1.702
 SWIGLU_OAI_LIMIT = 7.0
@@ -48,8 +48,8 @@ class Activation(NamedTuple):
             check.fail("limit", f"None for activation {name}", limit)
         if limit is not None:
             check.number("limit", limit, 0.0)
-        if limit is None and name == "silu_clamped":
-            check.fail("limit", "a number for activation silu_clamped", None)
+        if limit is None and name in ("silu_clamped", "silu_capped"):
+            check.fail("limit", f"a number for activation {name}", None)
 
     def apply(self, rows: Tensor) -> Tensor:
         """[..., 2I] -> [..., I] when gated, else [..., I] -> [..., I]; float32 inside and out."""
@@ -60,7 +60,10 @@ class Activation(NamedTuple):
         if self.activation in POINTWISE:
             return POINTWISE[self.activation](gate).mul_(up)
         limit = SWIGLU_OAI_LIMIT if self.limit is None else self.limit
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        up = up.clamp(-limit, limit)
+        if self.activation == "silu_capped":
+            return F.silu(gate).clamp_(max=limit).mul_(up)
+        gate = gate.clamp(max=limit)
         if self.activation == "silu_clamped":
             return F.silu(gate).mul_(up)
         alpha = SWIGLU_OAI_ALPHA if self.alpha is None else self.alpha
@@ -76,13 +79,15 @@ class Activation(NamedTuple):
             of_gate, of_up = dy * up * self._slope(gate), dy * POINTWISE[self.activation](gate)
         else:
             limit = SWIGLU_OAI_LIMIT if self.limit is None else self.limit
-            kept, kept_up = ~(gate > limit), ~((up > limit) | (up < -limit))
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            is_capped, kept_up = self.activation == "silu_capped", ~((up > limit) | (up < -limit))
+            kept = ~((F.silu(gate) if is_capped else gate) > limit)
+            gate, up = gate if is_capped else gate.clamp(max=limit), up.clamp(-limit, limit)
             factor = up + 1 if self.activation == "swiglu_oai" else up
             alpha = SWIGLU_OAI_ALPHA if self.alpha is None else self.alpha
             alpha = alpha if self.activation == "swiglu_oai" else 1.0
             of_gate = (dy * factor * _sigmoid_slope(gate, alpha)).where(kept, 0.0)
-            of_up = (dy * gate * torch.sigmoid(alpha * gate)).where(kept_up, 0.0)
+            acted = gate * torch.sigmoid(alpha * gate)
+            of_up = (dy * (acted.clamp(max=limit) if is_capped else acted)).where(kept_up, 0.0)
         if self.interleaved:
             return torch.stack((of_gate, of_up), dim=-1).flatten(start_dim=-2)
         return torch.cat((of_gate, of_up), dim=-1)

@@ -28,15 +28,19 @@ inline float pointwise_slope(float x, uint activation) {
 
 // The gradients of gated_activation() with respect to the gate and the up, times `dy`.
 inline float2 gated_gradient(float gate, float up, float dy, constant MatmulParams& params) {
-  if (params.activation != ACTIVATION_SWIGLU_OAI && params.activation != ACTIVATION_SILU_CLAMPED) {
+  if (params.activation < ACTIVATION_SWIGLU_OAI) {
     return float2(dy * up * pointwise_slope(gate, params.activation),
                   dy * pointwise_activation(gate, params.activation));
   }
-  const bool plain = params.activation == ACTIVATION_SILU_CLAMPED;
-  const float alpha = plain ? 1.0f : params.alpha, own = at_most(gate, params.limit);
+  const bool plain = params.activation != ACTIVATION_SWIGLU_OAI;
+  const bool capped = params.activation == ACTIVATION_SILU_CAPPED;  // its limit is one of silu(gate)
+  const float alpha = plain ? 1.0f : params.alpha, own = capped ? gate : at_most(gate, params.limit);
   const float factor = at_least(at_most(up, params.limit), -params.limit) + (plain ? 0.0f : 1.0f);
-  return float2(gate > params.limit ? 0.0f : dy * factor * sigmoid_slope(own, alpha),
-                up > params.limit || up < -params.limit ? 0.0f : dy * own * sigmoid(alpha * own));
+  const float acted = own * sigmoid(alpha * own);
+  const bool beyond = (capped ? acted : gate) > params.limit;
+  return float2(
+      beyond ? 0.0f : dy * factor * sigmoid_slope(own, alpha),
+      up > params.limit || up < -params.limit ? 0.0f : dy * (beyond && capped ? params.limit : acted));
 }
 
 // Grid of both: (rows, blocks of kActivationThreads columns of what the activation gives).

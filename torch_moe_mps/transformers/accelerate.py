@@ -21,17 +21,18 @@ from .attention.implementations import (
 from .attention.latents import use_latents
 from .basics.code import unchanged
 from .basics.configs import EXPERTS, ImplementationNames, drop_views
-from .basics.interface import experts_of, is_experts, is_quantized, weights_in
+from .basics.interface import FORM, experts_of, forget_form, form_of, is_experts, is_quantized, weights_in
 from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
-from .basics.state import kv_bits_of
+from .basics.state import Unsupported, kv_bits_of
 from .basics.unmodified import eager_on_cpu, refusal, why_unmodified
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights
 from .modules.rules.norms import warn_of_traces
+from .modules.stacked_experts import restore_form, run_form
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
 
@@ -167,7 +168,9 @@ def _replace_experts(model: nn.Module, report: Report, names: ImplementationName
     for name, experts in result.items():
         done = described(experts)
         reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
-        if reason is None and not is_quantized(experts):
+        if reason is None and FORM in vars(experts):
+            run_form(experts)
+        elif reason is None and not is_quantized(experts):
             names.add(experts.config, EXPERTS, NAME)
         report.add(name, experts, "experts", () if reason else done, reason)
     return result.keys()
@@ -192,7 +195,10 @@ def _replace_others(
             done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator == "moe_router" for one in done)
-            report.add(name, module, "router" if name in routers or routes else "other", done, reason)
+            inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
+            is_router = name in routers or (routes and not inside)
+            report.add(name, module, "router" if is_router else "other", done, reason)
+            report.rows = [row for row in report.rows if row.done or row.name not in inside]
     _add_other_experts(model, report, experts)
     use_attention(attentions.values())
 
@@ -200,7 +206,10 @@ def _replace_others(
 def _add_other_experts(model: nn.Module, report: Report, known: Collection[str]) -> None:
     """Notes the experts that no operator runs, and why."""
     for name, module in model.named_modules():
-        if name not in known and not is_rewritten(module) and (reason := _other_experts(name, module)):
+        if name in known or is_rewritten(module):
+            continue
+        around = model.get_submodule(name.rpartition(".")[0])
+        if reason := _other_experts(name, module, around):
             report.add(name, module, "experts", (), reason)
 
 
@@ -245,6 +254,9 @@ def restore(model: nn.Module) -> nn.Module:
     drop_views(model)
     for module in model.modules():
         restore_module(module)
+        if not is_quantized(module):
+            restore_form(module)
+            forget_form(module)
     return model
 
 
@@ -266,15 +278,21 @@ def _require_known(recipe: Collection[str]) -> None:
             raise TypeError(f"moe_mps::accelerate: arguments must be some of {known}, got {name!r}")
 
 
-def _other_experts(path: str, module: nn.Module) -> str | None:
-    """Why a module is left alone although its name, or its class's name, says experts."""
+def _other_experts(path: str, module: nn.Module, around: nn.Module) -> str | None:
+    """Why a module in another one is left alone although its name, or its class's, says experts."""
     cls, name = type(module).__name__, path.rpartition(".")[2]
     if "shared" in f"{cls} {name}".lower():
         return None
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         named = cls.endswith("Experts") or name.endswith("experts")
         separate = named and not any(map(is_experts, module.modules()))
+        if separate and any(hasattr(child, "expert_capacity") for child in around.children()):
+            return "its router drops the tokens beyond an expert's capacity"
         return "each expert is a module, without transformers' experts interface" if separate else None
+    try:
+        form_of(module)
+    except Unsupported as unsupported:
+        return str(unsupported)
     stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     if cls.endswith("Experts") and stacked:
         return "its class does not follow transformers' experts interface"

@@ -19,6 +19,7 @@ from .attention.attention import attention, attention_mask
 from .attention.implementations import MASKS_CHOICES
 from .attention.indexer import rewrite_indexer
 from .attention.latents import METHOD, lazy_expand_kv
+from .basics.interface import RECOGNISERS
 from .caches.declared import GROWING_CLASSES
 from .capture.candidates import CANDIDATES
 from .families import Family
@@ -27,6 +28,7 @@ from .graphs.passes.routing import OPTIONS_OF
 from .install import METHODS
 from .modules.experts import NAME, experts_forward
 from .modules.rules import MODULE_RULES
+from .modules.stacked_experts import recognise_stacks
 from .upstream.models import ALL_EXPERTS_FUNCTIONS
 
 FAMILIES = (
@@ -50,6 +52,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, attention_mask)
 register_quantizer()
 METHODS[METHOD] = lazy_expand_kv
+RECOGNISERS.append(recognise_stacks)
 MODULE_RULES.append(rewrite_indexer)
 CANDIDATES.append(_candidates)
 LOADED.append(accelerate)

@@ -96,7 +96,7 @@ def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
 def top_k(experts: nn.Module) -> int:
     """Number of experts that a token is routed to."""
     count = next(p.shape[0] for p in weights_in(experts) if p.dim() == 3)
-    configured = (getattr(experts.config, name, None) for name in _TOP_K)
+    configured = (getattr(vars(experts).get("config"), name, None) for name in _TOP_K)
     return min(next((k for k in configured if isinstance(k, int)), count), count)
 
 

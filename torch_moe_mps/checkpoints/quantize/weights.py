@@ -30,6 +30,7 @@ from ...transformers.modules.linears import (
     QuantizedLinear,
     as_codes,
 )
+from ...transformers.modules.stacked_experts import run_form
 from ...transformers.upstream.reach import hold_reach
 from .reasons import groups_of
 from .target import Target
@@ -189,6 +190,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
         config=pinned_config(module),
         _reach=hold_reach("peft"),
     )
+    run_form(module)
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:

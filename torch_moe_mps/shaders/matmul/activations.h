@@ -56,5 +56,8 @@ inline float gated_activation(float gate, float up, uint activation, constant Ma
     if (activation == ACTIVATION_SILU_CLAMPED) return silu(gate) * up;
     return (up + 1.0f) * (gate * sigmoid(params.alpha * gate));
   }
+  if (activation == ACTIVATION_SILU_CAPPED) {
+    return at_most(silu(gate), params.limit) * at_least(at_most(up, params.limit), -params.limit);
+  }
   return pointwise_activation(gate, activation) * up;
 }

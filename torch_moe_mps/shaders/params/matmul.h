@@ -9,6 +9,7 @@
 #define ACTIVATION_RELU2 5
 #define ACTIVATION_SWIGLU_OAI 6
 #define ACTIVATION_SILU_CLAMPED 7
+#define ACTIVATION_SILU_CAPPED 8
 
 // Numbers of swiglu_oai where a call gives none; ops/_activations.py has them for the reference.
 #define SWIGLU_OAI_ALPHA 1.702f

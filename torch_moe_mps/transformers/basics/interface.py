@@ -1,16 +1,53 @@
-"""The experts interface of transformers: what a module of experts has, and what its parameters are called."""
+"""The experts interface of transformers: what a module of experts has, and what its parameters are called.
+
+Modules without it get its attributes, if a recogniser knows what they compute.
+"""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
+from ...ops._activations import Activation
 from ...quantization import TENSORS, Format
+from .state import Unsupported
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # in transformers' experts
 # The attribute of experts on the disk: their `OnDisk`. Their weights are slots, whose content changes.
 ON_DISK = "_moe_mps_on_disk"
 _CODES = (*TENSORS, "order")
+# The attribute of experts without transformers' interface: their `ExpertsForm`.
+FORM = "_moe_mps_form"
+_GIVEN = "_moe_mps_given"  # and with the names of all attributes that they were given
+
+
+class ExpertsForm(NamedTuple):
+    """Computation of experts without transformers' interface, whose stacks have the names of its parameters.
+
+    Attributes:
+        activation: between the two matrices.
+        is_transposed: whether the stacks are [E, input, output].
+        takes_rows: whether the forward takes rows [E * n, H], n for each expert, and no ids.
+        has_identity: whether ids beyond the experts give their input.
+        shapes: (name, shape) of the dense parameters.
+    """
+
+    activation: Activation
+    is_transposed: bool
+    takes_rows: bool
+    has_identity: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def interface(self) -> dict[str, bool]:
+        """The attributes of transformers' interface, and their values."""
+        has_bias = any(name.endswith("_bias") for name, _ in self.shapes)
+        flags = self.activation.gated, has_bias, self.is_transposed, not self.activation.interleaved
+        return dict(zip(INTERFACE, flags, strict=True))
+
+
+# Modules -> what they compute, None for no experts. They raise Unsupported with a reason.
+RECOGNISERS: list[Callable[[nn.Module], ExpertsForm | None]] = []
 
 
 def experts_on_disk(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -91,8 +128,48 @@ def weights_in(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
-    """{name: module} of all experts of a model, in its order."""
+    """{name: module} of all experts of a model, in its order.
+
+    Those that a recogniser knows get the attributes of transformers' interface.
+    """
+    for name, module in model.named_modules():
+        if not is_experts(module) and (form := _recognised(module)) is not None:
+            given = {FORM: form, **form.interface}
+            if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
+                given["config"] = config
+            vars(module).update(given, **{_GIVEN: (*given, _GIVEN)})
     return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def _config_above(model: nn.Module, name: str) -> Any:
+    """The config of the nearest module around another one; None without one."""
+    while name:
+        name = name.rpartition(".")[0]
+        if (config := vars(model.get_submodule(name)).get("config")) is not None:
+            return config
+    return None
+
+
+def form_of(module: nn.Module) -> ExpertsForm | None:
+    """Form of experts without transformers' interface; None for any other module.
+
+    Raises: Unsupported with the reason for stacks of which no operator computes what they do.
+    """
+    return next(filter(None, (recognise(module) for recognise in RECOGNISERS)), None)
+
+
+def _recognised(module: nn.Module) -> ExpertsForm | None:
+    try:
+        return form_of(module)
+    except Unsupported:
+        return None
+
+
+def forget_form(module: nn.Module) -> None:
+    """Takes the attributes of transformers' interface from recognised experts that are dense."""
+    if FORM in vars(module) and not is_quantized(module):
+        for name in vars(module)[_GIVEN]:
+            del vars(module)[name]
 
 
 def projections(module: nn.Module) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The experts implementation "moe_mps", for every class with the experts interface of transformers."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +19,22 @@ from ...ops.families.experts import moe_experts
 from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
-from ..basics.interface import ON_DISK, Experts, formats_of, is_experts, is_quantized, projections
+from ..basics.interface import (
+    FORM,
+    ON_DISK,
+    Experts,
+    ExpertsForm,
+    form_of,
+    formats_of,
+    is_experts,
+    is_quantized,
+    projections,
+)
 from ..basics.report import Done
 from ..basics.state import (
     MADE,
     MadeClass,
+    Unsupported,
     depends_on,
     depends_on_code,
     holds,
@@ -61,6 +73,7 @@ _LOW = "clamp({G}, None, LIMIT)"
 # Activations and their formulas, of the gate {G} and the other half, {U}; of G alone without a gate.
 ACTIVATION_FORMS: list[tuple[str, str]] = [
     ("silu_clamped", f"silu({_LOW}) * clamp({{U}}, LOW, LIMIT)"),
+    ("silu_capped", "clamp(silu({G}), None, LIMIT) * clamp({U}, LOW, LIMIT)"),
     ("swiglu_oai", f"(clamp({{U}}, LOW, LIMIT) + 1) * ({_LOW} * sigmoid({_LOW} * ALPHA))"),
     *((name, f"{form} * {{U}}") for name, forms in _POINTWISE.items() for form in forms),
     *((name, form) for name, forms in _POINTWISE.items() for form in forms),
@@ -69,8 +82,20 @@ ACTIVATION_FORMS: list[tuple[str, str]] = [
 
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the eager forward must compute it."""
+    if (form := vars(module).get(FORM)) is not None:
+        return _activation_of_form(module, form)
     depends_on(module, "has_post_expert_norm")
     return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
+
+
+def _activation_of_form(module: nn.Module, form: ExpertsForm) -> Activation | None:
+    """The activation of recognised experts, whose numbers may have changed; None if they compute another form."""
+    try:
+        now = form_of(module)
+    except Unsupported:
+        return None
+    is_same = now is not None and now._replace(activation=form.activation) == form
+    return now.activation if now is not None and is_same else None
 
 
 def is_interleaved(module: Any) -> bool:
@@ -122,7 +147,7 @@ def _read_activation(traced: Traced) -> Activation | None:
             return Activation(name, gated=False)
         halves = halves_of(x, bound["G"], bound["U"]) if "U" in bound else None
         if halves is not None and (numbers := numbers_of(bound)) is not None:
-            return Activation(name, *numbers, interleaved=halves == "every_other")
+            return activation_with(name, *numbers, interleaved=halves == "every_other")
     return None
 
 
@@ -142,6 +167,13 @@ def halves_of(whole: fx.Node, gate: Any, up: Any) -> str | None:
         if result == expected:
             return name
     return None
+
+
+def activation_with(name: str, alpha: float | None, limit: float | None, **flags: bool) -> Activation:
+    """An activation with these numbers: silu with infinite limits is silu."""
+    if limit == math.inf and name in ("silu_clamped", "silu_capped"):
+        name, limit = "silu", None
+    return Activation(name, alpha, limit, **flags)
 
 
 def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | None:
@@ -200,8 +232,9 @@ def pinned_config(experts: Experts) -> Any:
 
     The model's config may name another one, for its dense experts or for another model with the same config.
     """
-    config = copy.deepcopy(experts.config)
-    config._experts_implementation = NAME
+    config = copy.deepcopy(vars(experts).get("config"))
+    if config is not None:
+        config._experts_implementation = NAME
     return config
 
 
@@ -269,7 +302,7 @@ def unsupported(module: nn.Module) -> str | None:
     dtypes = {getattr(module, p).dtype for p in (first, second)}
     if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
-    if not hasattr(type(module).forward, "__wrapped__"):
+    if FORM not in vars(module) and not hasattr(type(module).forward, "__wrapped__"):
         return "its class does not dispatch to experts implementations"
     return None
 
@@ -297,7 +330,9 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
-    activation = _activation(self)
+    activation, form = _activation(self), self.__dict__.get(FORM)
+    if activation is None and form is not None:
+        return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
     options = activation_arguments(activation)
@@ -305,13 +340,41 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         options["transposed"] = True
     if self.has_bias:
         options |= _biases(self)
-    return moe_experts(hidden_states, first, self.down_proj, top_k_index, top_k_weights, **options)
+    if form is not None and len(first) > len(self.down_proj):
+        first = first[: len(self.down_proj)]
+    out = moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
+    return _with_identity(self, out, hidden_states, top_k_index, top_k_weights)
+
+
+def rows_forward(self: Experts, rows: Tensor) -> Tensor:
+    """[E * n, H] -> [E * n, H]: n rows for each expert."""
+    if not is_quantized(self):
+        return _own_forward(self, rows.dtype)(self, rows)
+    count = getattr(self, _PACKED["down_proj"][0]).shape[0]
+    ids = torch.arange(count, device=rows.device).repeat_interleave(rows.shape[0] // count)[:, None]
+    return experts_forward(self, rows, ids, torch.ones_like(ids, dtype=rows.dtype))
+
+
+def _with_identity(self: Experts, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The sum of the experts, with the input for ids beyond them, where a module computes so."""
+    form = self.__dict__.get(FORM)
+    if form is None or not form.has_identity:
+        return out
+    return with_identity(out, x, ids, weights, dict(form.shapes)["down_proj"][0])
+
+
+def with_identity(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """out [T, H] + x * the sum of the weights of ids beyond the experts."""
+    share = weights.masked_fill(ids < experts, 0.0).sum(-1, keepdim=True)
+    return torch.addcmul(out, x, share.to(x.dtype))
 
 
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
     dispatch: Any = type(experts).forward  # to implementations; it wraps the eager forward
     eager_forward: Callable[..., Tensor] = dispatch.__wrapped__
+    if FORM in vars(experts):
+        return eager_forward
     name = getattr(plain_config(experts.config), EXPERTS)
     is_chosen = name != NAME and dtype in ACTIVATION_DTYPES
     return ALL_EXPERTS_FUNCTIONS.get(name, eager_forward) if is_chosen else eager_forward
@@ -332,12 +395,15 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
+    if FORM in attributes and len(first[0]) > len(second[0]):
+        first = tuple(part if part is None else part[: len(second[0])] for part in first)
     options = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    return moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
+    out = moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
+    return _with_identity(self, out, x, ids, weights)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:
@@ -373,7 +439,7 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     slots = _multiplied(self, second, rows, ids, buckets)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
-    return ops.moe_weighted_reduce(slots, weights)
+    return _with_identity(self, ops.moe_weighted_reduce(slots, weights), x, ids, weights)
 
 
 def _multiplied(
@@ -381,17 +447,17 @@ def _multiplied(
 ) -> Tensor:
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
-        return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
+        return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
     formats = formats_of(self)
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
     biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
     outs = [
-        ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, bias_part)
+        ops.expert_qmm(x, ids, *_packed(self, name), formats[name].name, bias_part)
         for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
-        out = ops.expert_lora(out, x, a, b, ids, self.num_experts, *buckets, scaling=scaling)
+        out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
     return out
 
 

@@ -99,12 +99,12 @@ def replica_of(module: Any, **attributes: Any) -> Any:
     if not is_first_kind() and isinstance(getattr(module, "layer_idx", None), int):
         replica.layer_idx += 1
     for name, parameter in module._parameters.items():
-        replica.register_parameter(name, None if parameter is None else _random(parameter.shape))
+        replica.register_parameter(name, None if parameter is None else random_parameter(parameter.shape))
     for name, buffer in module._buffers.items():
         value = None if buffer is None else buffer.detach().cpu()
         if value is not None and value.is_floating_point():
             is_first, is_positive = draw is None or draw.number == 0, bool((value > 0).all())
-            replacement = value.float() if is_first else _random(value.shape).detach()
+            replacement = value.float() if is_first else random_parameter(value.shape).detach()
             # Positive ones are rates, of which a logarithm may be taken.
             value = replacement.abs() if is_positive else replacement
         replica.register_buffer(name, value)
@@ -114,7 +114,7 @@ def replica_of(module: Any, **attributes: Any) -> Any:
     return replica
 
 
-def _random(shape: Sequence[int]) -> nn.Parameter:
+def random_parameter(shape: Sequence[int]) -> nn.Parameter:
     """About 1 for rows; of matrices so that products have the size of what they multiply; times a magnitude.
 
     Rows of another draw than the first have both signs.

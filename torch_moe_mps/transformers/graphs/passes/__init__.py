@@ -34,7 +34,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import choose_in_experts, hand_routing_over, shared_expert_in_experts
+from .routing import choose_in_experts, hand_routing_over, scale_in_router, shared_expert_in_experts
 from .simplify import (
     drop_neutral,
     drop_unused,
@@ -82,6 +82,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     turn_in_attention,
     logits_in_float32,
     hand_routing_over,  # also gates that the pass before has made
+    scale_in_router,  # before sums, which experts then take
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,

@@ -18,7 +18,14 @@ from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
-from ..experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_observed, numbers_of
+from ..experts import (
+    ACTIVATION_FORMS,
+    activation_arguments,
+    activation_with,
+    halves_of,
+    is_observed,
+    numbers_of,
+)
 from ..linears import QuantizedLinear
 from ..traced import RANKS, Input, Sizes, Traced, everywhere, names_of_inputs, remembered, trace
 from .linear import join, layer_of
@@ -83,7 +90,7 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
         numbers = None if bound is None else numbers_of(bound)
         if bound is None or numbers is None:
             continue
-        activation = Activation(name, *numbers, gated="UP" in bound or "U" in bound)
+        activation = activation_with(name, *numbers, gated="UP" in bound or "U" in bound)
         if "G" in bound:
             bound, halves = _of_one_layer(bound)
             activation = activation._replace(interleaved=halves == "every_other")
