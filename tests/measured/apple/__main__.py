@@ -1,6 +1,7 @@
 """Prints what the package's kernels would cost on Apple GPUs, beside MLX's kernels for the same work."""
 
 import argparse
+import functools
 import sys
 
 from simulator.apple.facts import COSTS, GPUS, START_US, Gpu, table
@@ -167,7 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.token:
             print("\n".join(tokens_table(gpus, start_us)))
             return 0
-        for wanted, lines in ((options.goals, goals.table), (options.layers, layers.table)):
+        of_goals = functools.partial(goals.table, of_mlx=not options.no_mlx)
+        for wanted, lines in ((options.goals, of_goals), (options.layers, layers.table)):
             if wanted:
                 for line in lines(gpus):
                     print(line, flush=True)

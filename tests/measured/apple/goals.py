@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import torch
 from simulator.apple.facts import START_US, Gpu
-from simulator.apple.model import Measurement
-from simulator.apple.recorder import measure
+from simulator.apple.recorder import Recorder, measure
 
-from .cases import Shape, ours
+from ..cases import mlx_attention
+from ..cases.attention import Attention
+from . import mlx
+from .cases import Row, Shape, mlx_peers, mlx_rows, ours
 from .tokens import TOKENS
 
 LAYERS, HEADS, KEY_HEADS, WIDTH = 48, 32, 4, 128
@@ -20,42 +22,60 @@ PROMPT = 8192
 KEYS, SEQUENCES = 1_000, 8
 
 
-def _attention(tokens: int) -> list[Measurement]:
+def _attention(tokens: int) -> list[Row]:
     q, k, v = (
         torch.empty(1, heads, tokens, WIDTH, dtype=torch.bfloat16, device="mps")
         for heads in (HEADS, KEY_HEADS, KEY_HEADS)
     )
-    return measure(lambda: torch.ops.moe_mps.attention(q, k, v, WIDTH**-0.5))
+    found = measure(lambda: torch.ops.moe_mps.attention(q, k, v, WIDTH**-0.5))
+    return [Row("attention", one) for one in found]
 
 
-def prompt(tokens: int) -> dict[str, list[Measurement]]:
-    """{part of a layer: its dispatches}, without norms and routers."""
+def _attention_of_mlx(tokens: int) -> list[Row]:
+    launch = mlx_attention.steel_attention(
+        Attention(HEADS, KEY_HEADS, tokens, tokens, WIDTH, WIDTH, dtype="bf16")
+    )
+    heads = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "out": HEADS}
+    arrays = {name: mlx.array("bf16", count, tokens, WIDTH) for name, count in heads.items()}
+    return [Row("attention", mlx.run(launch, arrays, Recorder()))]
+
+
+def prompt(tokens: int, gpu: Gpu, of_mlx: bool = False) -> dict[str, float]:
+    """{part of a layer: seconds}, without norms and routers, nor what MLX sorts and activates."""
     parts = {"experts": [EXPERTS], "linear layers": LINEARS}
-    found = {
-        name: [row.measurement for shape in shapes for row in ours(shape, "int4", "bf16", tokens)]
-        for name, shapes in parts.items()
+
+    def rows(shape: Shape) -> list[Row]:
+        if of_mlx:
+            return mlx_rows(mlx_peers(shape, "int4", "bf16", tokens, gpu))
+        return ours(shape, "int4", "bf16", tokens)
+
+    found = {name: [row for shape in shapes for row in rows(shape)] for name, shapes in parts.items()}
+    found["attention"] = (_attention_of_mlx if of_mlx else _attention)(tokens)
+    return {
+        name: LAYERS * sum(row.repeats * row.measurement.bounds(gpu).predicted_us for row in of) / 1e6
+        for name, of in found.items()
     }
-    return found | {"attention": _attention(tokens)}
 
 
-def table(gpus: list[Gpu], tokens: int = PROMPT) -> Iterator[str]:
-    """The lines of a table in Markdown."""
+def _cell(parts: dict[str, float]) -> str:
+    return f"{sum(parts.values()):.1f} s: " + ", ".join(f"{name} {each:.2f}" for name, each in parts.items())
+
+
+def table(gpus: list[Gpu], tokens: int = PROMPT, of_mlx: bool = False) -> Iterator[str]:
+    """The lines of a table in Markdown, with the prompt of MLX's kernels if it is asked for."""
     token = TOKENS[0]
-    yield f"| chip | a token behind {KEYS:,} keys | {SEQUENCES} sequences | a prompt of {tokens:,} |"
-    yield "| --- | ---: | ---: | --- |"
+    head = f"| chip | a token behind {KEYS:,} keys | {SEQUENCES} sequences | a prompt of {tokens:,} |"
+    yield head + " by MLX |" * of_mlx
+    yield "| --- | ---: | ---: | --- |" + " --- |" * of_mlx
     for gpu in gpus:
         torch.ops.moe_mps._plan_for(gpu.cores)
         try:
-            parts = prompt(tokens)
+            parts = prompt(tokens, gpu)
         finally:
             torch.ops.moe_mps._plan_for(0)
-        seconds = {
-            name: LAYERS * sum(one.bounds(gpu).predicted_us for one in of) / 1e6 for name, of in parts.items()
-        }
         step = token.verifying(SEQUENCES)
         speed, most = (SEQUENCES * 1e3 / ms for ms in (step.ms(gpu, START_US[0], 1.0), step.bytes_ms(gpu)))
-        whole = ", ".join(f"{name} {each:.2f}" for name, each in seconds.items())
         yield (
             f"| {gpu.name} | {token.behind(KEYS).ms(gpu, START_US[0], 1.0):.2f} ms "
-            f"| {speed:.0f} tokens/s of {most:.0f} by bytes | {sum(seconds.values()):.1f} s: {whole} |"
-        )
+            f"| {speed:.0f} tokens/s of {most:.0f} by bytes | {_cell(parts)} |"
+        ) + (f" {_cell(prompt(tokens, gpu, of_mlx=True))} |" if of_mlx else "")

@@ -1,15 +1,16 @@
 """What MLX dispatches for attention: scaled_dot_product_attention.cpp of 0.32.
 
-Of few tokens it is two passes. sdpa_vector_2pass_1_gqa, for one token without a mask, is left out: no header
-says when MLX takes it.
+Of few tokens it is two passes, of a prompt one. sdpa_vector_2pass_1_gqa, for one token without a mask, is
+left out: no header says when MLX takes it.
 """
 
 import struct
 
 from .attention import Attention
-from .mlx_launch import TYPES, Launch, ints, longs
+from .mlx_launch import TYPES, Launch, ceil_div, ints, longs
 
 HEADERS = ("utils.h", "sdpa_vector.h")
+STEEL_HEADERS = ("utils.h", "steel/attn/kernels/steel_attention.h")
 WIDTHS = (64, 96, 128, 256)
 
 
@@ -57,3 +58,32 @@ def sdpa_vector(case: Attention) -> tuple[Launch, Launch]:
     }
     grid = (case.heads, case.tokens, 1)
     return first, Launch(HEADERS, f"sdpa_vector_2pass_2<{types}>", grid, (1024, 1, 1), sums, constants)
+
+
+def steel_attention(case: Attention) -> Launch:
+    """A prompt with a causal mask: sdpa_full_self_attention_metal, before the M5."""
+    queries, keys, simdgroups = 32, 16 if case.width >= 128 else 32, 4
+    counts = ceil_div(case.tokens, queries), ceil_div(case.keys, keys)
+    whole = case.tokens // queries, case.keys // keys
+    rest = case.tokens % queries, case.keys % keys
+    sizes = ints(1, case.heads, case.width, case.tokens, case.keys, case.heads // case.key_heads)
+    blocks = ints(*counts, *whole, *rest, case.keys - case.tokens)
+    strides = [
+        longs(heads * rows * width, rows * width, width)
+        for heads, rows, width in (
+            (case.heads, case.tokens, case.width),
+            (case.key_heads, case.keys, case.width),
+            (case.key_heads, case.keys, case.value_width),
+            (case.heads, case.tokens, case.value_width),
+        )
+    ]
+    params = sizes + struct.pack("f", case.scale) + blocks
+    widths = f"{queries}, {keys}, {case.width}, {case.value_width}"
+    return Launch(
+        STEEL_HEADERS,
+        f"attention<{TYPES[case.dtype]}, {widths}, {simdgroups}, 1, bool, float>",
+        (counts[0], case.heads, 1),
+        (32, simdgroups, 1),
+        {"Q": "q", "K": "k", "V": "v", "O": "out", "params": params + b"".join(strides)},
+        {200: not rest[0], 201: not rest[1], 300: False, 301: True, 302: False, 303: False},
+    )

@@ -258,6 +258,16 @@ class TestCommand:
             seconds = 48 * 1024 * 2048 * of_a_token / (128e6 * gpu.core_cycles_per_us)
             assert 1.0 < float(parts[" " + name]) / seconds < 2.0
 
+    @pytest.mark.sweep
+    def test_a_prompt_of_mlx(self, simulated):
+        """Products at the rate of issue, too; an expert's 16 rows or so fill a tile in part."""
+        gpu, tokens = apple.GPUS["M4 Max"], 256
+        parts = goals.prompt(tokens, gpu, of_mlx=True)
+        products = {"experts": 8 * 3 * 768, "linear layers": 2 * 4096 + 1024, "attention": 32 * tokens / 16}
+        for name, of_a_token in products.items():
+            seconds = 48 * tokens * 2048 * of_a_token / (128e6 * gpu.core_cycles_per_us)
+            assert 1.0 < parts[name] / seconds < 3.0, name
+
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()
 
