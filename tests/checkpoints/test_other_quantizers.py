@@ -165,7 +165,9 @@ def test_a_recipe_decides_over_8_bit_floats(tmp_path):
     assert values[expected.model.layers[0].self_attn.q_proj.weight.shape]
 
 
-@pytest.mark.parametrize("name", in_sweep(("gptq asymmetric", "fp8 of blocks"), ("gptq asymmetric",)))
+@pytest.mark.parametrize(
+    "name", in_sweep(("gptq asymmetric", "nvfp4", "fp8 of blocks"), ("gptq asymmetric", "nvfp4"))
+)
 def test_what_fits_is_what_loading_gives(name, tmp_path):
     """With the files; their config alone does not tell."""
     write(tmp_path, CASES[name][0])

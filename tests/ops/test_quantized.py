@@ -8,8 +8,17 @@ from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
-from support.quantized_layers import FORMATS, check_layer, dense, each, place, random_quantized
-from support.values import EACH_DTYPE, random
+from support.quantized_layers import (
+    FORMATS,
+    OTHERS,
+    check_layer,
+    check_linear,
+    dense,
+    each,
+    place,
+    random_quantized,
+)
+from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops.families.experts import expert_mm
 from torch_moe_mps.ops.families.linear import linear_quantized
@@ -79,6 +88,14 @@ def test_options(device, format, dtype):
         check_layer(device, shape, format, dtype, 22, activation="gelu_tanh", **around)
         check_layer(device, shape, format, dtype, 23, activation="relu2", gated=False)
         check_layer(device, shape, format, dtype, 24, activation="silu_clamped", limit=0.5)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [*zip(OTHERS, DTYPES, strict=True)])
+def test_floats_with_float32_factors(device, format, dtype):
+    """One token, a few and many; rows that fill no block, each with a factor of its own."""
+    for tokens in (1, 6, 40):
+        check_linear(device, (tokens, 384, 37), format, dtype, tokens, bias=True)
+        check_layer(device, (tokens, 2, 3, 256, 128), format, dtype, tokens)
 
 
 @pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])

@@ -18,6 +18,8 @@
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    with reads(intercept):          reads of files by host code are late, short or fail
+    with own_gpu(seed):             the GPU runs beside the host, on a thread of its own
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -44,7 +46,9 @@ from .runtime import (
     live_buffers,
     live_objects,
     one_thread,
+    own_gpu,
     pipeline_limit,
+    reads,
     reset,
     residency_requests,
     residency_sets,
@@ -78,7 +82,9 @@ __all__ = [
     "live_objects",
     "load",
     "one_thread",
+    "own_gpu",
     "pipeline_limit",
+    "reads",
     "reset",
     "residency_requests",
     "residency_sets",

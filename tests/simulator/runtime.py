@@ -2,10 +2,14 @@
 
 import contextlib
 import ctypes
+import errno
 import functools
 import heapq
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,11 +30,16 @@ class Commands(list[str]):
         return "\n".join(self)
 
 
+_Read = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_every_read: list[Any] = []  # a read that is late returns into its function
+
+
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_device.device_library()))
     library.simulator_set_executor.argtypes = [shaderlib.Execute]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
+    library.simulator_run_alone.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
     library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
     library.simulator_trace_stop.restype = ctypes.c_char_p
@@ -62,6 +71,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_advance_answer.argtypes = [ctypes.c_double]
     library.simulator_answer_clock.restype = ctypes.c_double
     library.simulator_limit_waits.argtypes = [ctypes.c_double]
+    library.simulator_intercept_reads.argtypes = [_Read]
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
@@ -138,6 +148,25 @@ def set_schedule(seed: int) -> None:
     shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
     _runtime().simulator_pool_memory(RECOMMENDED if seed % 4 == 2 else 0)
+
+
+@contextlib.contextmanager
+def own_gpu(seed: int) -> Iterator[None]:
+    """The GPU has a thread of its own: what is committed runs while the host goes on.
+
+    `seed` draws how late it begins, how late signals and ends of command buffers are heard of (up to 0.2 ms),
+    and how long a thread keeps Python's lock while others want it (up to 5 ms).
+    """
+    torch.mps.synchronize()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(random.Random(seed).choice((1e-5, 1e-3, interval)))
+    _runtime().simulator_run_alone(True, seed)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_run_alone(False, 0)
+        sys.setswitchinterval(interval)
 
 
 @contextlib.contextmanager
@@ -410,6 +439,28 @@ class Ssd:
             transferred = max(transferred, begun + self.latency) + size / self.rate
             heapq.heappush(ends, transferred)
         return max(ends)
+
+
+@contextlib.contextmanager
+def reads(intercept: Callable[[int, int, int], int]) -> Iterator[None]:
+    """Every `preadv` of host code in the block goes through `intercept(file, offset, size)`, by its thread.
+
+    It returns how many bytes are read, as a disk that gives less than was asked, or raises OSError.
+    """
+
+    def call(file: int, offset: int, size: int) -> int:
+        try:
+            return intercept(file, offset, size)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+    callback = _Read(call)
+    _every_read.append(callback)
+    _runtime().simulator_intercept_reads(callback)
+    try:
+        yield
+    finally:
+        _runtime().simulator_intercept_reads(_Read())
 
 
 @contextlib.contextmanager

@@ -438,7 +438,7 @@ class QuantizedWeight:
     Attributes:
         packed: [..., R, C * bits / 32], uint32 or the same bits as int32: the codes.
         scales: [..., R, C / group_size], or of GGUF's formats what _weight_formats.py says.
-        biases: like `scales`, or None where the format has none.
+        biases: like `scales`, [..., R, 1] in nvfp4_global, or None where the format has none.
         format: how they are read.
     """
 

@@ -195,7 +195,10 @@ def _replace_others(
             done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator == "moe_router" for one in done)
-            report.add(name, module, "router" if name in routers or routes else "other", done, reason)
+            inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
+            is_router = name in routers or (routes and not inside)
+            report.add(name, module, "router" if is_router else "other", done, reason)
+            report.rows = [row for row in report.rows if row.done or row.name not in inside]
     _add_other_experts(model, report, experts)
     use_attention(attentions.values())
 
@@ -203,7 +206,10 @@ def _replace_others(
 def _add_other_experts(model: nn.Module, report: Report, known: Collection[str]) -> None:
     """Notes the experts that no operator runs, and why."""
     for name, module in model.named_modules():
-        if name not in known and not is_rewritten(module) and (reason := _other_experts(name, module)):
+        if name in known or is_rewritten(module):
+            continue
+        around = model.get_submodule(name.rpartition(".")[0])
+        if reason := _other_experts(name, module, around):
             report.add(name, module, "experts", (), reason)
 
 
@@ -272,14 +278,16 @@ def _require_known(recipe: Collection[str]) -> None:
             raise TypeError(f"moe_mps::accelerate: arguments must be some of {known}, got {name!r}")
 
 
-def _other_experts(path: str, module: nn.Module) -> str | None:
-    """Why a module is left alone although its name, or its class's name, says experts."""
+def _other_experts(path: str, module: nn.Module, around: nn.Module) -> str | None:
+    """Why a module in another one is left alone although its name, or its class's, says experts."""
     cls, name = type(module).__name__, path.rpartition(".")[2]
     if "shared" in f"{cls} {name}".lower():
         return None
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         named = cls.endswith("Experts") or name.endswith("experts")
         separate = named and not any(map(is_experts, module.modules()))
+        if separate and any(hasattr(child, "expert_capacity") for child in around.children()):
+            return "its router drops the tokens beyond an expert's capacity"
         return "each expert is a module, without transformers' experts interface" if separate else None
     try:
         form_of(module)

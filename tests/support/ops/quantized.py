@@ -133,6 +133,7 @@ def mlp(a, prefix="") -> Estimate:
 
 def invalid_expert_qmm(zeros):
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
+    nvfp4 = mxfp4 | {"format": "nvfp4_global", "scales": zeros(E, I, 4, dtype=torch.uint8)}
     return [
         wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
         wrong("H, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
@@ -141,6 +142,16 @@ def invalid_expert_qmm(zeros):
             **mxfp4 | {"biases": zeros(E, I, 2)},
         ),
         wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
+        wrong("biases must be a tensor for format nvfp4_global, got None", **nvfp4),
+        wrong(
+            "biases must be of shape [E, N, 1] = (8, 32, 1), got (8, 32, 4)",
+            **nvfp4 | {"biases": zeros(E, I, 4, dtype=torch.int32)},
+        ),
+        wrong("biases must be int32, got float32", **nvfp4 | {"biases": zeros(E, I, 1)}),
+        wrong(
+            "scales must be int32",
+            **mxfp4 | {"format": "fp8_32", "packed": zeros(E, I, 16, dtype=torch.int32)},
+        ),
     ]
 
 

@@ -47,6 +47,18 @@ class SeparateExperts(nn.ModuleDict):
     pass
 
 
+def test_experts_with_a_capacity_are_left_alone():
+    """Switch Transformers computes nothing for tokens beyond it."""
+    config = transformers.SwitchTransformersConfig(d_model=16, d_ff=16, num_experts=3)
+    block = transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersSparseMLP(
+        config
+    )
+    with pytest.warns(
+        UserWarning, match="is left alone: its router drops the tokens beyond an expert's capacity"
+    ):
+        torch_moe_mps.accelerate(block.eval())
+
+
 @pytest.mark.parametrize("container", ["list", "dict"])
 def test_experts_that_are_modules_are_left_alone(container):
     """By the name of the list, or of the class; shared experts are none of it."""
@@ -63,11 +75,11 @@ def test_experts_that_are_modules_are_left_alone(container):
 
 def test_norms_around_experts_with_another_interface():
     torch.manual_seed(0)
-    cls = transformers.Llama4ForCausalLM
+    cls = transformers.JetMoeForCausalLM
     model = cls(tiny_models.build_config(cls.config_class)).eval()
     tiny_models.randomise(model, 0)
     expected = output(model, prompt())
-    with pytest.warns(UserWarning, match="Llama4TextExperts is left alone"):
+    with pytest.warns(UserWarning, match="JetMoeParallelExperts is left alone"):
         report = torch_moe_mps.accelerate(model)
     assert {row.kind for row in report.replaced} == {"other"}  # norms, and rotations in attention
     assert_close(by_operators(lambda: output(model, prompt()), "rms_norm", "rope"), expected, 1e-5)

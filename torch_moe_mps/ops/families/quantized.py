@@ -99,16 +99,19 @@ def expert_qmm(
             the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
         topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
-        scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8
-            and nvfp4. Types of GGUF have int16, the bits of a float16, for each group or for 256 values; or,
-            uint8 [E, N, H * n / 256], a stream of n bytes of small integers for 256 values.
-            _weight_formats.py says which, and an error the shape that it should have.
+        scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8,
+            nvfp4 and nvfp4_global; int32, the bits of a float32, in fp8_32 and fp8_128. Types of GGUF have
+            int16, the bits of a float16, for each group or for 256 values; or, uint8 [E, N, H * n / 256], a
+            stream of n bytes of small integers for 256 values. _weight_formats.py says which, and an error
+            the shape that it should have.
         biases: like `scales` in affine formats and where a type of GGUF adds a float16 to a group; int16
-            [E, N, H * n / 256], the bits of n float16 factors, beside a stream; else None.
+            [E, N, H * n / 256], the bits of n float16 factors, beside a stream; int32 [E, N, 1], the bits of
+            a float32 factor for each row, in nvfp4_global: the global scale of its matrix; else None.
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
-            groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16; or a type of
-            GGUF, such as "q4_k", whose values _weight_formats.py defines. H must be a multiple of the group
-            size, and of 256 where scales are small integers, and in codebook formats.
+            groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" and "nvfp4_global" in groups of
+            16; "fp8_32" and "fp8_128"; or a type of GGUF, such as "q4_k", whose values _weight_formats.py
+            defines. H must be a multiple of the group size, and of 256 where scales are small integers, and
+            in codebook formats.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens

@@ -83,17 +83,19 @@ ACTIVATION_FORMS: list[tuple[str, str]] = [
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the eager forward must compute it."""
     if (form := vars(module).get(FORM)) is not None:
-        return form.activation if _has_form(module, form) else None
+        return _activation_of_form(module, form)
     depends_on(module, "has_post_expert_norm")
     return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
 
 
-def _has_form(module: nn.Module, form: ExpertsForm) -> bool:
-    """True if a module computes what was recognised in it."""
+def _activation_of_form(module: nn.Module, form: ExpertsForm) -> Activation | None:
+    """The activation of recognised experts, whose numbers may have changed; None if they compute another form."""
     try:
-        return form_of(module) == form
+        now = form_of(module)
     except Unsupported:
-        return False
+        return None
+    is_same = now is not None and now._replace(activation=form.activation) == form
+    return now.activation if now is not None and is_same else None
 
 
 def is_interleaved(module: Any) -> bool:

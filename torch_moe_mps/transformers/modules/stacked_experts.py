@@ -20,8 +20,9 @@ from ..basics.state import Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import first_form
-from ..trials.replicas import bare_replica, random_parameter, replica_of
+from ..trials.replicas import bare_replica, random_parameter
 from .experts import activation_arguments, experts_forward, rows_forward, with_identity
+from .linears import QuantizedLinear
 
 KIND = "experts"  # of the classes of recognised experts
 _TOKENS, _SLOTS = 6, 2
@@ -29,12 +30,12 @@ _BEYOND = 2, 1, 0  # how many ids beyond the experts a forward may take
 _MOST_NUMBERS = 8
 # Sizes of a replica: experts, further rows of the first stack, hidden and intermediate sizes.
 _SMALL = (3, 4, 5, 6, 8), (0, 1, 2, 3), (8, 6, 10, 12, 16, 20), (6, 8, 10, 12, 16, 20, 3, 4, 5)
-_FIRST, _SECOND = ("gate_up_proj", "up_proj"), "down_proj"
+FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes of stacks: experts, more matrices of the first stack, hidden, intermediate, halves of gates."""
 
     experts: int
@@ -54,26 +55,26 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
 
     Raises: Unsupported with the reason if no operator computes what it does.
     """
-    shapes = vars(module)[FORM].shapes if FORM in vars(module) else _shapes(module)
+    shapes = dense_shapes(module)
     if sum(len(shape) == 3 for _, shape in shapes) < 2:
         return None
-    first = next((name for name in _FIRST if name in dict(shapes)), None)
-    if first is None or _SECOND not in dict(shapes):
+    first = next((name for name in FIRST if name in dict(shapes)), None)
+    if first is None or SECOND not in dict(shapes):
         names = ", ".join(name for name, _ in shapes)
         raise Unsupported(f"its stacks of matrices are called {names}")
     inputs = _inputs(original_class(module).forward)
     if len(inputs) not in (1, 3):
         raise Unsupported(f"its forward takes {', '.join(inputs)}, not rows, ids and weights")
-    found = [(turned, sizes) for turned in (False, True) if (sizes := _sizes_of(shapes, first, turned))]
+    found = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
     if not found:
         raise Unsupported("the shapes of its stacks do not follow each other")
     forms = [
         ExpertsForm(activation, turned, len(inputs) == 1, has_identity, shapes)
         for has_identity in ((False,) if len(inputs) == 1 else (False, True))
         for turned, _ in found
-        for activation in _activations(module, first == _FIRST[0])
+        for activation in _activations(module, first == FIRST[0])
     ]
-    form = first_form(module, forms, _begin, found[0][1], len(inputs), shapes)
+    form = first_form(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
@@ -84,21 +85,24 @@ def _inputs(forward: Callable) -> list[str]:
     return [*inspect.signature(forward).parameters][1:]
 
 
-def _shapes(module: nn.Module) -> Shapes:
-    """Names and shapes of the parameters of a module itself."""
+def dense_shapes(module: nn.Module) -> Shapes:
+    """Names and shapes of the parameters of a module itself, of recognised experts while they are dense."""
+    if FORM in vars(module):
+        shapes: Shapes = vars(module)[FORM].shapes
+        return shapes
     return tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
 
 
-def _sizes_of(shapes: Shapes, first: str, is_transposed: bool) -> _Sizes | None:
+def sizes_of(shapes: Shapes, first: str, is_transposed: bool) -> Sizes | None:
     """The sizes of two stacks, if their shapes fit."""
-    one, other = dict(shapes)[first], dict(shapes)[_SECOND]
+    one, other = dict(shapes)[first], dict(shapes)[SECOND]
     if len(one) != 3 or len(other) != 3:
         return None
     experts, hidden, inner = (other[0], *(other[:0:-1] if is_transposed else other[1:]))
-    halves = 2 if first == _FIRST[0] else 1
+    halves = 2 if first == FIRST[0] else 1
     rows = (halves * inner, hidden)
     fits = one[1:] == (rows[::-1] if is_transposed else rows) and one[0] >= experts
-    return _Sizes(experts, one[0] - experts, hidden, inner, halves) if fits else None
+    return Sizes(experts, one[0] - experts, hidden, inner, halves) if fits else None
 
 
 def _activations(module: nn.Module, is_gated: bool) -> Iterator[Activation]:
@@ -120,12 +124,10 @@ def _activations(module: nn.Module, is_gated: bool) -> Iterator[Activation]:
 # --- the trial
 
 
-def _begin(
-    module: nn.Module, sizes: _Sizes, inputs: int, shapes: Shapes
-) -> Callable[[ExpertsForm], bool] | None:
+def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[ExpertsForm], bool] | None:
     """Runs a small replica's own code. Returns: form -> whether it gives the same."""
-    small = _small(sizes)
-    replica = _replica(module, dict(zip(sizes.numbers(), small.numbers(), strict=True)), shapes)
+    small, smaller = small_sizes(sizes)
+    replica = small_replica(module, smaller)
     if inputs == 1:
         rows = normal(small.experts * _TOKENS, small.hidden)
         expected = eager(replica)(rows)
@@ -136,25 +138,28 @@ def _begin(
         ids = torch.stack([torch.randperm(count)[:_SLOTS] for _ in range(_TOKENS)])
         if (expected := tried(eager(replica), x, ids, weights)) is not None:
             return lambda form, ids=ids, expected=expected: agrees(
-                _of_ids(form, replica, x, ids, weights), expected
+                of_ids(form, replica, x, ids, weights), expected
             )
     return None
 
 
-def _small(sizes: _Sizes) -> _Sizes:
-    """Small sizes of which those are equal that are equal in a module. Raises: Unsupported for none."""
+def small_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
+    """Small sizes, at least so many experts, and {size: small one}: equal where a module's are equal.
+
+    Raises: Unsupported for none.
+    """
     numbers = sizes.numbers()
     for candidate in itertools.product(*_SMALL):
-        small = _Sizes(*candidate, sizes.halves)
-        if bool(small.others) != bool(sizes.others):
+        small = Sizes(*candidate, sizes.halves)
+        if bool(small.others) != bool(sizes.others) or small.experts < experts:
             continue
         pairs = {*zip(numbers, small.numbers(), strict=True)}
         if len(pairs) == len({*numbers}) == len({*small.numbers()}):
-            return small
+            return small, dict(pairs)
     raise Unsupported("there is no small module with sizes like its own")
 
 
-def _replica(module: nn.Module, smaller: dict[int, int], shapes: Shapes) -> Any:
+def small_replica(module: nn.Module, smaller: dict[int, int]) -> Any:
     """A module of the same class with smaller sizes: random parameters, numbers that are sizes replaced."""
     replica = bare_replica(module)
     restore_class(replica, KIND)
@@ -164,25 +169,35 @@ def _replica(module: nn.Module, smaller: dict[int, int], shapes: Shapes) -> Any:
     for name, parameter in module._parameters.items():
         if parameter is None:
             replica.register_parameter(name, None)
-    for name, shape in shapes:
+    for name, shape in dense_shapes(module):
         replica.register_parameter(name, random_parameter([smaller.get(size, size) for size in shape]))
     for name, child in module._modules.items():
-        replica._modules[name] = None if child is None else replica_of(child)
+        replica._modules[name] = None if child is None else _small_child(child, smaller)
     return replica
 
 
+def _small_child(child: nn.Module, smaller: dict[int, int]) -> nn.Module:
+    if type(child) is not QuantizedLinear:
+        return small_replica(child, smaller)
+    small = [smaller.get(size, size) for size in (child.in_features, child.out_features)]
+    result = nn.Linear(*small, bias=child.bias is not None)
+    for name, parameter in [*result._parameters.items()]:
+        result._parameters[name] = None if parameter is None else random_parameter(parameter.shape)
+    return result
+
+
 def _of_rows(form: ExpertsForm, experts: Any, rows: Tensor) -> Tensor:
-    count = getattr(experts, _SECOND).shape[0]
+    count = getattr(experts, SECOND).shape[0]
     ids = torch.arange(count).repeat_interleave(len(rows) // count)[:, None]
-    return _of_ids(form, experts, rows, ids, torch.ones(len(rows), 1))
+    return of_ids(form, experts, rows, ids, torch.ones(len(rows), 1))
 
 
-def _of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    gated, second = form.activation.gated, getattr(experts, _SECOND)
+def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    gated, second = form.activation.gated, getattr(experts, SECOND)
     options = activation_arguments(tuple(form.activation))
-    first = getattr(experts, _FIRST[not gated])
-    if (bias := getattr(experts, f"{_FIRST[not gated]}_bias", None)) is not None:
-        options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{_SECOND}_bias")}
+    first = getattr(experts, FIRST[not gated])
+    if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
+        options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
     first = first[: len(second)]
     out: Tensor = moe_experts(x, weights, ids, first, second, transposed=form.is_transposed, **options)
     return with_identity(out, x, ids, weights, len(second)) if form.has_identity else out

@@ -12,6 +12,7 @@ from .norms import rewrite_norm
 from .recurrent_layers import lightning, mamba, selective, with_channels
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
+from .routed_inputs import rewrite_routed_inputs
 from .router import rewrite_router
 
 ModuleRule = Callable[[Any], tuple[Callable, list[Done]] | None]
@@ -27,6 +28,7 @@ MODULE_RULES: list[ModuleRule] = [
     lightning,
     rewrite_hyper_connection,
     rewrite_router,
+    rewrite_routed_inputs,
 ]
 
 # Functions that forwards call by name.

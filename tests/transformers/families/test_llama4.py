@@ -1,0 +1,15 @@
+"""Llama 4: the routing weight multiplies the input of an expert."""
+
+import pytest
+from support import families
+
+NAME = "llama4"
+
+
+def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
+    families.check_tokens(NAME, tmp_path)
+
+
+@pytest.mark.usefixtures("captured")
+def test_launches_of_a_layer(simulated):
+    families.check_launches(simulated, NAME, {"": 0})

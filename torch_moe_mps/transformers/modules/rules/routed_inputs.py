@@ -1,0 +1,128 @@
+"""Blocks whose experts take rows for each expert, of which the routing weights multiply the input.
+
+    scores, ids = the top k of scoring(linear(x, W))
+    out = sum over k of experts[ids](x * scores) + shared(x)
+
+The model's code computes each expert on each token, on zeros for those that were not chosen.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...basics.interface import FORM, is_quantized
+from ...basics.report import Done
+from ...basics.state import STATE, original_class, restore_class, state_of
+from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
+from ...trials.forms import first_form
+from ..experts import described, experts_forward, is_observed
+from ..stacked_experts import FIRST, KIND, dense_shapes, of_ids, sizes_of, small_replica, small_sizes
+
+ops = torch.ops.moe_mps
+
+_SCORINGS = "sigmoid", "softmax"
+_SHAPE = 2, 3  # of a trial's tokens
+
+
+class RoutedInputs(NamedTuple):
+    """Form of such a block.
+
+    Attributes:
+        experts, router, shared: names of the modules inside; None without a shared expert.
+        top_k, scoring: of the router.
+        gives_logits: whether the result is the sum and the logits.
+        keeps_shape: whether the sum has the shape of the input; else it is [T, H].
+    """
+
+    experts: str
+    router: str
+    shared: str | None
+    top_k: int
+    scoring: str
+    gives_logits: bool
+    keeps_shape: bool
+
+
+def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what runs) for such a block, else None."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    rows = [name for name, child in children.items() if FORM in vars(child) and vars(child)[FORM].takes_rows]
+    if len(rows) != 1 or len([*inspect.signature(original_class(module).forward).parameters]) != 2:
+        return None
+    form, first = vars(children[rows[0]])[FORM], FIRST[not vars(children[rows[0]])[FORM].activation.gated]
+    sizes = sizes_of(form.shapes, first, form.is_transposed)
+    routers = [
+        name
+        for name, child in children.items()
+        if sizes is not None and ("weight", (sizes.experts, sizes.hidden)) in dense_shapes(child)
+    ]
+    shared = [name for name in children if name not in (*rows, *routers)]
+    if sizes is None or len(routers) != 1 or len(shared) > 1:
+        return None
+    numbers = {value for part in (module, children[routers[0]]) for value in vars(part).values()
+               if type(value) is int and 1 <= value < sizes.experts}  # fmt: skip
+    forms = [
+        RoutedInputs(rows[0], routers[0], next(iter(shared), None), top_k, scoring, logits, shape)
+        for top_k in sorted(numbers)
+        for scoring in _SCORINGS
+        for logits in (True, False)
+        for shape in (False, True)
+    ]
+    found = first_form(module, forms, _begin, sizes, form)
+    if found is None:
+        return None
+    state_of(module).formula = found
+    return routed_inputs_forward, [
+        Done("moe_router", f"moe_router ({found.scoring})"),
+        *described(children[rows[0]]),
+    ]
+
+
+def _begin(module: nn.Module, sizes: Any, form: Any) -> Callable[[RoutedInputs], bool]:
+    most = max(value for part in (module, *module.children()) for value in vars(part).values()
+               if type(value) is int and 1 <= value < sizes.experts)  # fmt: skip
+    small, smaller = small_sizes(sizes, min(most + 1, 6))
+    replica = small_replica(module, smaller)
+    for part in replica.modules():
+        restore_class(part, KIND)
+    x = normal(*_SHAPE, small.hidden)
+    expected = eager(replica)(x.clone())
+
+    def holds(found: RoutedInputs) -> bool:
+        experts = getattr(replica, found.experts)
+        run = lambda rows, ids, weights: of_ids(form, experts, rows, ids, weights)  # noqa: E731
+        return agrees(_computed(replica, found, x, run), expected)
+
+    return holds
+
+
+def _computed(module: Any, form: RoutedInputs, x: Tensor, experts: Callable[..., Tensor]) -> Any:
+    shape, x = x.shape, x.reshape(-1, x.shape[-1])
+    router = getattr(module, form.router)
+    logits = F.linear(x, router.weight, router.bias)
+    scores, ids = ops.moe_router(logits, form.top_k, scoring=form.scoring, norm_topk_prob=False)
+    rows = (x.unsqueeze(1) * scores.to(x.dtype).unsqueeze(-1)).view(-1, x.shape[1])
+    ids = ids.view(-1, 1)
+    out = experts(rows, ids, torch.ones_like(ids, dtype=x.dtype))
+    if form.top_k > 1:
+        out = out.view(-1, form.top_k, x.shape[1]).sum(1)
+    if form.shared is not None:
+        out = getattr(module, form.shared)(x) + out
+    out = out.view(shape) if form.keeps_shape else out
+    return (out, logits) if form.gives_logits else out
+
+
+def routed_inputs_forward(module: nn.Module, x: Tensor) -> Any:
+    """The forward of such a block."""
+    form: RoutedInputs = module.__dict__[STATE].formula
+    experts: Any = getattr(module, form.experts)
+    router: Any = getattr(module, form.router)
+    takes = is_quantized(experts) or x.dtype == experts.down_proj.dtype
+    if not takes or x.dtype != router.weight.dtype or is_observed(experts, router):
+        return NotImplemented
+    return _computed(module, form, x, lambda *given: experts_forward(experts, *given))
