@@ -138,7 +138,7 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
     call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
     options = {"key_tail": k.clone(), "value_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
-    yield f"tailed, {label}", functools.partial(call, **options), work, elements
+    yield f"_attention_step, tailed, {label}", functools.partial(call, **options), work, elements
 
 
 def cache(dtype: torch.dtype) -> Iterator[Call]:
@@ -165,7 +165,7 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
     logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
     for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
         call = functools.partial(torch.ops.moe_mps._sample_with_flags, logits, draws, *how)
-        yield f"sample of {label}", call, {}, logits.numel()
+        yield f"_sample_with_flags of {label}", call, {}, logits.numel()
 
 
 def adapters(dtype: torch.dtype) -> Iterator[Call]:
@@ -237,7 +237,7 @@ def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
         ):
             options = {"beta": beta} | options
             call = functools.partial(run, q, q, v, decay, state, 0.1, **options)
-            yield f"gated_delta_rule_ of {tokens}, {name}", call, {}, state.numel() * tokens
+            yield f"_gated_delta_rule_step_ of {tokens}, {name}", call, {}, state.numel() * tokens
 
 
 def selective_scan(dtype: torch.dtype) -> Iterator[Call]:
