@@ -43,6 +43,8 @@ ARCHITECTURES: dict[str, dict] = {
     "kimi_linear": {"q_lora_rank": None},
     "laguna": {},
     "lfm2_moe": {},
+    "llama4": {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
+    "longcat_flash": {"zero_expert_num": 0},
     "mellum": {"mlp_layer_types": ["sparse", "sparse"]},
     "mimo_v2_flash": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -66,11 +68,6 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3_next": {},
     "qwen3_vl_moe": {"tie_word_embeddings": False},
     "solar_open": {},
-}
-# Architectures whose experts transformers does not dispatch, so that they are not read.
-UNREAD: dict[str, dict] = {
-    "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
-    "longcat_flash": {"zero_expert_num": 0},
 }
 # Keys that mlx-lm reads, and None where a key of others would be misread; by the type of the model.
 OLDER_KEYS: dict[str, dict] = {
@@ -173,7 +170,7 @@ SIZES = {
 
 
 def tiny(architecture: str):
-    overrides = (ARCHITECTURES | UNREAD | WITHOUT_EXPERTS)[architecture]
+    overrides = (ARCHITECTURES | WITHOUT_EXPERTS)[architecture]
     architecture = architecture.partition(" with")[0] if "without" in architecture else architecture
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
         if architecture not in COMPOSITES:
