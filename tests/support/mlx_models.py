@@ -106,6 +106,7 @@ OLDER_KEYS: dict[str, dict] = {
         "zero_expert_type": "identity",
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
+        "norm_topk_prob": False,
     },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1],
