@@ -14,7 +14,7 @@ import pytest
 from support import rooms
 from support.rooms import PACKAGE, REPOSITORY, floor, graph, imports
 
-from torch_moe_mps._weight_formats import ROWS
+from torch_moe_mps._weight_formats import ROWS, Floats, LikeActivations
 from torch_moe_mps.ops import _activations, _checks
 from torch_moe_mps.ops._samples import FAMILY_OF
 from torch_moe_mps.ops.families import routing, slots
@@ -258,7 +258,7 @@ def listed(section: str) -> set[str]:
     return set(re.findall(r"`((?:torch_moe_mps|tests|docs)/[^`\s]*\.\w+)`", text.partition("\n## ")[0]))
 
 
-GGUF = [name for name, row in ROWS.items() if not row.is_of_mlx]
+GGUF = [name for name, row in ROWS.items() if not isinstance(row.scales, LikeActivations | Floats)]
 # Product files that name formats beside those that name each: a user's choice, an example, a type of its own.
 CHOICES = {
     *("commands/arguments.py", "commands/recipes.py", "ops/_formats.py", "ops/families/quantized.py"),

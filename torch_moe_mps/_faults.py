@@ -41,19 +41,22 @@ class Mark:
 
     Args:
         commits: commits the command buffer.
+
+    Attributes:
+        place: the stream and the number of the buffer; None on other devices.
     """
 
     def __init__(self, device: torch.device, commits: bool = False):
         self._device = device
-        self._place = torch.ops.moe_mps._watch(commits) if _is_watched(device) else None
+        self.place = torch.ops.moe_mps._watch(commits) if _is_watched(device) else None
 
     def wait(self) -> None:
         """Waits until the buffer is complete; it is committed if it is still open. Any thread may wait.
 
         Raises: torch.AcceleratorError if the GPU has failed at it.
         """
-        if self._place is not None:
-            torch.ops.moe_mps._wait_for_buffer(*self._place)
+        if self.place is not None:
+            torch.ops.moe_mps._wait_for_buffer(*self.place)
         elif self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
@@ -136,8 +139,7 @@ def synchronize(device: torch.device | str = "mps") -> None:
 def release_cache(device: torch.device | str = "mps") -> None:
     """Returns cached memory of PyTorch's MPS allocator to the system; waits for the GPU.
 
-    `torch.mps.empty_cache` keeps Python's lock while it waits: a GPU that waits for experts on the disk would
-    never get them.
+    `torch.mps.empty_cache` keeps Python's lock while it waits, and other threads of Python's would not run.
 
     Args:
         device: that used the memory; does nothing on other devices than mps.

@@ -3,19 +3,24 @@
 This is the only list of formats. `ops/_formats.py` decodes by it, the options of commands are checked by it
 before torch is imported, and the host code gets its templates from it (`_extension.activate`).
 
-    format  bits         group        value                      scales
-    affine  1 to 6, 8    32, 64, 128  q * scale + bias           float32, float16, bfloat16; biases alike
-    mxfp4   4            32           e2m1(q) * 2^(scale - 127)  uint8
-    mxfp8   8            32           e4m3(q) * 2^(scale - 127)  uint8
-    nvfp4   4            16           e2m1(q) * e4m3(scale)      uint8
+    format        bits       group        value                          scales
+    affine        1 to 6, 8  32, 64, 128  q * scale + bias               float32, float16, bfloat16
+    mxfp4         4          32           e2m1(q) * 2^(scale - 127)      uint8
+    mxfp8         8          32           e4m3(q) * 2^(scale - 127)      uint8
+    nvfp4         4          16           e2m1(q) * e4m3(scale)          uint8
+    nvfp4_global  4          16           e2m1(q) * e4m3(scale) * bias   uint8
+    fp8           8          32, 128      e4m3(q) * scale                int32, the bits of float32
 
-These are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the
+The codes are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the
 codes of a row packed into 32-bit integers, the first in the lowest bits, so that codes of 3, 5 and 6 bits
-cross their boundaries. mxfp4 and mxfp8 are OCP microscaling formats.
+cross their boundaries. mxfp4 and mxfp8 are OCP microscaling formats. Biases of affine formats are like their
+scales. The biases [..., R, 1] of nvfp4_global are the global scale of the matrix, once for each row, so that
+matrices can be joined: int32, the bits of float32. Casting a model to another dtype leaves integers as they
+are. MLX has neither nvfp4_global nor fp8: checkpoints of other quantisers become them.
 
 All other rows are formats of GGUF. They have ggml's values in the same layout: packed codes q, and the
-blocks' other fields in two tensors. d and m are float16, whose bits int16 tensors hold: casting a
-model to another dtype leaves them unchanged. `offset`, `step` and the NamedTuples below are of the row:
+blocks' other fields in two tensors. d and m are float16, whose bits int16 tensors hold.
+`offset`, `step` and the NamedTuples below are of the row:
 
     scales                 value                                                     scales, biases
     Halves                 (step * q - offset) * d                                   d, none
@@ -49,10 +54,14 @@ class LikeActivations(NamedTuple):
 
 
 class Floats(NamedTuple):
-    """A scale in 8 bits for each group, e8m0 or e4m3, of codes that are floats, e2m1 or e4m3."""
+    """A scale for each group, e8m0, e4m3 or fp32, of codes that are floats, e2m1 or e4m3.
+
+    With `has_global`, each row has a float32 factor, too.
+    """
 
     number: str
     scale: str
+    has_global: bool = False
 
 
 class Halves(NamedTuple):
@@ -105,7 +114,9 @@ class FormatRow:
 
     @property
     def is_of_mlx(self) -> bool:
-        return isinstance(self.scales, LikeActivations | Floats)
+        if isinstance(self.scales, Floats):
+            return self.scales.scale != "fp32" and not self.scales.has_global
+        return isinstance(self.scales, LikeActivations)
 
     @property
     def template(self) -> tuple[str, str]:
@@ -113,7 +124,8 @@ class FormatRow:
         scales, group = self.scales, self.group_size
         if isinstance(scales, Floats):
             number, scale = scales.number.upper(), scales.scale.upper()
-            return f"FloatCodes<MOE_DTYPE, {number}, Scale{scale}, {group}>", "floats"
+            type = f"FloatCodes<MOE_DTYPE, {number}, Scale{scale}, {group}>"
+            return f"ScaledRows<{type}>" if scales.has_global else type, "floats"
         if isinstance(scales, Codebook):
             bits = (self.bits, group, scales.scale_bits, scales.number_bits, scales.stream_bits)
             return f"GridCodes<MOE_DTYPE, {', '.join(map(str, bits))}>", "codebook"
@@ -144,6 +156,8 @@ ROWS = {
     "mxfp4": FormatRow(4, 32, Floats("e2m1", "e8m0")),
     "mxfp8": FormatRow(8, 32, Floats("e4m3", "e8m0")),
     "nvfp4": FormatRow(4, 16, Floats("e2m1", "e4m3")),
+    "nvfp4_global": FormatRow(4, 16, Floats("e2m1", "e4m3", has_global=True)),
+    **{f"fp8_{g}": FormatRow(8, g, Floats("e4m3", "fp32")) for g in (32, 128)},
     "q1_0": FormatRow(1, 128, Halves(), offset=1, step=2),
     "q2_0": FormatRow(2, 64, Halves(), offset=1),
     "q4_0": FormatRow(4, 32, Halves(), offset=8),
@@ -172,7 +186,7 @@ _AFFINE = [row for row in ROWS.values() if isinstance(row.scales, LikeActivation
 _OTHERS = {
     name: row
     for name, row in ROWS.items()
-    if isinstance(row.scales, Floats) or row.groupwise_bits is not None
+    if (isinstance(row.scales, Floats) and row.is_of_mlx) or row.groupwise_bits is not None
 }
 # {mode: bits}, {mode: columns that share a scale} that weights can be quantised to.
 BITS = {"affine": tuple(dict.fromkeys(row.bits for row in _AFFINE))} | {

@@ -45,7 +45,7 @@ def build(experts: int, hidden: int, intermediate: int, top_k: int, dtype: torch
 
 def candidates(module: Qwen3MoeExperts, x, ids, weights) -> dict:
     def ours():
-        return torch.ops.moe_mps.moe_experts(x, module.gate_up_proj, module.down_proj, ids, weights)
+        return torch.ops.moe_mps.moe_experts(x, weights, ids, module.gate_up_proj, module.down_proj)
 
     def peer(name):
         def run():

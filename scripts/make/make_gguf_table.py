@@ -55,7 +55,7 @@ def differences(weight: QuantizedWeight, values: Tensor) -> list[str]:
     of_experts = torch.einsum("tkrc,tc->tkr", values[ids].double(), x.double())
     found = (
         (linear.linear_quantized(x, *first, name), x.double() @ values[0].double().T),
-        (quantized.expert_qmm(x, *weight, ids, name), of_experts),
+        (quantized.expert_qmm(x, ids, *weight, name), of_experts),
         (linear.embedding_quantized(ids, *first, name, "float32"), values[0][ids]),
     )
     names = "linear layers", "experts", "embeddings"

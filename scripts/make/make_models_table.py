@@ -2,26 +2,25 @@
 
 Nothing in the tables is written by hand: a tiny model of each architecture is built from its real config
 class and compared with its own eager code, and the cells are what the report says. Launches are counted in
-the simulator; mlx-lm reads and writes the checkpoints of MLX.
+the simulator; mlx-lm reads and writes the checkpoints of MLX. With names of sections it writes those alone.
 """
 
 import copy
+import functools
 import os
+import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
 import paths
 
 if __name__ == "__main__":
-    paths.words(__doc__)
+    NAMED = paths.words(__doc__, "section")
 
 import models_page
-import simulator
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -32,18 +31,12 @@ if __name__ == "__main__":
     os.environ["MOE_MPS_CHECK"] = "0"  # kernels whose launches are counted compute nothing
     install()  # in front of whatever asks torch for MPS
 
-from support import mlx_models, tiny_models
-from support.launches import (
-    launches_by_type,
-    model_on_mps,
-    other_on_mps,
-    reason_against_capture,
-    token_by_type,
-)
+from support import coverage, mlx_models, tiny_models, upstream
+from support.coverage import launches, of_kind, unique
+from support.launches import model_on_mps, other_on_mps
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps._text import first_line
 from torch_moe_mps.checkpoints.mlx.names import DENSE
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
@@ -56,14 +49,6 @@ OTHERS = "Architecture | Dispatches | Whole model | Tokens"
 TOLERANCE = 1e-5
 
 
-def unique(texts: list[str]) -> str:
-    return ", ".join(dict.fromkeys(texts)) or "-"
-
-
-def of_kind(report, kind: str) -> list:
-    return [row for row in report.rows if row.kind == kind]
-
-
 def texts(report, operator: str) -> list[str]:
     """Words of the report for an operator."""
     return [str(done) for row in report.replaced for done in row.done if done.operator == operator]
@@ -71,11 +56,6 @@ def texts(report, operator: str) -> list[str]:
 
 def rope(report) -> str:
     return unique(sorted({*texts(report, "rope")} - {"rope of q and k"}))
-
-
-def router(report) -> str:
-    rows = of_kind(report, "router")
-    return unique([(row.replaced_by or "own").partition(",")[0] for row in rows]) if rows else "own"
 
 
 def relative_error(model, accelerated) -> float:
@@ -98,40 +78,6 @@ def quantised(architecture: str) -> tuple[str, object]:
     return verdict(relative_error(tiny_models.dense_twin(dense, model), model)), report
 
 
-def launches(model: nn.Module, computes: bool = False) -> str:
-    """`computes`: for code that asks for values; nothing of it is captured."""
-    of_own = partial(launches_by_type, computes=computes)
-    accelerated = copy.deepcopy(model)
-    with mock.patch.dict(os.environ, {CAPTURE: "1"}):
-        torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
-    own = counts_by_type(model, of_own)
-    ours = counts_by_type(accelerated, of_own if computes else token_by_type)
-    ours.pop("outside", None)
-    kinds = dict.fromkeys([*own, *ours]) or [""]
-    return "; ".join(f"{kind} {own.get(kind, '-')} / {ours.get(kind, '-')}".strip() for kind in kinds)
-
-
-def counts_by_type(model: nn.Module, count: Callable[..., dict[str, Counter]]) -> dict[str, int]:
-    try:
-        found = count(simulator, model)
-    except (AttributeError, LookupError, TypeError, ValueError):  # no layers, or no cache for a token
-        return {}
-    except RuntimeError as error:
-        if "same dtype" not in str(error):
-            raise
-        return {}  # its own code does not run with all weights in bfloat16
-    return {kind: total for kind, layer in found.items() if (total := sum(layer.values()))}
-
-
-def launches_of_other(architecture: str) -> str:
-    for computes in (False, True):
-        try:
-            return launches(other_on_mps(architecture), computes)
-        except RuntimeError as error:
-            reason = first_line(error)
-    return f"its own code raises with a cache: {reason}"
-
-
 def pipeline(model: nn.Module) -> str:
     """Whether the layers of a model can be cut; it has its own code."""
     try:
@@ -145,10 +91,9 @@ def row(architecture: str) -> tuple[str, object]:
     model = eager(tiny_models.tiny_model(architecture))
     accelerated = copy.deepcopy(model)
     report = torch_moe_mps.accelerate(accelerated)
-    experts = unique([r.replaced_by or f"no: {r.reason}" for r in of_kind(report, "experts")])
     whole = verdict(relative_error(model, accelerated))
     right, report_quantised = quantised(architecture)
-    cells = [architecture, experts, router(report)]
+    cells = [architecture, coverage.experts(report), coverage.router(report)]
     cells += [rope(report_quantised), launches(model_on_mps(architecture))]
     cells += [pipeline(model), right, whole]
     return "| " + " | ".join(cells) + " |", report
@@ -185,19 +130,26 @@ def head() -> str:
     )
 
 
-def found() -> dict[str, list[str]]:
-    """The sections of models_page.ROWS, but for serving."""
-    transformers.logging.set_verbosity_error()
-    of_experts = {architecture: row(architecture) for architecture in tiny_models.architectures()}
-    dense, others = tiny_models.DENSE_ARCHITECTURES, tiny_models.other_causal()
+def found() -> dict[str, Callable[[], list[str]]]:
+    """{section of models_page.ROWS: what gives its lines}, but for serving."""
+    of_experts = functools.cache(lambda: {name: row(name) for name in tiny_models.architectures()})
     return {
-        "": [head()],
-        models_page.EXPERTS: [EXPERTS, *(line for line, _ in of_experts.values())],
-        models_page.ROUTERS: unchanged_routers({name: report for name, (_, report) in of_experts.items()}),
-        models_page.DENSE: [DENSE_MODELS, *map(dense_row, dense)],
-        models_page.TOKENS: uncaptured_tokens(),
-        models_page.OTHERS: [OTHERS, *map(other_row, others)],
+        "": lambda: [head()],
+        models_page.EXPERTS: lambda: [EXPERTS, *(line for line, _ in of_experts().values())],
+        models_page.WITHOUT: without_interface,
+        models_page.ROUTERS: lambda: unchanged_routers(
+            {name: report for name, (_, report) in of_experts().items()}
+        ),
+        models_page.DENSE: lambda: [DENSE_MODELS, *map(dense_row, tiny_models.DENSE_ARCHITECTURES)],
+        models_page.TOKENS: uncaptured_tokens,
+        models_page.OTHERS: lambda: [OTHERS, *map(other_row, tiny_models.other_causal())],
     }
+
+
+def without_interface() -> list[str]:
+    """Rows of architectures whose configs name experts, and whose classes lack transformers' interface."""
+    names = [name for name in upstream.architectures() if name not in tiny_models.architectures()]
+    return [upstream.COVERAGE, *(str(coverage.row(name)) for name in names)]
 
 
 def uncaptured_tokens() -> list[str]:
@@ -207,14 +159,7 @@ def uncaptured_tokens() -> list[str]:
 
 def uncaptured(architecture: str) -> str | None:
     """Why no token of a model in 4 bit is captured; None if one is."""
-    model = model_on_mps(architecture)
-    with mock.patch.dict(os.environ, {CAPTURE: "1"}):
-        torch_moe_mps.accelerate(model, bits=4, group_size=32, check=False)  # which a dropped call would fail
-    with simulator.dropped():
-        try:
-            return reason_against_capture(model)
-        except (RuntimeError, TypeError) as error:
-            return f"none runs, {type(error).__name__}: {first_line(error)}"
+    return coverage.uncaptured(partial(model_on_mps, architecture))
 
 
 @torch.no_grad()
@@ -227,7 +172,7 @@ def other_row(architecture: str) -> str:
         return f"| {architecture} | - | - | its own code raises: {first_line(error)} |"
     accelerated = copy.deepcopy(model)
     torch_moe_mps.accelerate(accelerated, capture=True)
-    cells = [architecture, launches_of_other(architecture)]
+    cells = [architecture, coverage.dispatches(partial(other_on_mps, architecture))]
     cells += [verdict(relative_error(model, accelerated)), tokens_of(model, accelerated)]
     return "| " + " | ".join(cells) + " |"
 
@@ -262,4 +207,8 @@ def unchanged_routers(reports: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-    models_page.write(found())
+    transformers.logging.set_verbosity_error()
+    sections = found()
+    if unknown := {*NAMED} - sections.keys():
+        sys.exit(f"sections must be some of {', '.join(filter(None, sections))}, got {unknown.pop()}")
+    models_page.write({name: sections[name]() for name in NAMED or sections})

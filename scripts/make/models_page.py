@@ -12,13 +12,15 @@ import paths
 ROWS = paths.REPOSITORY / "tests" / "pinned" / "models.txt"
 DOCUMENT = paths.REPOSITORY / "docs" / "models.md"
 EXPERTS, ROUTERS, DENSE = "experts", "routers left unchanged", "dense"
+WITHOUT = "experts without transformers' interface"
 TOKENS, OTHERS, SERVING = "tokens that are not captured", "others", "serving"
 
 PAGE = """# Models
 
-What this package does with the architectures of transformers {transformers}: {experts} Mixture-of-Experts
-architectures ({classes} classes with transformers' interface of experts), [dense models](#dense-models),
-[other causal models](#other-causal-models), and what [serving](#serving) does with them.
+{served} of {named} Mixture-of-Experts architectures, by configs that name experts, run their experts on the
+operators, with transformers {transformers}. {experts} have transformers' interface of experts ({classes}
+classes), [others](#experts-without-the-interface) their own code. [Dense models](#dense-models),
+[other causal models](#other-causal-models) and [serving](#serving) follow.
 `scripts/make/make_models_table.py` finds the answers with tiny models with random weights, and tests compare
 them with `tests/pinned/models.txt`. Nothing here was measured on a Mac.
 
@@ -40,18 +42,24 @@ From the third token with the same call signature on, a decode step is one call
 |---|---|---|---|---|
 {rows}
 
-{served} of {experts} architectures run their experts on the operators, {routed} their router too.
-Routers left unchanged, as their formulas are not `moe_router`'s: {routers}.
+{with_interface} of {experts} run their experts on the operators, {routed} their router too. Unlike
+`moe_router`'s formulas: {routers}.
 
 Layers can be spread over several Macs ([distributed.md](distributed.md)), but of {uncut}.
+
+### Experts without the interface
+
+Of {without} others, {others_on_operators} run their experts on the operators. Unmodified run:
+
+{reasons}
 
 ## Dense models
 
 Models without experts are quantised, accelerated, converted and measured in the same way. These were tried,
 and are right as above: {dense}.
 
-4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits: {mlx}. Of the
-others mlx-lm lacks the architecture or computes it differently.
+4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits, but of those
+that mlx-lm lacks or computes differently: {not_mlx}.
 
 Other models work too where the form of their norms, linear layers and rotary embedding is known. Everything
 else runs unmodified.
@@ -106,9 +114,19 @@ def rows(section: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines}
 
 
+def is_on_operators(cells: list[str]) -> bool:
+    return cells[0].startswith(("moe_experts", "expert_mm"))
+
+
 def page() -> str:
     found, served = sections(), rows(SERVING)
     experts, dense, others = rows(EXPERTS), rows(DENSE), rows(OTHERS)
+    without = {*rows(WITHOUT)}
+    own_experts = {name: cells[0] for name, cells in rows(WITHOUT).items() if not is_on_operators(cells)}
+    by_reason: dict[str, list[str]] = {}
+    for name, why in own_experts.items():
+        by_reason.setdefault(why.removeprefix("no: "), []).append(name)
+    with_interface = sum(map(is_on_operators, experts.values()))
     version, classes, mlx_lm = re.findall(r"[\d.]+", found[""][0])
     own = [line.removeprefix("- ").partition(": ")[0] for line in found[ROUTERS]]
     both = experts | dense
@@ -126,12 +144,17 @@ def page() -> str:
         right=right(both),
         captured=captured(len(both), found[TOKENS]),
         rows="\n".join(shortened(name, cells, served[name][1]) for name, cells in experts.items()),
-        served=sum(cells[0].startswith(("moe_experts", "expert_mm")) for cells in experts.values()),
+        named=len(experts) + len(without),
+        served=with_interface + len(without) - len(own_experts),
+        with_interface=with_interface,
+        without=len(without),
+        others_on_operators=", ".join(sorted(without - own_experts.keys())),
+        reasons="\n".join(f"- {', '.join(names)}: {why}" for why, names in by_reason.items()),
         routed=len(experts) - len(own),
         routers=", ".join(own),
         uncut=", ".join(name for name, cells in both.items() if cells[-3] != "yes"),
         dense=", ".join(dense),
-        mlx=", ".join(name for name, cells in dense.items() if cells[1] == "yes"),
+        not_mlx=", ".join(name for name, cells in dense.items() if cells[1] != "yes"),
         others=len(others),
         right_others=sum(cells[-2] == "yes" for cells in others.values()),
         captured_others=len(steps["one"]),

@@ -69,13 +69,13 @@ def test_our_gptq_is_that_of_gptqmodel(version, bits, symmetric, monkeypatch):
 @pytest.mark.parametrize(
     ("architecture", "scheme", "format", "bound"),
     [
-        ("qwen3_moe", "NVFP4", "affine6_32", 0.2),
+        ("qwen3_moe", "NVFP4", "nvfp4_global", 0.2),
         ("qwen3_moe", "MXFP4", "mxfp4", 0.3),
         ("qwen3_moe", "MXFP8", "mxfp8", 0.07),
-        ("gpt_oss", "NVFP4", "affine6_32", 0.2),
-        ("gpt_oss", "FP8", "affine8_32", 0.05),
-        ("llama4", "NVFP4", "affine6_32", 0.2),
-        ("llama4", "FP8", "affine8_32", 0.05),
+        ("gpt_oss", "NVFP4", "nvfp4_global", 0.2),
+        ("gpt_oss", "FP8", "fp8_32", 0.05),
+        ("llama4", "NVFP4", "nvfp4_global", 0.2),
+        ("llama4", "FP8", "fp8_32", 0.05),
     ],
 )
 def test_checkpoints_of_modelopt(architecture, scheme, format, bound, tmp_path):

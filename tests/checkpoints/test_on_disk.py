@@ -1,7 +1,6 @@
 """Models whose experts are read from the disk: they are the resident models, bit for bit."""
 
 import copy
-import os
 import pickle
 import re
 import shutil
@@ -436,19 +435,16 @@ def test_a_cached_prefix_is_of_the_file(folder, memory):
 
 
 @pytest.mark.slow("loads two models")
-def test_an_error_of_the_disk_ends_one_call(folder, memory, monkeypatch):
+def test_an_error_of_the_disk_ends_one_call(folder, memory, simulated):
     model, resident = load(folder, experts_memory=memory), load(folder)
-    preadv = os.preadv
 
     def fails(*args):
         raise OSError(5, "Input/output error")
 
     with torch.no_grad():
         for ids in (prompt(), prompt(1, 1)):
-            monkeypatch.setattr(os, "preadv", fails)
-            with pytest.raises(OSError, match="Input/output error"):
+            with simulated.reads(fails), pytest.raises(OSError, match="Input/output error"):
                 model(ids)
-            monkeypatch.setattr(os, "preadv", preadv)
             same_answers(resident, model, 1)
 
 

@@ -423,7 +423,7 @@ def test_unknown_names(few, refused):
 
 def test_all_libraries_and_all_formats(simulated):
     every = libraries.libraries(calls.DTYPES, calls.FORMATS)
-    assert every == torch.ops.moe_mps._libraries() and len(calls.FORMATS) == 46
+    assert every == torch.ops.moe_mps._libraries() and len(calls.FORMATS) == 49
     one = libraries.libraries([torch.bfloat16], [Format(4, 64, "affine")])
     assert "quantized_affine4_64_bf16" in one and not [name for name in one if name.endswith("f32")]
 

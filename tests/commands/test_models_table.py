@@ -2,10 +2,11 @@
 
 import functools
 import importlib.util
+import re
 
 import pytest
 import transformers
-from support import tiny_models
+from support import tiny_models, upstream
 from support.processes import REPOSITORY
 from support.sweep import in_sweep
 
@@ -66,6 +67,29 @@ def test_the_page_says_what_differs(monkeypatch):
 def test_every_architecture_is_listed(current):
     assert list(rows("experts")) == list(tiny_models.architectures())
     assert lines("") == [generator().head()]
+
+
+WITHOUT = "experts without transformers' interface"
+
+
+def test_every_config_that_names_experts_is_listed(current):
+    """And README and the page count those that run on operators."""
+    listed = {**rows("experts"), **rows(WITHOUT)}
+    assert sorted(listed) == upstream.architectures() and rows("experts").keys().isdisjoint(rows(WITHOUT))
+    on_operators = [line for line in listed.values() if re.match(r"\| \w+ \| (moe_experts|expert_mm)", line)]
+    written = (
+        f"{len(on_operators)} of {len(listed)} Mixture-of-Experts architectures, by configs that name experts"
+    )
+    for page in (PAGE, REPOSITORY / "README.md"):
+        assert written in " ".join(page.read_text().split()), page
+
+
+@pytest.mark.parametrize("architecture", in_sweep([*rows(WITHOUT)], ["vitpose_backbone"]))
+def test_row_without_the_interface_is_current(current, simulated, architecture):
+    from support import coverage
+
+    expected = rows(WITHOUT)[architecture]
+    assert expected == str(coverage.row(architecture)), "run scripts/make/make_models_table.py"
 
 
 def test_every_dense_architecture_is_listed():
@@ -144,7 +168,9 @@ def test_what_mlx_lm_lacks(current):
     """In README, counted with the installed mlx-lm."""
     serving = generator("make_serving_table")
     count, missing = len(tiny_models.architectures()), serving.missing_in_mlx_lm()
-    written = f"{count} Mixture-of-Experts architectures, {len(missing)} of which mlx-lm 0.32.2 does not have"
-    assert written in " ".join((REPOSITORY / "README.md").read_text().split())
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    assert (
+        f"Of the {count} with transformers' interface of experts mlx-lm 0.32.2 lacks {len(missing)}" in readme
+    )
     assert f"It lacks {len(missing)} of the {count}." in PAGE.read_text()
     assert {"qwen3_moe", "mixtral"}.isdisjoint(missing) and "hunyuan_v1_moe" in missing

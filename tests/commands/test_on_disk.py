@@ -53,7 +53,7 @@ def test_generate(converted, capsys):
 
 
 @pytest.mark.slow("a server and its clients")
-def test_answers_of_a_server(converted, monkeypatch):
+def test_answers_of_a_server(converted, simulated):
     """Side by side; one that is cancelled and one that the disk ends leave the others; /metrics counts."""
     texts, asked = ["hello", "abcabc", "quick"], {"model": "m", "temperature": 0, "max_tokens": 12}
     with client_of(converted, "--dtype", "float32") as client:
@@ -67,15 +67,16 @@ def test_answers_of_a_server(converted, monkeypatch):
         def ask(text: str) -> str:
             return create(messages=said(text), **asked).choices[0].message.content
 
+        def fails(*read):
+            raise OSError(5, "Input/output error")
+
         cancelled = create(messages=said("long"), stream=True, **asked | {"max_tokens": 100})
         next(iter(cancelled))
         cancelled.close()
         with ThreadPoolExecutor(3) as threads:
             assert [*threads.map(ask, texts)] == expected
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-            with pytest.raises(openai.InternalServerError, match="Input/output error"):
-                ask("other")
+        with simulated.reads(fails), pytest.raises(openai.InternalServerError, match="Input/output error"):
+            ask("other")
         assert [ask(text) for text in texts] == expected
         with urllib.request.urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics") as answer:
             lines = answer.read().decode().splitlines()

@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,14 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PIECE", 1000)
     tensors = write(tmp_path / "experts")
     return ExpertsFile(tmp_path / "experts", "key"), tensors
+
+
+@pytest.fixture(params=["host", "reference"])
+def either(request, file, monkeypatch):
+    """The file for the compiled extension, and for what runs without it."""
+    if request.param == "reference":
+        monkeypatch.setattr(module, "host_library", lambda: None)
+    return file
 
 
 def check(pools: Pools, tensors, layer: int, ids: list[int]) -> None:
@@ -65,9 +74,9 @@ def steps(count: int, top_k: int, seed: int = 0) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize(
     ("slots", "count"), [(2, 300), (5, 100), pytest.param(2, 10_000, marks=pytest.mark.sweep)]
 )
-def test_random_steps(file, slots, count):
+def test_random_steps(either, slots, count):
     """At the smallest pool, the experts of one token, and with others between: every byte is right."""
-    pools, tensors = Pools(file[0], slots, CPU), file[1]
+    pools, tensors = Pools(either[0], slots, CPU), either[1]
     taken = steps(count, 2)
     for layer, ids in taken:
         check(pools, tensors, layer, ids)
@@ -75,12 +84,12 @@ def test_random_steps(file, slots, count):
     assert counters.hits + counters.misses == 2 * count
     if slots == 2:  # which of the oldest two goes is not said
         assert counters.misses == lru(2, taken)
-    assert counters.bytes_read == counters.misses * sum(file[0].layers[0].sizes)
+    assert counters.bytes_read == counters.misses * sum(either[0].layers[0].sizes)
     assert counters.seconds > 0
 
 
-def test_the_least_recently_used_expert_goes(file):
-    pools = Pools(file[0], 3, CPU)
+def test_the_least_recently_used_expert_goes(either):
+    pools = Pools(either[0], 3, CPU)
     pool = pools.layers[0]
     for expert in (0, 1, 2, 0, 3):
         pool.slots(torch.tensor([expert]))
@@ -91,10 +100,10 @@ def test_the_least_recently_used_expert_goes(file):
     assert pool.reader.counters.misses == before + 1
 
 
-def test_ids_of_no_expert_have_no_slot(file):
-    pools = Pools(file[0], 2, CPU)
+def test_ids_of_no_expert_have_no_slot(either):
+    pools = Pools(either[0], 2, CPU)
     pool = pools.layers[0]
-    assert pool.slots(torch.tensor([-1, 4, EXPERTS, 2**31 - 1, 4])).tolist() == [-1, 1, -1, -1, 1]
+    assert pool.slots(torch.tensor([-1, 4, EXPERTS, 2**31 - 1, 4])).tolist() == [-1, 0, -1, -1, 0]
     assert pool.slots(torch.empty(0, dtype=torch.int32)).shape == (0,)
     with pytest.raises(
         ValueError, match=r"ids must name at most 2 experts, the slots of layers.0.experts, got 3"
@@ -108,10 +117,10 @@ def damaged(file: ExpertsFile, layer: int, expert: int) -> None:
         opened.write(b"\xff\x00\xff\x00")
 
 
-def test_an_expert_with_another_checksum_ends_its_step_alone(file):
-    pools, tensors = Pools(file[0], 2, CPU), file[1]
+def test_an_expert_with_another_checksum_ends_its_step_alone(either):
+    pools, tensors = Pools(either[0], 2, CPU), either[1]
     check(pools, tensors, 1, [3, 4])
-    damaged(file[0], 1, 5)
+    damaged(either[0], 1, 5)
     for _ in range(3):
         with pytest.raises(ValueError, match=r"expert 5 of layers.1.experts has another checksum than"):
             pools.layers[1].slots(torch.tensor([4, 5]))
@@ -119,70 +128,93 @@ def test_an_expert_with_another_checksum_ends_its_step_alone(file):
         check(pools, tensors, 1, [0, 1])
 
 
-def test_a_file_that_becomes_short_ends_its_step_alone(file):
-    pools, tensors = Pools(file[0], 2, CPU), file[1]
+def test_a_file_that_becomes_short_ends_its_step_alone(either):
+    pools, tensors = Pools(either[0], 2, CPU), either[1]
     check(pools, tensors, 0, [0, 1])
-    os.truncate(file[0].path, file[0]._places.starts[1] + 1500)
+    os.truncate(either[0].path, either[0]._places.starts[1] + 1500)
     with pytest.raises(ValueError, match=r"expert 0 of layers.1.experts is truncated"):
         pools.layers[1].slots(torch.tensor([0, 1]))
     check(pools, tensors, 0, [2, 7])
 
 
-def test_errors_of_the_disk(file, monkeypatch):
+def test_errors_of_the_disk(file, simulated):
     """At any of the reads of a step; later steps work, in all slots."""
-    preadv = os.preadv
     for failing in range(6):
         pools, tensors = Pools(file[0], 3, CPU), file[1]
-        calls = iter(range(1 << 30))
+        calls = itertools.count()
 
-        def read(*args, calls=calls, failing=failing):
+        def read(fd, offset, size, calls=calls, failing=failing):
             if next(calls) == failing:
                 raise OSError(5, "Input/output error")
-            return preadv(*args)
+            return size
 
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", read)
-            with pytest.raises(OSError, match="Input/output error"):
-                pools.layers[0].slots(torch.tensor([failing, 7]))
+        says = r"experts: expert \d of layers.0.experts: Input/output error"
+        with simulated.reads(read), pytest.raises(OSError, match=says):
+            pools.layers[0].slots(torch.tensor([failing, 7]))
         check(pools, tensors, 0, [failing, 7, (failing + 1) % 7])
 
 
-def test_reads_that_give_less_than_was_asked(file, monkeypatch):
-    preadv = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: 1 + len(views[0]) // 2]], at)
-    )
-    check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
+def test_an_error_of_the_disk_without_the_extension(file, monkeypatch):
+    monkeypatch.setattr(module, "host_library", lambda: None)
+    pools = Pools(file[0], 3, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output error"):
+            pools.layers[0].slots(torch.tensor([1, 7]))
+    check(pools, file[1], 0, [1, 7, 2])
 
 
-def test_a_late_disk(file, monkeypatch):
+def test_reads_that_give_less_than_was_asked(file, simulated):
+    with simulated.reads(lambda fd, offset, size: 1 + size // 3):
+        check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
+
+
+def test_a_late_disk(file, simulated, monkeypatch):
     """A step ends in time with one error; its slots are used again only once its reads have ended."""
     monkeypatch.setattr(module, "SILENT", 0.05)
+    monkeypatch.setattr(module, "TICK", 0.01)
     pools, tensors = Pools(file[0], 3, CPU), file[1]
     check(pools, tensors, 0, [0, 1, 2])
-    answers, preadv = threading.Event(), os.preadv
-
-    def late(*args):
-        answers.wait()
-        return preadv(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", late)
+    answers = threading.Event()
+    with simulated.reads(lambda fd, offset, size: size * answers.wait(60)):
         for expert in (3, 4):
             begun = time.monotonic()
             with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 0\.05 s"):
                 pools.layers[0].slots(torch.tensor([expert]))
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < 10
         check(pools, tensors, 0, [2])  # the one that is left
         with pytest.raises(TimeoutError):
             pools.layers[0].slots(torch.tensor([2, 5]))
+        with pytest.raises(TimeoutError):  # all slots are being read into
+            pools.layers[0].slots(torch.tensor([6]))
         answers.set()
         monkeypatch.setattr(module, "SILENT", 20.0)
-        deadline = time.monotonic() + 5
-        while len(pools.layers[0]._free) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    for ids in ([0, 1, 2], [5, 6, 7], [3, 4, 5]):
-        check(pools, tensors, 0, ids)
+        for ids in ([0, 1, 2], [5, 6, 7], [3, 4, 5]):
+            check(pools, tensors, 0, ids)
+
+
+def test_requests_of_several_threads(file, simulated):
+    """At once, in fewer slots than they need together: each has its own experts while it was not answered."""
+    pools, begun, read = Pools(file[0], 3, CPU), threading.Barrier(4), []
+
+    def late(fd, offset, size):
+        read.append(offset)
+        time.sleep(0.001)
+        return size
+
+    def ask(first: int) -> None:
+        begun.wait()
+        for step in range(5):
+            slots = pools.layers[0].slots(torch.tensor([first, (first + step) % EXPERTS]))
+            assert min(slots) >= 0 and len({*slots.tolist()}) == 1 + (step > 0)
+
+    with simulated.reads(late), ThreadPoolExecutor(4) as threads:
+        [*threads.map(ask, (0, 1, 1, 5))]
+    check(pools, file[1], 0, [0, 1, 5])
+    before = len(read)
+    with simulated.reads(late), ThreadPoolExecutor(2) as threads:  # one read serves both
+        [*threads.map(lambda _: pools.layers[1].slots(torch.tensor([4])), range(2))]
+    assert len(read) - before == 3
 
 
 def interrupted_at(last: int, call) -> bool:
@@ -207,11 +239,8 @@ def interrupted_at(last: int, call) -> bool:
     return False
 
 
-def test_an_interrupt_at_any_line(file, monkeypatch):
+def test_an_interrupt_at_any_line(file):
     """Of a step or of a whole layer: the calls behind it have all slots, and their own bytes."""
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: (time.sleep(0.0002), preadv(*args))[1])
-    monkeypatch.setattr(module, "SILENT", 1.0)
     pools, tensors = Pools(file[0], 2, CPU), file[1]
     for last in itertools.count(1):
         found = interrupted_at(last, lambda last=last: pools.layers[0].slots(torch.tensor([last % 7, 7])))
@@ -225,9 +254,9 @@ def test_an_interrupt_at_any_line(file, monkeypatch):
     assert last > 5
 
 
-def test_torch_knows_what_was_written(file):
+def test_torch_knows_what_was_written(either):
     """Decoded weights are kept for tensors of one version: those of the expert before are not used again."""
-    pools = Pools(file[0], 2, CPU)
+    pools = Pools(either[0], 2, CPU)
     staged = pools.staging.tensors[2]["codes"]
     for expert in range(4):
         pool = pools.layers[0]
@@ -255,9 +284,9 @@ def test_whole_layers(file):
     assert pools.counters.misses == misses and pools.counters.layers == 2 * LAYERS + 2
 
 
-def test_an_error_ahead_ends_the_step_that_needs_it(file):
-    pools, tensors = Pools(file[0], 3, CPU), file[1]
-    damaged(file[0], 1, 5)
+def test_an_error_ahead_ends_the_step_that_needs_it(either):
+    pools, tensors = Pools(either[0], 3, CPU), either[1]
+    damaged(either[0], 1, 5)
     pools.staging.read(0)
     with pytest.raises(ValueError, match=r"expert 5 of layers.1.experts has another checksum"):
         pools.staging.read(1)
@@ -275,92 +304,81 @@ def test_two_processes_read_one_file(file):
         check(b, file[1], layer, ids)
 
 
-def test_whole_layers_of_a_late_disk(file, monkeypatch):
+def test_whole_layers_of_a_late_disk(file, simulated, monkeypatch):
     """The step ends in time; the memory is read into again only once the reads that are late have ended."""
     monkeypatch.setattr(module, "SILENT", 0.05)
-    pools, answers, preadv = Pools(file[0], 3, CPU), threading.Event(), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: (answers.wait(), preadv(*args))[1])
-    for layer in (2, 0, 2):
-        with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 0\.05 s"):
+    monkeypatch.setattr(module, "TICK", 0.01)
+    pools, answers = Pools(file[0], 3, CPU), threading.Event()
+    with simulated.reads(lambda fd, offset, size: size * answers.wait(60)):
+        for layer in (2, 0, 2):
+            with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 0\.05 s"):
+                pools.staging.read(layer)
+        answers.set()
+        monkeypatch.setattr(module, "SILENT", 20.0)
+        for layer in (0, 1, 2):
             pools.staging.read(layer)
-    answers.set()
-    monkeypatch.setattr(module, "SILENT", 20.0)
-    for layer in (0, 1, 2):
-        pools.staging.read(layer)
-        assert all(same(own, file[1][layer][name]) for name, own in pools.staging.tensors[layer].items())
+            staged = pools.staging.tensors[layer]
+            assert all(same(own, file[1][layer][name]) for name, own in staged.items())
 
 
 class Clock:
-    """The clock of pools and of a disk that reads one piece after the other, in so many seconds each.
-
-    It goes on where somebody waits for reads.
-    """
+    """The clock of pools, which goes on while they wait, and a disk whose reads take so many seconds."""
 
     def __init__(self, monkeypatch, seconds: float):
-        self.now, self._seconds, self._may_read, preadv = 0.0, seconds, threading.Semaphore(0), os.preadv
-
-        def read(*args):
-            self._may_read.acquire()
-            return preadv(*args)
-
-        own = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        self.now, self._seconds, self._changed, self._end = 0, seconds, threading.Condition(), 0.0
+        own = SimpleNamespace(monotonic=self._monotonic, perf_counter=time.perf_counter)
         monkeypatch.setattr(module, "time", own)
-        monkeypatch.setattr(module, "wait", self._wait)
-        monkeypatch.setattr(os, "preadv", read)
+        monkeypatch.setattr(module, "TICK", 0.001)
         monkeypatch.setattr(module, "DEPTH", 1)
 
-    def _wait(self, reads, timeout: float):
-        end = self.now + timeout
-        while (left := [read for read in reads if not read.done()]) and self.now + self._seconds <= end:
-            self.now += self._seconds
-            self._may_read.release()
-            wait(left, return_when=FIRST_COMPLETED)
-        if left:
-            self.now = end
-        return wait(reads, 0)
+    def _monotonic(self) -> int:
+        with self._changed:
+            self.now += 1
+            self._changed.notify_all()
+        return self.now
+
+    def read(self, fd: int, offset: int, size: int) -> int:
+        with self._changed:
+            self._end = max(self._end, self.now) + self._seconds
+            assert self._changed.wait_for(lambda: self.now >= self._end, 60)
+        return size
 
 
-def test_a_disk_that_answers_steadily_is_not_late(file, monkeypatch):
+def test_a_disk_that_answers_steadily_is_not_late(file, simulated, monkeypatch):
     """However long all reads of a step, or of a layer, take together."""
     clock = Clock(monkeypatch, 15.0)
-    pools = Pools(file[0], 4, CPU)
-    check(pools, file[1], 0, [0, 1, 2, 3])
-    pools.staging.read(LAYERS - 1)
+    with simulated.reads(clock.read):
+        pools = Pools(file[0], 4, CPU)
+        check(pools, file[1], 0, [0, 1, 2, 3])
+        pools.staging.read(LAYERS - 1)
     staged = pools.staging.tensors[LAYERS - 1]
     assert all(same(own, file[1][LAYERS - 1][name]) for name, own in staged.items())
     assert clock.now > (4 + EXPERTS) * 15
 
 
-def test_a_disk_that_is_silent_is_late(file, monkeypatch):
-    clock, pools = Clock(monkeypatch, 21.0), Pools(file[0], 4, CPU)
-    with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 20 s"):
-        pools.layers[0].slots(torch.tensor([5]))
-    assert clock.now == 20
+def test_a_disk_that_is_silent_is_late(file, simulated, monkeypatch):
+    clock, answers = Clock(monkeypatch, 0.0), threading.Event()
+    with simulated.reads(lambda fd, offset, size: size * answers.wait(60)):
+        pools = Pools(file[0], 4, CPU)
+        with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 20 s"):
+            pools.layers[0].slots(torch.tensor([5]))
+        assert 20 <= clock.now <= 2 * 21  # the clock is read twice at most while nothing ends
+        answers.set()
+        check(pools, file[1], 0, [5])
 
 
-def test_a_gpu_waits_no_longer_than_macos_lets_it(file, monkeypatch):
-    """Although each read answers: the error names the file."""
-    clock = Clock(monkeypatch, 2.0)
-    pools = Pools(file[0], 4, CPU)
-    pools.layers[0]._is_of_gpu = True
-    with pytest.raises(TimeoutError, match=r"the disk of .*experts has not answered within 3\.5 s"):
-        pools.layers[0].slots(torch.tensor([0, 1, 2, 3]))
-    assert clock.now == 3.5
-
-
-def test_a_fork_of_a_process_that_reads_loads_a_model_of_its_own(file, monkeypatch):
+def test_a_fork_of_a_process_that_reads_loads_a_model_of_its_own(file, simulated):
     """Whatever a thread holds while it waits for the disk."""
-    begun, answers, preadv = threading.Event(), threading.Event(), os.preadv
+    begun, answers = threading.Event(), threading.Event()
 
-    def silent(*args):
+    def silent(fd, offset, size):
         begun.set()
-        answers.wait()
-        return preadv(*args)
+        answers.wait(60)
+        return size
 
     pools = Pools(file[0], 2, CPU)
     ask = using(lambda pools: check(pools, file[1], 0, [0, 1]))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", silent)
+    with simulated.reads(silent):
         thread = threading.Thread(target=ask, args=(pools,))
         thread.start()
         begun.wait()
@@ -377,24 +395,28 @@ def test_a_fork_of_a_process_that_reads_loads_a_model_of_its_own(file, monkeypat
 
 
 @pytest.mark.parametrize("silent", ["a step", "a whole layer"])
-def test_ctrl_c_ends_a_process_whose_disk_is_silent(tmp_path, silent):
+def test_ctrl_c_ends_a_process_whose_disk_is_silent(tmp_path, simulated, silent):
     """Its reads never return."""
     write(tmp_path / "experts")
     code, errors = processes.interrupted(
         """
         import os, sys, torch
         from pathlib import Path
+        from support.simulated import install
+        install()
+        import simulator
         from torch_moe_mps.disk.file import ExpertsFile
         from torch_moe_mps.disk.pool import Pools
 
         pools = Pools(ExpertsFile(Path(sys.argv[1])), 2, torch.device("cpu"))
         never = os.pipe()
 
-        def preadv(*args):
+        def silent(fd, offset, size):
             print("asked", flush=True)
             os.read(never[0], 1)
 
-        os.preadv = preadv
+        reads = simulator.reads(silent)
+        reads.__enter__()
         pools.layers[0].slots(torch.tensor([1, 2])) if sys.argv[2] == "a step" else pools.staging.read(0)
         """,
         "asked",
@@ -482,3 +504,30 @@ def test_layers_with_few_experts_have_no_pool(tmp_path):
         check(pools, {number: tensors[pool.layer]}, number, [7, 0, 5])
         pools.staging.read(number)
         assert all(same(own, tensors[pool.layer][n]) for n, own in pools.staging.tensors[number].items())
+
+
+def test_a_token_ends_while_python_keeps_its_lock(file, simulated):
+    """No other thread has taken it behind the encoding: the host looks up and reads without Python."""
+    pools, tensors, ran = Pools(file[0], 2, torch.device("mps")), file[1], threading.Event()
+    ids = torch.tensor([[3, 6]], dtype=torch.int32, device="mps")
+    may_run, other, interval = threading.Lock(), None, sys.getswitchinterval()
+    for _ in range(2):  # misses, and hits
+        may_run.acquire()
+        other = threading.Thread(target=lambda: (may_run.acquire(), ran.set()))
+        other.start()
+        slots = [torch.ops.moe_mps._expert_slots(ids, pool.number) for pool in pools.layers]
+        sys.setswitchinterval(1e6)
+        try:
+            may_run.release()  # whoever gets Python's lock from here on shows
+            torch.mps.empty_cache()  # waits for the GPU with it
+            taken = ran.is_set()
+        finally:
+            sys.setswitchinterval(interval)
+        other.join()
+        may_run.release()
+        assert not taken and ran.is_set()
+        ran.clear()
+        for layer, (pool, own) in enumerate(zip(pools.layers, slots, strict=True)):
+            for name, tensor in pool.tensors.items():
+                assert same(tensor.cpu()[own.flatten().tolist()], tensors[layer][name][[3, 6]])
+    assert pools.counters.misses == 2 * LAYERS and pools.counters.hits == 2 * LAYERS

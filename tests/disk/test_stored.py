@@ -74,7 +74,7 @@ def test_a_file_that_becomes_short_ends_its_step_alone(tmp_path):
     file, tensors = stored(tmp_path)
     pools = Pools(file, 2, torch.device("cpu"))
     os.truncate(tmp_path / "parts", os.path.getsize(tmp_path / "parts") - 1)
-    with pytest.raises(ValueError, match=r"parts is truncated"):
+    with pytest.raises(ValueError, match=r"parts: expert \d of layers.\d.experts is truncated"):
         for layer in pools.layers:
             layer.slots(torch.tensor([2, 7]))
     slots = pools.layers[0].slots(torch.tensor([0, 1])).long()

@@ -127,7 +127,7 @@ def experts(tokens: int, count: int, slots: int, inputs: int, between: int):
     ids = routing(tokens, count, slots)
     weights = _values(tokens, slots, dtype=torch.float32)
     x = _values(tokens, inputs)
-    return OPS.moe_experts_quantized(x, *up[:3], *down[:3], ids, weights, up[3])
+    return OPS.moe_experts_quantized(x, weights, ids, *up[:3], *down[:3], up[3])
 
 
 def attention(tokens: int, keys: int, heads: int, key_heads: int):
@@ -251,12 +251,12 @@ def experts_arguments(shared_gate: torch.Tensor):
     names = {"gate_up": normal(5, 96, 64, scale=0.1), "down": normal(5, 64, 48, scale=0.1)}
     around = {"shared_out": normal(TOKENS, 64), "residual": normal(TOKENS, 64), "norm_weight": normal(64)}
     around |= {"shared_gate": shared_gate, "gate_is_logit": True}
-    return {"x": normal(TOKENS, 64), **names, "ids": ids, "weights": normal(TOKENS, 2), **around}
+    return {"x": normal(TOKENS, 64), **names, "topk_weights": normal(TOKENS, 2), "topk_ids": ids, **around}
 
 
 def attention_arguments(keys: int, **options):
     q, k, v = normal(2, 4, TOKENS, 32), normal(2, 2, keys, 32), normal(2, 2, keys, 48)
-    return {"q": q, "k": k, "v": v, "scale": 0.2, **options}
+    return {"query": q, "key": k, "value": v, "scale": 0.2, **options}
 
 
 MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
@@ -273,15 +273,15 @@ MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
             lambda: {
                 "x": normal(TOKENS, 2, 64),
                 "weight": normal(5, 48, 64),
-                "ids": routing(TOKENS, 5, 2).cpu(),
+                "topk_ids": routing(TOKENS, 5, 2).cpu(),
             },
             6,
         ),
         ("attention", lambda: attention_arguments(TOKENS), 3),
         ("attention", lambda: attention_arguments(200, window=70, softcap=5.0), 3),
-        ("attention", lambda: attention_arguments(200, mask=MASK, sinks=normal(4)), 3),
+        ("attention", lambda: attention_arguments(200, attn_mask=MASK, sinks=normal(4)), 3),
         (
-            "attention",
+            "_attention_step",
             lambda: (
                 attention_arguments(200, key_range=torch.tensor([[3, 200], [60, 180]]).int())
                 | {"gate": normal(2, TOKENS, 4, 48)}

@@ -1,4 +1,4 @@
-"""Functions of torch's that may wait for the GPU with Python's lock, which the disk's answers need."""
+"""Functions of torch's that may wait for the GPU with Python's lock: no other thread of Python's runs then."""
 
 import re
 from pathlib import Path

@@ -177,7 +177,7 @@ class Layer:
         x, routing = tensor(len(ids), self.hidden), torch.rand(ids.shape).to("mps")
         operator = ops.moe_experts_quantized if self.format else ops.moe_experts
         format = [self.format] if self.format else []
-        return operator(x, *self.gate_up, *self.down, ids.to("mps"), routing, *format)
+        return operator(x, routing, ids.to("mps"), *self.gate_up, *self.down, *format)
 
     def check_read(self, dispatch, parts: list[torch.Tensor], experts: int, times: int) -> None:
         """Every byte of the matrices of `experts` experts is read, and at most `times` experts' bytes in all.
@@ -263,7 +263,7 @@ def test_a_stack_is_bound_where_it_lies(simulated, transposed):
     stack = tensor(9, 64, 96)[1:]
     weight = stack.mT if transposed else stack
     with simulated.trace() as commands:
-        ops.expert_mm(tensor(1, 96), weight, torch.tensor([[5]], device="mps"), None, transposed)
+        ops.expert_mm(tensor(1, 96), torch.tensor([[5]], device="mps"), weight, None, transposed)
     (command,) = commands
     assert command.startswith("matmul_rows_bf16 ")
     assert f" 1=B[{64 * 96 * 2}:{9 * 64 * 96 * 2}] " in command
@@ -273,7 +273,7 @@ def test_other_strides_are_copied_with_a_warning(simulated, capfd):
     stack = tensor(8, 128, 96)[:, :64]
     x, ids = tensor(1, 96), torch.tensor([[5]], device="mps")
     with warnings_of_operators(capfd) as said, simulated.trace() as commands:
-        ops.expert_mm(x, stack, ids)
+        ops.expert_mm(x, ids, stack)
     assert f" 1=B[0:{8 * 64 * 96 * 2}] " in commands[0]
     assert "a stack of experts of shape [8, 64, 96]" in said()
 

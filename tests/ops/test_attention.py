@@ -40,7 +40,7 @@ def test_8_bits(device, dtype):
         (3, 1, 1, 9, 512, 512, (64, 64)),
     ):
         q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
-        caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, k=k, v=v).items()}
+        caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, key=k, value=v).items()}
         options = {"window": 30, "dtype": "float32"}
         assert checked("_attention_step", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
 
@@ -49,12 +49,12 @@ def test_8_bits(device, dtype):
 def test_what_kernels_count_in_32_bits_may_lie_further_apart(device, dtype):
     """Scales and biases of two heads of keys, rows of a mask."""
     q, k, v = tensors("cpu", dtype, 1, 4, 2, 2, 20, 32)
-    caches = in_8_bits(device, (32, 32), k=k, v=v)
-    groups = far_apart(torch.stack((caches["k_scales"], caches["k_biases"])), 2)
+    caches = in_8_bits(device, (32, 32), key=k, value=v)
+    groups = far_apart(torch.stack((caches["key_scales"], caches["key_biases"])), 2)
     q, k, v = (tensor.to(device) for tensor in (q, k, v))
-    checked("attention", q, scale=0.2, **caches | {"k_scales": groups[0], "k_biases": groups[1]})
+    checked("attention", q, scale=0.2, **caches | {"key_scales": groups[0], "key_biases": groups[1]})
     mask = numbers(1, 1, 2, 20) > 0.0
-    checked("attention", q, k, v, 0.2, mask=far_apart(mask.to(device), 2))
+    checked("attention", q, k, v, 0.2, attn_mask=far_apart(mask.to(device), 2))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_float32_and_masks_have_no_blocks_of_32_queries(one_core, masked):
     q, k, v = tensors("mps", dtype, 1, 8, 4, 40, 40, 64)
     mask = torch.ones(1, 1, 40, 40, dtype=torch.bool, device="mps").tril() if masked else None
     with one_core.trace() as commands:
-        checked("attention", q, k, v, 0.125, mask=mask)
+        checked("attention", q, k, v, 0.125, attn_mask=mask)
     assert any("attention16_64" in str(command) for command in commands)
 
 
@@ -155,7 +155,7 @@ def test_ranges_of_a_long_cache(device, dtype):
     """Chunks before a range, after it, and those in which it ends; in 8 bits and in 16."""
     of = [[1000, 2**31 - 1], [0, 130], [1199, 1200]]
     q, k, v = tensors(device, dtype, 3, 2, 1, 2, 1200, 32)
-    for caches in ({"k": k, "v": v}, in_8_bits(device, (32, 32), k=k, v=v)):
+    for caches in ({"key": k, "value": v}, in_8_bits(device, (32, 32), key=k, value=v)):
         checked("attention", q, scale=0.3, key_range=ranges(device, of), **caches)
 
 
@@ -164,7 +164,9 @@ def test_keys_outside_of_a_range_are_not_read(simulated, dtype):
     """In one chunk, and in several."""
     for keys, of in ((200, [[150, 200], [0, 30]]), (640, [[600, 2**31 - 1], [0, 30]])):
         q, k, v = tensors("mps", dtype, 2, 4, 1, 1, keys, 64)
-        read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, key_range=ranges("mps", of))
+        read = bytes_read(
+            simulated, {"query": q, "key": k, "value": v}, scale=0.3, key_range=ranges("mps", of)
+        )
         assert read == [sum(min(end, keys) - first for first, end in of) * 64 * dtype.itemsize] * 2
 
 
@@ -192,7 +194,7 @@ def test_a_static_cache(device, kind, keys):
     unseen = ~seen.any(2)[:, 0]
     for cache in (k, v):
         cache.masked_fill_(unseen[:, None, :, None].to(device), torch.nan)
-    checked("attention", q, k, v, 0.3, mask=as_kind(seen, kind).to(device), sinks=numbers(4).to(device))
+    checked("attention", q, k, v, 0.3, attn_mask=as_kind(seen, kind).to(device), sinks=numbers(4).to(device))
 
 
 def bytes_read(simulated, tensors_of, buffers=(1, 2), **options) -> list[int]:
@@ -207,7 +209,7 @@ def test_hidden_keys_are_not_read(simulated, dtype):
     q, k, v = tensors("mps", dtype, 1, 4, 1, 1, 640, 64)
     mask = (torch.arange(640) < 40).view(1, 1, 1, -1).to("mps")
     assert (
-        bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, mask=mask)
+        bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, attn_mask=mask)
         == [40 * 64 * dtype.itemsize] * 2
     )
 
@@ -218,7 +220,7 @@ def test_each_key_is_read_once(simulated, heads, tokens, width, dtype):
     """For all queries of its head, up to 16, or 8 where the head is wide; in chunks and in none."""
     for keys in (130, 520):
         q, k, v = tensors("mps", dtype, 1, 2 * heads, 2, tokens, keys, width)
-        read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3)
+        read = bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3)
         assert read == [k.nbytes, v.nbytes]
 
 
@@ -228,13 +230,14 @@ def test_keys_of_a_prompt(simulated, dtype):
     q, k, v = tensors("mps", dtype, 1, 4, 1, 64, 64, 64)
     tokens = [4 * (block + 1) for block in range(16)]  # the keys of a block of 4 tokens x 4 heads
     assert (
-        bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3) == [sum(tokens) * 64 * dtype.itemsize] * 2
+        bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3)
+        == [sum(tokens) * 64 * dtype.itemsize] * 2
     )
     windowed = [min(4 + 10 - 1, n) for n in tokens]
-    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10)
+    read = bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, window=10)
     assert read == [sum(windowed) * 64 * dtype.itemsize] * 2
     two_sided = [min(n + 5, 64) - max(n - 4 - 9, 0) for n in tokens]
-    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10, lookahead=5)
+    read = bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, window=10, lookahead=5)
     assert read == [sum(two_sided) * 64 * dtype.itemsize] * 2
 
 
@@ -249,7 +252,10 @@ def test_indices_read_what_they_select(simulated):
     for cache in (k, v):
         cache[:, :, unread.to("mps")] = torch.nan
     assert torch.equal(attend(q, k, v, 0.3, indices=indices), expected)
-    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, indices=indices) == [2 * 64 * 4] * 2
+    assert (
+        bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, indices=indices)
+        == [2 * 64 * 4] * 2
+    )
     strided = indices.repeat(1, 1, 1, 2)[..., ::2].transpose(2, 3).contiguous().transpose(2, 3)
     assert strided.stride(3) != 1
     both = torch.tensor([3, 997], dtype=torch.int32).to("mps").expand(1, 1, 2, 2)
@@ -259,19 +265,19 @@ def test_indices_read_what_they_select(simulated):
 
 def test_a_token_reads_what_it_sees_of_a_tail(simulated):
     q, k, v = tensors("mps", torch.float32, 1, 8, 1, 1, 100, 64)
-    _, k_tail, v_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
+    _, key_tail, value_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
     seen = {"window": 20, "tail_rate": 4, "position": 7}  # and so two keys of the tail
-    options = seen | {"k_tail": k_tail, "v_tail": v_tail}
+    options = seen | {"key_tail": key_tail, "value_tail": value_tail}
     expected = _attention_step(q, k, v, 0.3, **options)
     for cache, unseen in (
         (k, slice(0, 80)),
         (v, slice(0, 80)),
-        (k_tail, slice(2, 50)),
-        (v_tail, slice(2, 50)),
+        (key_tail, slice(2, 50)),
+        (value_tail, slice(2, 50)),
     ):
         cache[:, :, unseen] = torch.nan
     assert torch.equal(_attention_step(q, k, v, 0.3, **options), expected)
-    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, (1, 2, 7, 9), scale=0.3, **options)
+    read = bytes_read(simulated, {"query": q, "key": k, "value": v}, (1, 2, 7, 9), scale=0.3, **options)
     assert read == [20 * 64 * 4] * 2 + [2 * 64 * 4] * 2
 
 
@@ -280,7 +286,7 @@ def test_a_row_that_sees_nothing(device):
     mask = torch.ones(1, 1, 2, 40, dtype=torch.bool, device=device)
     mask[:, :, 0] = False
     for sinks in (None, numbers(2).to(device)):
-        out = attend(q, k, v, 1.0, mask=mask, sinks=sinks)
+        out = attend(q, k, v, 1.0, attn_mask=mask, sinks=sinks)
         assert (exact(out[:, 0]) == 0.0).all() and out[:, 1].isfinite().all()
 
 
@@ -322,7 +328,12 @@ def test_torch_computes_what_it_has_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
     q, k, v = tensors("cpu", torch.bfloat16, 2, 8, 2, 3, 40, 16, 24)
     mask = numbers(2, 2, 3, 40, dtype=torch.bfloat16) > -0.5
-    for options in ({}, {"lookahead": 40}, {"mask": mask}, {"mask": torch.where(mask, 0.5, -torch.inf)}):
+    for options in (
+        {},
+        {"lookahead": 40},
+        {"attn_mask": mask},
+        {"attn_mask": torch.where(mask, 0.5, -torch.inf)},
+    ):
         checked("attention", q, k, v, 0.2, **options)
     checked("attention", q[:, :, :1], k, v, 0.2)
     assert finite == [True] * 5
@@ -333,7 +344,7 @@ def test_torch_computes_what_it_has_on_a_cpu(monkeypatch):
     mask[0, :, 1] = False
     mask[..., 7] = False
     k[:, :, 7], v[:, :, 7] = torch.nan, torch.inf
-    out = checked("attention", q, k, v, 0.2, mask=mask)
+    out = checked("attention", q, k, v, 0.2, attn_mask=mask)
     assert finite[5:] == [False] and out.isfinite().all() and (out[0, 1] == 0.0).all()
 
 
@@ -349,7 +360,7 @@ def test_keys_and_values_in_8_bits_are_read_once(simulated, dtype):
     for keys in (200, 1000):
         q, *_ = tensors("mps", dtype, 1, 16, 2, 1, 1, 128)
         k, v = (torch.zeros(1, 2, keys, 32, dtype=torch.int32, device="mps") for _ in range(2))
-        names = ("k_scales", "k_biases", "v_scales", "v_biases")
+        names = ("key_scales", "key_biases", "value_scales", "value_biases")
         groups = {name: torch.ones(1, 2, keys, 2, dtype=dtype, device="mps") for name in names}
         with simulated.counters() as dispatches:
             attend(q, k, v, 0.1, **groups)

@@ -77,7 +77,7 @@ def test_grad_of_a_function_fails_by_name(device):
 def test_torch_func_is_named_where_there_is_a_backward(device):
     x, weight, ids = (torch.ones(size, device=device) for size in ((2, 8), (3, 4, 8), (2, 1)))
     with pytest.raises(NotImplementedError) as error:
-        torch.func.grad(lambda x: packet("expert_mm")(x, weight, ids.int()).sum())(x)
+        torch.func.grad(lambda x: packet("expert_mm")(x, ids.int(), weight).sum())(x)
     assert str(error.value) == (
         "moe_mps::expert_mm: gradients by torch.func (grad, vjp, jacrev) are not implemented: use backward() "
         "or torch.autograd.grad"
@@ -89,7 +89,7 @@ def test_a_second_backward_fails_by_name(device):
     """Also where the first one reads an argument that alone needs the second."""
     x, weight, ids = (torch.ones(size, device=device) for size in ((2, 8), (3, 4, 8), (2, 1)))
     leaves = x.requires_grad_(), weight.requires_grad_()
-    out = packet("expert_mm")(*leaves, ids.int()).square().sum()
+    out = packet("expert_mm")(leaves[0], ids.int(), leaves[1]).square().sum()
     plain = torch.autograd.grad(out, leaves, retain_graph=True)
     for leaf, right, gradient in zip(
         leaves, plain, torch.autograd.grad(out, leaves, create_graph=True), strict=True

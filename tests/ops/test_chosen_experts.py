@@ -32,10 +32,10 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
     others = {"norm_weight": random((HIDDEN,), dtype, 4).to(device)} if others is None else others
     logits, router = logits.to(device), on(device, router)
     chosen, ids = moe_router(logits, top_k, **router)
-    two = moe_experts_quantized(x, *matrices, ids, chosen, format, **others)
+    two = moe_experts_quantized(x, chosen, ids, *matrices, format, **others)
     one = checked(
         "moe_experts_quantized",
-        *(x, *matrices, None, None, format),
+        *(x, None, None, *matrices, format),
         **{"logits": logits, "top_k": top_k, **router, **others},
     )
     bound = 4 * torch.finfo(two.dtype).eps * max([0.0, *two.abs().flatten().tolist()])
@@ -113,7 +113,7 @@ def beside(device, experts: int, tokens: int, dtype: torch.dtype, format: str = 
     shared = {f"shared_{MATRICES[i]}": m if m is None else m[-1].clone() for i, m in enumerate(matrices)}
     x, logits = (random((tokens, n), dtype, n).to(device) for n in (HIDDEN, experts))
     around = {"logits": logits, "norm_weight": random((HIDDEN,), dtype, 4).to(device), **shared}
-    return (x, *own, None, None, format), around | {"scoring": "sigmoid", "norm_topk_prob": True}
+    return (x, None, None, *own, format), around | {"scoring": "sigmoid", "norm_topk_prob": True}
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -147,6 +147,6 @@ def test_the_same_bits_every_time(device, every_order, dtype):
     options["norm_weight"] = random((HIDDEN,), dtype, 4).to(device)
     x = random((1, HIDDEN), dtype, 3).to(device)
     first, *others = [
-        moe_experts_quantized(x, *matrices, None, None, "affine4_32", **options).cpu() for _ in every_order()
+        moe_experts_quantized(x, None, None, *matrices, "affine4_32", **options).cpu() for _ in every_order()
     ]
     assert all(torch.equal(other, first) for other in others)

@@ -4,6 +4,7 @@ Expected values are by hand, or in float64. What the sources do is read in their
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -180,15 +181,26 @@ def test_batches(device):
 
 
 def test_one_dtype_of_ids(device):
-    """int32, where moe_gate and fused_moe_routing of the sources write uint32."""
+    """int32 or int64 in every router, where moe_gate and fused_moe_routing of the sources write uint32."""
     x, weight, ones = (
         torch.ones(1, 4, device=device),
         torch.eye(4, device=device),
         torch.ones(4, device=device),
     )
-    _, of_gate = ops.moe_gate(x, weight, ones, ones, 2, 1e-6, False)
-    _, routed = ops.fused_moe_routing(ones, ones, 2)
-    assert of_gate.dtype == routed.dtype == torch.int32
+    routers = (
+        partial(ops.moe_gate, x, weight, ones, ones, 2, 1e-6, False),
+        partial(ops.fused_moe_routing, ones, ones, 2),
+        partial(ops.moe_router_topk_softmax, ones, 2, True),
+        partial(ops.moe_router, ones, 2, scoring="sigmoid", norm_topk_prob=False),
+    )
+    for route in routers:
+        assert route()[1].dtype == torch.int32
+        for dtype in (torch.int32, torch.int64):
+            for asked in (dtype, str(dtype).removeprefix("torch.")):
+                _, ids = route(ids_dtype=asked)
+                assert ids.dtype == dtype and ids.flatten().tolist() == [0, 1]
+        with pytest.raises(ValueError, match="ids_dtype must be one of int32, int64, got 'uint8'"):
+            route(ids_dtype=torch.uint8)
 
 
 def test_the_table():

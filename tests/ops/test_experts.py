@@ -20,14 +20,14 @@ from torch_moe_mps.quantization import dequantize, quantize
 @pytest.mark.parametrize("swapped", [{"gate_up"}, {"down"}, {"gate_up", "down"}])
 def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
     """Each matrix of a layer may be stored with its input dimension first, whatever the other is."""
-    x, gate_up, down, ids, weights = layer(tokens, 2, 8, 64, 32, torch.float32, tokens)
-    tensors = [x, gate_up, down, ids, weights]
-    for i, name in ((1, "gate_up"), (2, "down")):
+    x, weights, ids, gate_up, down = layer(tokens, 2, 8, 64, 32, torch.float32, tokens)
+    tensors = [x, weights, ids, gate_up, down]
+    for i, name in ((3, "gate_up"), (4, "down")):
         stored = tensors[i].to(device)
         tensors[i] = stored.mT.contiguous().mT if name in swapped else stored
     tensors = [tensor.to(device) for tensor in tensors]
     checked("moe_experts", *tensors)
-    turned = [tensor.mT if i in (1, 2) else tensor for i, tensor in enumerate(tensors)]
+    turned = [tensor.mT if i in (3, 4) else tensor for i, tensor in enumerate(tensors)]
     checked("moe_experts", *turned, transposed=True)
 
 
@@ -41,7 +41,7 @@ def test_sentinels_contribute_and_read_nothing(device, tokens):
         (torch.int32, SENTINELS),
         (torch.int64, (*SENTINELS, 2**32, -(2**32) + 1, 2**62)),
     ):
-        x, gate_up, down, ids, weights = layer(tokens, 4, 6, 48, 32, torch.float32, ids_dtype=ids_dtype)
+        x, weights, ids, gate_up, down = layer(tokens, 4, 6, 48, 32, torch.float32, ids_dtype=ids_dtype)
         ids[ids >= 3] += 3
         gate_up[3:], down[3:] = torch.nan, torch.nan
         mask = torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < 0.5
@@ -49,9 +49,9 @@ def test_sentinels_contribute_and_read_nothing(device, tokens):
         ids[-1] = 6
         weights[(ids < 0) | (ids >= 6)] = torch.nan
         x[-1] = torch.nan
-        x, gate_up, down, ids, weights = (t.to(device) for t in (x, gate_up, down, ids, weights))
-        out = checked("moe_experts", x, gate_up, down, ids, weights)
-        slots = checked("expert_mm", x, gate_up, ids)
+        x, weights, ids, gate_up, down = (t.to(device) for t in (x, weights, ids, gate_up, down))
+        out = checked("moe_experts", x, weights, ids, gate_up, down)
+        slots = checked("expert_mm", x, ids, gate_up)
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
 
@@ -61,7 +61,7 @@ def test_no_columns(device):
     ids = torch.tensor([[1, 3], [0, 9], [2, 2]], dtype=torch.int32, device=device)
     bias = torch.arange(1.0, 21.0, device=device).view(4, 5)
     expected = torch.stack([bias.cpu()[i] if i < 4 else torch.zeros(5) for i in (1, 3, 0, 9, 2, 2)])
-    assert torch.equal(expert_mm(x, weight, ids, bias).cpu(), expected.view(3, 2, 5))
+    assert torch.equal(expert_mm(x, ids, weight, bias).cpu(), expected.view(3, 2, 5))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
@@ -75,20 +75,20 @@ def test_no_experts_or_nothing_between_their_matrices(device, experts, intermedi
         gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
     ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32)
     weights, bias = torch.full((tokens, 2), 0.5), random((experts, 16), torch.float32, 3)
-    x, gate_up, down, ids, weights = (t.to(device) for t in (x, gate_up, down, ids, weights))
+    x, weights, ids, gate_up, down = (t.to(device) for t in (x, weights, ids, gate_up, down))
     options = {"transposed": transposed, "shared_out": shared.to(device), "residual": residual.to(device)}
     expected = exact(shared) + exact(residual)
     assert_allclose(
-        exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
+        exact(moe_experts(x, weights, ids, gate_up, down, **options)), expected, rtol=1e-6, atol=1e-6
     )
-    assert not moe_experts(x, gate_up, down, ids, weights, transposed=transposed).cpu().any()
+    assert not moe_experts(x, weights, ids, gate_up, down, transposed=transposed).cpu().any()
     if experts:
         expected = expected + 0.5 * exact(bias)[2]
     options["down_bias"] = bias.to(device)
     assert_allclose(
-        exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
+        exact(moe_experts(x, weights, ids, gate_up, down, **options)), expected, rtol=1e-6, atol=1e-6
     )
-    assert not expert_mm(x, gate_up, ids, transposed=transposed).cpu().any()
+    assert not expert_mm(x, ids, gate_up, transposed=transposed).cpu().any()
 
 
 def test_more_tiles_than_one_pass_writes(device):
@@ -110,7 +110,7 @@ def test_sums_are_not_in_16_bit(device):
     x[0, 0] = 1.0
     weight = torch.ones(1, 3, 4097, dtype=torch.bfloat16)
     ids = torch.zeros(1, 1, dtype=torch.int32)
-    assert (expert_mm(x.to(device), weight.to(device), ids.to(device)) == 9.0).all()
+    assert (expert_mm(x.to(device), ids.to(device), weight.to(device)) == 9.0).all()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
@@ -122,7 +122,7 @@ def test_large_arguments_of_activations(device, activation):
     one, ids = torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
     for which in range(6):
         rows = gate_up[:, 2 * which : 2 * which + 2].to(device)
-        out = moe_experts(one, rows, down, ids, one, activation=activation)
+        out = moe_experts(one, one, ids, rows, down, activation=activation)
         limit = values[which].clamp(min=0)
         limit = 2 * limit.clamp(max=7) if activation == "swiglu_oai" else limit
         torch.testing.assert_close(out.cpu(), limit.view(1, 1), rtol=1e-4, atol=1e-30)
@@ -146,12 +146,12 @@ def test_weights_over_4_gib(device):
     assert (experts - 1) * rows * hidden > 2**31
     ids = torch.full((1, 1), experts - 1, dtype=torch.int32)
     x = random((1, hidden), torch.bfloat16, 1)
-    out = expert_mm(x.to(device), weight, ids.to(device))
+    out = expert_mm(x.to(device), ids.to(device), weight)
     zero = torch.zeros_like(ids)
     assert_close(out, expected_mm(x, exact(last)[None], zero))
     gate_up, down = weight, weight[:, :, : rows // 2]
     ones = torch.ones(1, 1, device=device)
-    out = moe_experts(x.to(device), gate_up, down, ids.to(device), ones)
+    out = moe_experts(x.to(device), ones, ids.to(device), gate_up, down)
     expected = expected_experts(x, exact(last)[None], exact(last)[None, :, : rows // 2], zero, ones, {})
     assert_close(out, expected)
 
@@ -172,8 +172,8 @@ def test_the_stack_is_never_copied():
     zero = torch.zeros_like(ids)
     for transposed in (False, True):
         stored = weight.mT if transposed else weight
-        assert_close(expert_mm(x, stored, ids, None, transposed), expected_mm(x, exact(weight[:1]), zero))
-        out = moe_experts(x, stored, stored, ids, weights, gated=False, transposed=transposed)
+        assert_close(expert_mm(x, ids, stored, None, transposed), expected_mm(x, exact(weight[:1]), zero))
+        out = moe_experts(x, weights, ids, stored, stored, gated=False, transposed=transposed)
         expected = expected_experts(x, *2 * [exact(weight[:1])], zero, weights, {"gated": False})
         assert_close(out, expected)
 
@@ -182,9 +182,9 @@ def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     """On the CPU: the pieces of the reference meet inside an expert and between two."""
     monkeypatch.setattr("torch_moe_mps.ops.families.experts.PAIRS_AT_ONCE", 7)
     check_experts("cpu", layer(29, 3, 5, 32, 16, torch.float32), down_bias=random((5, 32), torch.float32, 3))
-    x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
+    x, _, ids, weight, _ = layer(29, 3, 5, 32, 16, torch.float32)
     ids[::2] = -1
-    assert_close(expert_mm(x, weight, ids), expected_mm(x, exact(weight), ids))
+    assert_close(expert_mm(x, ids, weight), expected_mm(x, exact(weight), ids))
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3), (0, 4), (2, 1, 20)])
@@ -204,8 +204,8 @@ def test_leading_dimensions(device, leading):
     a, b = torch.einsum("...h,...knh->...kn", rows, first.double()[ids]).chunk(2, -1)
     slots = torch.einsum("...kn,...khn->...kh", torch.nn.functional.silu(a) * b, second.double()[ids])
     right = (slots * weights.unsqueeze(-1)).sum(-2) + gate.unsqueeze(-1) * shared + residual
-    dense = [tensor.to(device) for tensor in (x, first, second, ids, weights)]
-    packed = [tensor.to(device) for tensor in (x, *gate_up, *down, ids, weights)]
+    dense = [tensor.to(device) for tensor in (x, weights, ids, first, second)]
+    packed = [tensor.to(device) for tensor in (x, weights, ids, *gate_up, *down)]
     for out in (
         moe_experts(*dense, **placed),
         ops.moe_experts_quantized(*packed, gate_up.format.name, **placed),

@@ -69,7 +69,7 @@ def test_of_experts(device, form, per_pair):
     matrices = torch.cat((dense(weight, form), torch.zeros(1, s.I, s.H)))  # of no expert: zeros
     x, dy = s.values(5, *(2,) * per_pair, s.H), s.values(5, 2, s.I)
     leaf = x.to(device).requires_grad_()
-    packet("expert_qmm")(leaf, *placed(weight, device), IDS.to(device), form).backward(dy.to(device))
+    packet("expert_qmm")(leaf, IDS.to(device), *placed(weight, device), form).backward(dy.to(device))
     right = torch.einsum("tkn,tknh->tkh", dy.double(), matrices[of_pairs(s.E)])
     near(leaf.grad, right if per_pair else right.sum(1))
 
@@ -82,7 +82,7 @@ def test_of_dense_experts(device, per_pair, transposed):
     x = s.values(5, *(2,) * per_pair, s.H)
     stored = weight.mT.contiguous() if transposed else weight
     leaves = [tensor.clone().to(device).requires_grad_() for tensor in (x, stored)]
-    packet("expert_mm")(*leaves, IDS.to(device), None, transposed).backward(dy.to(device))
+    packet("expert_mm")(leaves[0], IDS.to(device), leaves[1], None, transposed).backward(dy.to(device))
     doubles = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     chosen = torch.cat((doubles[1], torch.zeros(1, s.I, s.H)))[of_pairs(s.E)]
     torch.einsum("tkh,tknh->tkn" if per_pair else "th,tknh->tkn", doubles[0], chosen).backward(dy.double())
@@ -105,7 +105,7 @@ def test_of_an_adapter_of_experts(device, per_pair, listed):
     leaves = [tensor.clone().to(device).requires_grad_() for tensor in tensors]
     ids = IDS.to(device)
     pairs = packet("moe_bucket")(ids, s.E) if listed else ()
-    packet("expert_lora")(*leaves, ids, s.E, *pairs, scaling=0.5).backward(dy.to(device))
+    packet("expert_lora")(*leaves[:2], ids, *leaves[2:], s.E, *pairs, scaling=0.5).backward(dy.to(device))
     doubles = [tensor.double().requires_grad_() for tensor in tensors]
     a, b = doubles[2].unflatten(0, (s.E, -1)), doubles[3].unflatten(1, (-1, s.E)).permute(2, 0, 1)
     chosen = of_pairs(s.E)
@@ -152,7 +152,7 @@ def test_of_a_stack_that_is_stored_the_other_way(simulated):
     for weight, transposed in ((on_device, True), (on_device.mT, False)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            near(packet("expert_mm")(x.to("mps"), weight, IDS.to("mps"), None, transposed), right)
+            near(packet("expert_mm")(x.to("mps"), IDS.to("mps"), weight, None, transposed), right)
 
 
 def as_mlx(tensor: Tensor) -> mx.array:
@@ -176,7 +176,7 @@ def test_as_mlx_has_them(ids):
     if ids is None:
         out = packet("linear_quantized")(leaf, *weight.values(), form)
     else:
-        out = packet("expert_qmm")(leaf, *weight.values(), ids, form)
+        out = packet("expert_qmm")(leaf, ids, *weight.values(), form)
     dy = s.values(*out.shape)
     out.backward(dy)
     _, (right,) = mx.vjp(theirs, [as_mlx(x)], [as_mlx(dy)])
@@ -196,8 +196,8 @@ def test_in_bfloat16(operator):
     ids = torch.arange(128).view(64, 2) % s.E
     dy = s.values(64, *(2,) * len(experts), s.I)
     leaf = s.values(64, s.H).requires_grad_()
-    more = (ids, form) if experts else (form,)
-    packet(operator)(leaf, *weight.values(), *more).backward(dy)
+    chosen = (ids,) if experts else ()
+    packet(operator)(leaf, *chosen, *weight.values(), form).backward(dy)
     chosen = matrices[ids] if experts else matrices
 
     def product(of: torch.dtype) -> Tensor:
@@ -222,9 +222,9 @@ def test_no_second_derivative(operator):
     s = sample("affine4_32")
     calls = {
         "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), "affine4_32"),
-        "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_32"),
-        "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
-        "expert_lora": lambda x: (s.values(5, 2, s.I), x, *factors(s), IDS, s.E),
+        "expert_qmm": lambda x: (x, IDS, *s.quantized("", s.I, s.H).values(), "affine4_32"),
+        "expert_mm": lambda x: (x, IDS, s.values(s.E, s.I, s.H)),
+        "expert_lora": lambda x: (s.values(5, 2, s.I), x, IDS, *factors(s), s.E),
         "moe_weighted_reduce": lambda x: (s.values(5, s.H, 3), x),
         "expert_activation": lambda x: (x,),
     }
@@ -243,9 +243,9 @@ def test_compiled():
 
     def run(x: Tensor, dense: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = packet("linear_quantized")(x, *linear.values(), form)
-        slots = packet("expert_qmm")(y.tanh(), *experts.values(), IDS, form)
-        slots = packet("expert_lora")(slots, y, a, b, IDS, s.E)
-        return slots + packet("expert_mm")(y, dense, IDS)
+        slots = packet("expert_qmm")(y.tanh(), IDS, *experts.values(), form)
+        slots = packet("expert_lora")(slots, y, IDS, a, b, s.E)
+        return slots + packet("expert_mm")(y, IDS, dense)
 
     tensors = s.values(5, s.H), s.values(s.E, s.I, s.H), *factors(s)
     results = []
@@ -259,7 +259,7 @@ def test_compiled():
 @pytest.mark.parametrize("argument", ["scales", "biases", "bias"])
 def test_other_gradients_fail_by_name(argument):
     s = sample("affine4_32")
-    arguments = {"x": s.values(5, s.H), **s.quantized("", s.I, s.H), "ids": IDS, "format": "affine4_32"}
+    arguments = {"x": s.values(5, s.H), **s.quantized("", s.I, s.H), "topk_ids": IDS, "format": "affine4_32"}
     arguments["bias"] = s.values(s.E, s.I)
     arguments[argument].requires_grad_()
     out = packet("expert_qmm")(**arguments)
@@ -287,9 +287,9 @@ def in_float64(s: Sample, name: str) -> tuple[list, dict]:
     weight, stack = s.quantized("", s.I, s.H, ()), s.quantized("", s.I, s.H)
     cases = {
         "expert_activation": ({"x": doubles(5, 2 * s.I)}, {"activation": "gelu_tanh"}),
-        "moe_weighted_reduce": ({"expert_out": doubles(5, 2, s.H), "weights": doubles(5, 2)}, {}),
-        "expert_mm": ({"x": doubles(5, s.H), "weight": doubles(s.E, s.I, s.H)}, {"ids": ids}),
-        "expert_qmm": ({"x": doubles(5, s.H)}, stack | {"ids": ids, "format": "affine4_32"}),
+        "moe_weighted_reduce": ({"expert_out": doubles(5, 2, s.H), "topk_weights": doubles(5, 2)}, {}),
+        "expert_mm": ({"x": doubles(5, s.H), "weight": doubles(s.E, s.I, s.H)}, {"topk_ids": ids}),
+        "expert_qmm": ({"x": doubles(5, s.H)}, stack | {"topk_ids": ids, "format": "affine4_32"}),
         "linear_quantized": (
             {"x": doubles(5, s.H), "bias": doubles(s.I), "residual": doubles(5, s.I)},
             weight | {"format": "affine4_32"},
@@ -297,7 +297,7 @@ def in_float64(s: Sample, name: str) -> tuple[list, dict]:
         "expert_lora": (
             {"added": doubles(5, 2, s.I), "x": doubles(5, s.H)}
             | {"a": doubles(rank * s.E, s.H), "b": doubles(s.I, rank * s.E)},
-            {"ids": ids, "num_experts": s.E, "scaling": 0.5},
+            {"topk_ids": ids, "num_experts": s.E, "scaling": 0.5},
         ),
     }
     return cases[name]

@@ -8,7 +8,11 @@ import torch._dynamo.testing
 from support.operators import MODULES, positional
 from support.pinned import assert_pinned
 from support.threads import in_threads
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torch_moe_mps.ops import OPERATORS, PUBLIC
 from torch_moe_mps.ops._registry import DECLARED
@@ -103,16 +107,48 @@ def test_opcheck(device, name, dtype, compiles_all):
         torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
 
 
-@pytest.mark.slow("traces every call")
+def with_symbols(mode: FakeTensorMode, argument: str, value):
+    """A fake tensor whose sizes are symbols, or a symbol for an integer; lists of them too."""
+    if isinstance(value, torch.Tensor):
+        return mode.from_tensor(value)
+    if isinstance(value, list):
+        return [with_symbols(mode, f"{argument}{number}", each) for number, each in enumerate(value)]
+    if type(value) is not int:
+        return value
+    source = ConstantSource(argument)
+    symbol = mode.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+    return mode.shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple:
+    """Sizes, dtype, and the strides of dimensions that have several elements."""
+    sizes = tuple(map(int, tensor.shape))
+    strides = [int(stride) for size, stride in zip(sizes, tensor.stride(), strict=True) if size > 1]
+    return sizes, tensor.dtype, strides
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_call_is_traced(name):
-    """With sizes and integers that are symbols; registration is the same for both devices."""
-    base = sample_arguments(name, "cpu", torch.float32)
+    """With sizes and integers that are symbols, results have the layout of a call's.
+
+    Calls are compiled for each set of tensors that they write: functionalisation depends on nothing else, and
+    test_compile.py has it of operators that write none.
+    """
+    base, compiled = sample_arguments(name, "cpu", torch.float32), {()}
     for changes in ({}, *more_samples(name, "cpu", torch.float32)):
-        args, kwargs = positional(name, copies({**base, **changes}))
-        torch.library.opcheck(
-            packet(name).default, args, kwargs, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
-        )
+        given = base | changes
+        results = packet(name)(**copies(given))
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fake = packet(name)(**{each: with_symbols(mode, each, value) for each, value in given.items()})
+        layouts = [
+            [layout_of(each) for each in tree_leaves(of) if each is not None] for of in (fake, results)
+        ]
+        assert layouts[0] == layouts[1], changes
+        written = (*(each for each, value in given.items() if each.endswith("_") and value is not None),)
+        if written not in compiled:
+            compiled.add(written)
+            args, kwargs = positional(name, copies(given))
+            torch.library.opcheck(packet(name).default, args, kwargs, test_utils="test_aot_dispatch_dynamic")
 
 
 def test_integers_may_be_symbols():

@@ -8,8 +8,17 @@ from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
-from support.quantized_layers import FORMATS, check_layer, dense, each, place, random_quantized
-from support.values import EACH_DTYPE, random
+from support.quantized_layers import (
+    FORMATS,
+    OTHERS,
+    check_layer,
+    check_linear,
+    dense,
+    each,
+    place,
+    random_quantized,
+)
+from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops.families.experts import expert_mm
 from torch_moe_mps.ops.families.linear import linear_quantized
@@ -41,7 +50,7 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
     )
     placed = [part for matrix in matrices.values() for part in place(matrix, device)]
     x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
-    checked("moe_experts_quantized", x, *placed, ids, weights, format, **to_device(around, device))
+    checked("moe_experts_quantized", x, weights, ids, *placed, format, **to_device(around, device))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
@@ -53,7 +62,7 @@ def test_infinite_input(device, format, tokens, dtype):
     weight = random_quantized(experts, rows, columns, format, dtype, 1)
     x, ids = random((tokens, columns), dtype, 2), random_ids(tokens, 2, experts, 3, torch.int32)
     x[0, 5] = torch.inf
-    out = checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format).cpu()
+    out = checked("expert_qmm", x.to(device), ids.to(device), *place(weight, device), format).cpu()
     touched = dense(weight, format)[ids[0].long(), :, 5] != 0
     assert not out[0][torch.as_tensor(touched)].isfinite().any()
 
@@ -81,6 +90,14 @@ def test_options(device, format, dtype):
         check_layer(device, shape, format, dtype, 24, activation="silu_clamped", limit=0.5)
 
 
+@pytest.mark.parametrize(("format", "dtype"), [*zip(OTHERS, DTYPES, strict=True)])
+def test_floats_with_float32_factors(device, format, dtype):
+    """One token, a few and many; rows that fill no block, each with a factor of its own."""
+    for tokens in (1, 6, 40):
+        check_linear(device, (tokens, 384, 37), format, dtype, tokens, bias=True)
+        check_layer(device, (tokens, 2, 3, 256, 128), format, dtype, tokens)
+
+
 @pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])
 def test_sentinels_contribute_and_read_nothing(device, format):
     """The scales of experts that no valid id names are NaN (0xFF in mxfp4)."""
@@ -96,8 +113,8 @@ def test_sentinels_contribute_and_read_nothing(device, format):
         weights[ids >= 6] = torch.nan
         x, ids, weights = x.to(device), ids.to(device), weights.to(device)
         gate_up, down = place(gate_up, device), place(down, device)
-        out = checked("moe_experts_quantized", x, *gate_up, *down, ids, weights, format)
-        slots = checked("expert_qmm", x, *gate_up, ids, format)
+        out = checked("moe_experts_quantized", x, weights, ids, *gate_up, *down, format)
+        slots = checked("expert_qmm", x, ids, *gate_up, format)
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
 
@@ -110,7 +127,7 @@ def test_the_same_bits_every_time(device, every_order, format):
         ids = random_ids(tokens, 8, experts, 8, torch.int32)
         x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
         first, *others = [
-            moe_experts_quantized(x, *gate_up, *down, ids, weights, format).cpu() for _ in every_order()
+            moe_experts_quantized(x, weights, ids, *gate_up, *down, format).cpu() for _ in every_order()
         ]
         assert all(torch.equal(other, first) for other in others)
 
@@ -132,9 +149,9 @@ def test_no_experts_or_nothing_between_their_matrices(device, format, experts, i
     x = random((tokens, 64), torch.float32, 0).to(device)
     ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32).to(device)
     weights = torch.ones(tokens, 2).to(device)
-    out = moe_experts_quantized(x, *gate_up, *down, ids, weights, format, residual=x)
+    out = moe_experts_quantized(x, weights, ids, *gate_up, *down, format, residual=x)
     assert torch.equal(out.cpu(), x.cpu())
-    assert not expert_qmm(x, *gate_up, ids, format).cpu().any()
+    assert not expert_qmm(x, ids, *gate_up, format).cpu().any()
 
 
 def test_every_code_of_mxfp4(device):
@@ -155,7 +172,7 @@ def test_every_code_of_mxfp4(device):
         weight = packed.to(device), scales.to(device), None
         for x in (torch.eye(32), torch.eye(64)[:, :32]):
             ids = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
-            out = expert_qmm((one * x).to(device), *weight, ids, "mxfp4")
+            out = expert_qmm((one * x).to(device), ids, *weight, "mxfp4")
             found = exact(out).ravel()[:32]
             assert ((found == one * values) | (subnormal & (found == 0))).all() and not exact(out)[32:].any()
 
@@ -174,7 +191,7 @@ def test_weights_over_4_gib(device, dtype):
     x, zero = random((1, hidden), dtype, 1), torch.zeros(1, 1, dtype=torch.int32)
     ids = torch.full((1, 1), experts - 1, dtype=torch.int32, device=device)
     expected = expected_mm(x, dense(last, format), zero, rounded_weight=True)
-    assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, format), expected)
+    assert_close(expert_qmm(x.to(device), ids, packed, scales, biases, format), expected)
 
 
 def test_a_matrix_of_more_than_kernels_count(simulated):
@@ -194,7 +211,7 @@ def test_a_matrix_of_more_than_kernels_count(simulated):
     with pytest.raises(
         RuntimeError, match=r"a matrix of shape \[1, 65537, 65536\] has 4295032832 elements, of which"
     ):
-        expert_mm(x[:, :1].expand(1, 2**16), weight, ids)
+        expert_mm(x[:, :1].expand(1, 2**16), ids, weight)
 
 
 def test_one_expert_is_dequantised_at_a_time():
@@ -203,7 +220,7 @@ def test_one_expert_is_dequantised_at_a_time():
     packed, scales, biases = (tensor.expand(2**14, -1, -1) for tensor in weight)
     x, ids = random((2, 1024), torch.float32, 1), torch.tensor([[3, 16000], [7, 3]])
     expected = expected_mm(x, dense(weight, FORMATS[0]), torch.zeros_like(ids), rounded_weight=True)
-    assert_close(expert_qmm(x, packed.view(torch.int32), scales, biases, ids, FORMATS[0]), expected)
+    assert_close(expert_qmm(x, ids, packed.view(torch.int32), scales, biases, FORMATS[0]), expected)
 
 
 @pytest.mark.parametrize("format", each(FORMATS))
@@ -233,5 +250,5 @@ def test_against_mlx(device, format):
         torch.from_numpy(np.array(biases[0])) if biases else None,
     )
     placed = place((packed.view(torch.uint32), scales, biases), device)
-    result = expert_qmm(x.to(device), *placed, ids.to(device), format)
+    result = expert_qmm(x.to(device), ids.to(device), *placed, format)
     torch.testing.assert_close(result.cpu(), torch.from_numpy(expected), rtol=1e-5, atol=1e-4)

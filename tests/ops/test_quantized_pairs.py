@@ -34,7 +34,7 @@ def test_many_pairs_of_one_expert(device, format, counts, dtype):
         check_layer(device, shape, format, dtype, seed, ids=ids)
     weight = random_quantized(len(counts), 37, 5 * group, format, dtype, seed)
     x = random((*ids.shape, 5 * group), dtype, seed)
-    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format)
+    checked("expert_qmm", x.to(device), ids.to(device), *place(weight, device), format)
 
 
 # Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
@@ -59,7 +59,7 @@ def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
     weight = random_quantized(len(counts), 75 * 64 - 27, 64, format, dtype, seed)
     x = random((len(ids), 64), dtype, seed)
-    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format)
+    checked("expert_qmm", x.to(device), ids.to(device), *place(weight, device), format)
     check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
 
 

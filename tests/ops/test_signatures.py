@@ -52,19 +52,23 @@ def test_a_prefix_names_the_part():
                 assert argument.removeprefix("norm_") in norm, (name, argument)
     router = arguments_of("moe_router")
     experts = arguments_of("moe_experts_quantized")
+    del router["ids_dtype"]  # experts choose for themselves
     assert {name: experts[name] for name in router} == router
 
 
 def test_arguments_stand_in_one_order():
-    """What is computed with, the weight, what selects in it, its format, the bias."""
-    order = ["x", "packed", "scales", "biases", "ids", "format", "bias"]
+    """What is computed with, what a router chose, the weight, its format, the bias."""
+    order = ["x", "topk_weights", "topk_ids", "packed", "scales", "biases", "format", "bias"]
     for name in PUBLIC:
         shared = [argument for argument in arguments_of(name) if argument in order]
         if "packed" in shared:
             assert shared == [argument for argument in order if argument in shared], name
-        if {"expert_out", "weights"} <= arguments_of(name).keys():
-            names = [*arguments_of(name)]
-            assert names.index("expert_out") < names.index("weights"), name
+        names = [*arguments_of(name)]
+        for first, second in (("expert_out", "topk_weights"), ("topk_weights", "topk_ids")):
+            if {first, second} <= {*names}:
+                assert names.index(first) < names.index(second), name
+        if "topk_ids" in names and "x" in names:
+            assert names[names.index("x") + 1].startswith("topk_"), name
 
 
 # What one dispatch of a decode step joins to an operator is an argument of a private one.

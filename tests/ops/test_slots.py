@@ -3,50 +3,39 @@
 import contextlib
 import gc
 import itertools
+import re
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
-from measured.streamed import CASES, Streamed
+from measured.streamed import CASES, EVENTS, LAYERS, reached
 from support import processes
+from support.experts_on_disk import NumberedPool as Pool
 from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps._faults import Mark, release_cache
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.ops.families.slots import _expert_slots as expert_slots
-from torch_moe_mps.ops.families.slots import host_view, register_pool
+from torch_moe_mps.ops.families.slots import host_view
 
 SCHEDULES = pytest.mark.parametrize("schedule", range(4))
 
 
-class Pool:
-    """Experts in slots, in the order in which they first came.
+@pytest.fixture(autouse=True)
+def _reads():
+    if sys.platform == "darwin":
+        yield
+        return
+    import simulator
 
-    Attributes:
-        asked: the ids of each call.
-        error: what the next call raises.
-        may_answer: what the calls wait for.
-    """
-
-    def __init__(self, name: str = "layer 3", limit: float = 60.0):
-        self.numbers: dict[int, int] = {}
-        self.asked: list[list[int]] = []
-        self.error: BaseException | None = None
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-        self.number = register_pool(self, name, limit, "/ssd/experts")
-
-    def slots(self, ids):
-        self.asked.append(ids.tolist())
-        assert self.may_answer.wait(60)
-        if self.error is not None:
-            raise self.error
-        return torch.tensor([self.numbers.setdefault(id, len(self.numbers)) for id in ids.tolist()]).int()
+    with simulator.reads(Pool.read_of):
+        yield
 
 
 def ids_on(device: str, *ids: int) -> torch.Tensor:
@@ -54,24 +43,25 @@ def ids_on(device: str, *ids: int) -> torch.Tensor:
 
 
 def test_a_pool_is_asked_in_order(device):
-    pool, other = Pool(), Pool()
+    pool, other = Pool(device=device), Pool(device=device)
     given = [(7, 2), (2, 5), (9, 7)]
     slots = [expert_slots(ids_on(device, *ids), pool.number) for ids in given]
     twice = expert_slots(slots[2], other.number)
     assert [each.tolist() for each in slots] == [[[0, 1]], [[1, 2]], [[3, 0]]]
     assert twice.tolist() == [[0, 1]] and twice.dtype == torch.int32
-    assert pool.asked == [[*ids] for ids in given] and other.asked == [[3, 0]]
+    assert (pool.reader.counters.hits, pool.reader.counters.misses) == (2, 4)
+    assert pool.holds(torch.arange(4), [7, 2, 5, 9]) and other.holds(torch.arange(2), [3, 0])
 
 
-def test_an_error_of_a_pool_on_the_cpu():
-    pool = Pool()
-    pool.error = OSError(5, "no disk")
-    with pytest.raises(OSError, match="no disk"):
+def test_an_error_of_a_pool_on_the_cpu(simulated):
+    pool = Pool(device="cpu")
+    pool.error = 5
+    with pytest.raises(OSError, match="expert 1 of layer 3: Input/output error"):
         expert_slots(ids_on("cpu", 1), pool.number)
 
 
 def test_a_number_ends_with_its_pool(device):
-    pool = Pool()
+    pool = Pool(device=device)
     number, ids = pool.number, ids_on(device, 1)
     assert expert_slots(ids, number).tolist() == [[0]]
     del pool
@@ -136,23 +126,18 @@ def test_no_more_buffers_than_a_queue_holds(simulated, schedule):
     assert simulated.commits() == commits + 100
     waits = [line for line in commands if line in ("commit", "wait for event")]
     assert waits == ["commit", "wait for event"] * 100
-    assert slots.tolist() == [[0]] and pool.asked == [[1]] * 100
+    assert slots.tolist() == [[0]] and pool.read == [1] and pool.reader.counters.hits == 99
 
 
 @SCHEDULES
 def test_a_slow_disk_keeps_no_buffer_waiting_for_long(simulated, schedule):
     """50 ms a layer: macOS would end a buffer of a hundred layers."""
     simulated.set_schedule(schedule)
-
-    class Slow(Pool):
-        def slots(self, ids):
-            clock.answer(0.05)
-            return super().slots(ids)
-
-    pool, ids = Slow(), ids_on("mps", 1)
+    pool, ids = Pool(slots=1), [ids_on("mps", 1), ids_on("mps", 2)]
     with simulated.timeline(lambda dispatch: 1e-3, a_command=1e-6) as clock:
-        for _ in range(200):
-            slots = expert_slots(ids, pool.number)
+        pool.before = lambda: clock.answer(0.05)
+        for step in range(200):
+            slots = expert_slots(ids[step % 2], pool.number)
         torch_moe_mps.synchronize()
         assert clock.waited == pytest.approx(200 * 0.05)
     assert slots.tolist() == [[0]]
@@ -160,15 +145,10 @@ def test_a_slow_disk_keeps_no_buffer_waiting_for_long(simulated, schedule):
 
 def test_a_buffer_that_waits_too_long_says_so(simulated):
     """macOS ends it before the pool's limit: what it reads is named, not the display."""
-
-    class Slow(Pool):
-        def slots(self, ids):
-            clock.answer(6.0)
-            return super().slots(ids)
-
-    pool = Slow()
+    pool, ids = Pool(), ids_on("mps", 1)
     with simulated.timeline(lambda dispatch: 1e-3) as clock:
-        expert_slots(ids_on("mps", 1), pool.number)
+        pool.before = lambda: clock.answer(6.0)
+        expert_slots(ids, pool.number)
         with pytest.raises(torch.AcceleratorError, match="Caused GPU Timeout Error") as raised:
             torch_moe_mps.synchronize()
     assert "this one waited for experts: the disk was too slow" in str(raised.value)
@@ -189,7 +169,7 @@ def kept_lock():
 @SCHEDULES
 @pytest.mark.parametrize("wait", [release_cache, torch_moe_mps.synchronize])
 def test_waits_release_pythons_lock(simulated, schedule, wait):
-    """While a step is in flight, whose answer needs the lock."""
+    """While a step is in flight: other threads of Python's run."""
     simulated.set_schedule(schedule)
     pool, may_set = Pool(), threading.Lock()
     pool.may_answer.clear()
@@ -209,16 +189,8 @@ def test_waits_release_pythons_lock(simulated, schedule, wait):
 def test_a_stream_waits_for_the_one_that_used_the_slots(simulated, schedule):
     """Its kernels read an expert in a slot that another stream's request gives to another expert."""
     simulated.set_schedule(schedule)
-    norm, memory = packet("rms_norm"), torch.zeros(8, device="mps")
-
-    class One(Pool):
-        """An expert's weights are its number."""
-
-        def slots(self, ids):
-            host_view(memory).fill_(float(ids[0]))
-            return torch.zeros(len(ids), dtype=torch.int32)
-
-    pool, x, results = One(), torch.ones(1, 8, device="mps"), []
+    norm, pool, x, results = packet("rms_norm"), Pool(slots=1), torch.ones(1, 8, device="mps"), []
+    memory = pool.weights[0]
     torch_moe_mps.synchronize()
     ids = {expert: ids_on("mps", expert) for expert in range(8)}
     for stream, expert in ((0, 5), (1, 7), (0, 3), (0, 4), (1, 6)):
@@ -277,7 +249,7 @@ def test_a_captured_token_asks_anew(simulated, schedule):
         mark.wait()
         assert [host_view(each).tolist() for each in slots] == [expected] * 3
     for layer, pool in enumerate(pools):
-        assert pool.asked == [[5 + layer, 6 + layer], [6 + layer, 8 + layer], [5 + layer, 8 + layer]]
+        assert sorted(pool.read) == [5 + layer, 6 + layer, 8 + layer]
 
 
 @SCHEDULES
@@ -288,40 +260,47 @@ def test_an_error_ends_the_step_once(simulated, schedule):
     program = program_of(first, second)
     run(program, 1, 2)
     torch_moe_mps.synchronize()
-    first.error = OSError(5, "no disk\nin detail")
+    first.error = 5
     with pytest.raises(torch.AcceleratorError) as raised:
         run(program, 3, 4)
         mark = Mark(torch.device("mps"), commits=True)
         run(program, 5, 6)
         mark.wait()
     says = (
-        "experts of model.layers.0 cannot be read: [Errno 5] no disk; what was computed before this message"
+        r"experts of model.layers.0 cannot be read: .*experts: expert [34] of model.layers.0: Input/output "
+        "error; what was computed before this message"
     )
-    assert says in str(raised.value) and "\n" not in str(raised.value)
-    first.error = None
+    assert re.search(says, str(raised.value)) and "\n" not in str(raised.value)
+    first.error = 0
     torch_moe_mps.synchronize()
-    assert first.asked == [[1, 2], [3, 4]] and second.asked == [[2, 3]]
+    assert sorted(first.read) == [1, 2, 3, 4] and sorted(second.read) == [2, 3]
     (slots, _) = run(program, 3, 2)
-    assert slots.tolist() == [[2, 1]]
+    torch_moe_mps.synchronize()
+    assert first.holds(slots, [3, 2])
     torch_moe_mps.synchronize()
 
 
 @SCHEDULES
 def test_a_pool_that_is_late(simulated, schedule):
-    """The step ends at the limit; what the pool says later is not heard. The error names the file."""
+    """The step ends at the limit; what is read later serves the next one. The error names the file."""
     simulated.set_schedule(schedule)
-    pool = Pool("layer 9", limit=0.05)
+    pool, end = Pool("layer 9", limit=0.05), time.monotonic() + 60
     pool.may_answer.clear()
     says = (
-        r"experts of layer 9 cannot be read: the disk of /ssd/experts has not answered within 0\.05 s, and "
+        r"experts of layer 9 cannot be read: the disk of .*/experts has not answered within 0\.05 s, and "
         "macOS stops a GPU that waits longer; "
     )
+    ids = ids_on("mps", 1)
     with pytest.raises(torch.AcceleratorError, match=says):
-        expert_slots(ids_on("mps", 1), pool.number)
+        expert_slots(ids, pool.number)
         torch_moe_mps.synchronize()
     pool.may_answer.set()
-    pool.number = register_pool(pool, "layer 9", 60.0)
-    assert expert_slots(ids_on("mps", 2), pool.number).tolist() == [[1]]
+    while time.monotonic() < end:
+        with contextlib.suppress(torch.AcceleratorError):  # a disk of a busy machine
+            slots = expert_slots(ids, pool.number)
+            torch_moe_mps.synchronize()
+            break
+    assert pool.holds(slots, [1]) and pool.read == [1]
 
 
 @SCHEDULES
@@ -348,7 +327,7 @@ def test_a_buffer_that_fails_ends_the_wait(simulated, schedule):
             assert not failure.happened
             break
         assert work() == [[2]]
-    assert buffer > 3 and {*map(tuple, pool.asked)} == {(0,), (1,), (2,)}
+    assert buffer > 3 and sorted(pool.read) == [0, 1, 2]
 
 
 @SCHEDULES
@@ -365,40 +344,44 @@ def test_a_pool_that_is_freed_while_the_gpu_asks(simulated, schedule):
         torch_moe_mps.synchronize()
 
 
-class Unreliable:
+class Unreliable(Pool):
     """A pool that fails and is late at random."""
 
     def __init__(self, random: Random, fails: float, is_late: float):
+        super().__init__("a layer", 0.02 if is_late else 60.0)
         self.random, self.fails, self.is_late = Random(random.random()), fails, is_late
-        self.number = register_pool(self, "a layer", 0.02 if is_late else 60.0)
+        self.before = self.fail
 
-    def slots(self, ids):
+    def fail(self) -> None:
         if self.random.random() < self.fails:
-            raise OSError("no disk")
+            raise OSError(5, "no disk")
         if self.random.random() < self.is_late:
             time.sleep(0.03)
-        return 3 * ids + 1
 
 
 @pytest.mark.parametrize("schedule", in_sweep(range(60), range(4)))
 def test_random_steps(simulated, schedule):
     """Each step is right or raises one error, whatever steps before it did."""
     simulated.set_schedule(schedule)
-    random, ids = Random(schedule), ids_on("mps", 1, 2)
+    random = Random(schedule)
+    ids = {pair: ids_on("mps", *pair) for pair in itertools.combinations(range(32), 2)}
     pools = [Unreliable(random, *chances) for chances in ((0, 0), (0, 0), (0.15, 0), (0, 0.1))]
     norm, right, wrong = sample_arguments("rms_norm", "mps", torch.float32), 0, 0
     for _ in range(60):
         try:
-            slots, expected = ids, [[1, 2]]
-            for _ in range(random.randrange(1, 7)):
+            asked = []
+            for pool in random.sample(pools, random.randrange(1, 5)):
                 if random.random() < 0.5:
                     packet("rms_norm")(**norm)
-                slots = expert_slots(slots, random.choice(pools).number)
-                expected = [[3 * slot + 1 for slot in expected[0]]]
+                pair = random.choice([*ids])
+                asked.append((pool, pair, expert_slots(ids[pair], pool.number)))
             mark = Mark(torch.device("mps"), commits=random.random() < 0.5)
-            expert_slots(ids, random.choice(pools).number)  # of a step ahead
+            ahead = random.choice(
+                [pool for pool in pools if pool not in [own for own, *_ in asked]] or [pools[0]]
+            )
+            expert_slots(ids[0, 1], ahead.number)  # of a step ahead
             mark.wait()
-            assert host_view(slots).tolist() == expected
+            assert all(pool.holds(slots, pair) for pool, pair, slots in asked)
             right += 1
         except torch.AcceleratorError:
             wrong += 1
@@ -408,7 +391,7 @@ def test_random_steps(simulated, schedule):
 
 
 def test_memory_is_released(simulated):
-    """By the thread that answers, once it has let the GPU go on."""
+    """By the thread that reads, once it has let the GPU go on."""
     pool, ids = Pool(), ids_on("mps", 1)
 
     def living() -> tuple[int, int]:
@@ -430,37 +413,35 @@ def test_the_gpu_idles_for_the_disk_alone(simulated, schedule):
 
     simulated.set_schedule(schedule)
     ssd, norm = simulated.Ssd(latency=80e-6, rate=7e9, depth=8), packet("rms_norm")
-
-    class OnDisk(Pool):
-        def slots(self, ids):
-            clock.answer(ssd.seconds([3_500_000] * len(ids)))
-            return super().slots(ids)
-
-    pool, arguments = OnDisk(), sample_arguments("rms_norm", "mps", torch.float32)
-    ids = ids_on("mps", 1, 2)
+    pool, arguments = Pool(slots=2), sample_arguments("rms_norm", "mps", torch.float32)
+    ids = [ids_on("mps", first, first + 1) for first in (1, 3, 5)]
+    a_read = ssd.seconds([3_500_000] * 2)
 
     def run(dispatch):
         shaderlib.execute(dispatch)
         return 1e-3
 
     with simulated.timeline(run, a_command=1e-6, an_event=30e-6) as clock:
-        for _ in range(3):
+        pool.before = lambda: clock.answer(a_read / 2)  # two experts
+        for each in ids:
             norm(**arguments)
-            expert_slots(ids, pool.number)
+            expert_slots(each, pool.number)
         norm(**arguments)
         torch_moe_mps.synchronize()
-        a_read = 80e-6 + 7_000_000 / 7e9
         assert clock.waited == pytest.approx(3 * (a_read + 2 * 30e-6))
         assert clock.busy == pytest.approx(4e-3)
         assert clock.idle < 10e-6
 
 
-def test_events_beat_a_drained_queue(simulated):
-    """The loss of the GPU that waits for the host at each layer; the goal is 0.8 of the bound."""
-    for case in CASES:
-        streamed = Streamed(case)
-        events, drained = (streamed.tokens_per_second(drains) / case.bound for drains in (False, True))
-        assert 0.94 < events < 1 and drained < 0.93 * events, case
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model} {case.mac}")
+def test_events_beat_a_drained_queue(simulated, case):
+    """The goal is 0.8 of the bound of events. Of what others measure of a layer, the clock takes the most."""
+    events, drained, slow, at_full_clock = (
+        reached(case, *waits)
+        for waits in ((EVENTS,), (EVENTS, True), (LAYERS,), (replace(LAYERS, clock=1.0),))
+    )
+    assert 0.9 < events < 1 and drained < 0.96 * events
+    assert 0.5 < slow < 0.9 < at_full_clock < 1.05  # a layer whose experts are in memory takes less
 
 
 def test_a_process_ends_while_a_disk_is_silent(simulated):
@@ -470,18 +451,17 @@ def test_a_process_ends_while_a_disk_is_silent(simulated):
         from support.simulated import install
         install()
         import simulator
-        from torch_moe_mps.ops.families.slots import register_pool
+        from support.experts_on_disk import NumberedPool
         simulator.set_schedule(1)  # the GPU begins at once
 
-        class Silent:
-            def slots(self, ids):
-                print("asked", flush=True)
-                asked.set()
-                threading.Event().wait()
+        def silent(*read):
+            print("asked", flush=True)
+            asked.set()
+            threading.Event().wait()
 
-        asked, pool = threading.Event(), Silent()
-        number = register_pool(pool, "layer 0", 3600.0)
-        torch.ops.moe_mps._expert_slots(torch.ones(1, dtype=torch.int32, device="mps"), number)
+        reads, asked, pool = simulator.reads(silent), threading.Event(), NumberedPool(limit=3600.0)
+        reads.__enter__()
+        torch.ops.moe_mps._expert_slots(torch.ones(1, dtype=torch.int32, device="mps"), pool.number)
         threading.Thread(target=torch.mps.synchronize, daemon=True).start()
         asked.wait(60)
         """

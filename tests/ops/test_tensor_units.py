@@ -152,8 +152,8 @@ def test_two_formats(layout):
 
 def test_weights_with_swapped_dimensions_in_memory(layout):
     """Only one of the two matrices has its inputs first."""
-    x, gate_up, down, ids, weights = (t.to("mps") for t in layer(40, 2, 4, 64, 32, torch.float16))
-    checked("moe_experts", x, gate_up.mT.contiguous().mT, down, ids, weights)
+    x, weights, ids, gate_up, down = (t.to("mps") for t in layer(40, 2, 4, 64, 32, torch.float16))
+    checked("moe_experts", x, weights, ids, gate_up.mT.contiguous().mT, down)
 
 
 @pytest.mark.parametrize("dtype", in_sweep(DTYPES, [torch.bfloat16]))
@@ -170,13 +170,13 @@ def test_pairs_without_an_expert(layout, dtype):
     ):
         x = torch.where(ids < 0, torch.nan, random((len(ids), width), dtype, 3))
         format = (FORMAT,) if operator == "expert_qmm" else ()
-        out = checked(operator, x.to("mps"), *matrix, ids.to("mps"), *format).cpu()
+        out = checked(operator, x.to("mps"), ids.to("mps"), *matrix, *format).cpu()
         assert out.isfinite().all() and not out[ids[:, 0] < 0].any()
 
 
 def test_nan_and_infinity_stay_with_their_token(layout):
     arguments = list(layer(40, 2, 4, 32, 16, torch.bfloat16))
-    clean = expected_experts(arguments[0], *(exact(t) for t in arguments[1:3]), *arguments[3:], {})
+    clean = expected_experts(arguments[0], *(exact(t) for t in arguments[3:]), *arguments[2:0:-1], {})
     arguments[0][0, 3], arguments[0][1, 5] = torch.nan, torch.inf
     out = moe_experts(*(tensor.to("mps") for tensor in arguments))
     assert out[0].isnan().all() and not out[1].isfinite().any()
@@ -188,4 +188,4 @@ def test_sums_are_not_in_16_bit(layout):
     x = torch.full((16, 4097), 2.0**-9, dtype=torch.bfloat16)
     x[:, 0] = 1.0
     weight, ids = torch.ones(1, 3, 4097, dtype=torch.bfloat16), torch.zeros(16, 1, dtype=torch.int32)
-    assert (expert_mm(x.to("mps"), weight.to("mps"), ids.to("mps")) == 9.0).all()
+    assert (expert_mm(x.to("mps"), ids.to("mps"), weight.to("mps")) == 9.0).all()

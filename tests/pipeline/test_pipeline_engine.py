@@ -125,6 +125,6 @@ def test_layers_of_single_sequences(architecture, processes, tmp_path, monkeypat
         assert outcome["answers"] == expected
 
 
-def test_several_answers_are_refused_in_every_process(folders):
-    for said in launch("batch_in_every_process", folders["mixtral"]):
-        assert "several answers at once need a model in one process, got a pipeline" in said
+def test_several_answers_are_refused_in_every_process(outcomes):
+    for found in outcomes["batched"]:
+        assert "several answers at once need a model in one process, got a pipeline" in found["refused"]

@@ -128,7 +128,7 @@ def test_the_default_dtype_does_not_matter():
             torch.set_default_dtype(dtype)
             try:
                 quantized = quantize(weight, *given)
-                out = torch.ops.moe_mps.expert_qmm(x, *quantized, ids, format)
+                out = torch.ops.moe_mps.expert_qmm(x, ids, *quantized, format)
                 results.append([t for t in (*quantized, dequantize(quantized), out) if t is not None])
             finally:
                 torch.set_default_dtype(torch.float32)

@@ -54,17 +54,17 @@ def calls_of(format: str | None, dtype: torch.dtype):
     group = 64 if format in ("affine4_64", "mxfp4") else 256  # of which inputs are a multiple
     hidden, inner = (group, 2 * group) if format else (52, 76)
     for tokens in (1, 4):
-        x, *dense, ids, weights = (t.to("mps") for t in layer(tokens, 3, 5, hidden, inner, dtype))
+        x, weights, ids, *dense = (t.to("mps") for t in layer(tokens, 3, 5, hidden, inner, dtype))
         ids[0, 1] = -1
         if format is None:
-            yield f"experts, {tokens}", partial(ops.moe_experts, x, *dense, ids, weights)
+            yield f"experts, {tokens}", partial(ops.moe_experts, x, weights, ids, *dense)
             continue
         parts = [
             part
             for rows, columns in ((2 * inner, hidden), (hidden, inner))
             for part in place(random_quantized(5, rows, columns, format, dtype, 0), "mps")
         ]
-        yield f"experts, {tokens}", partial(ops.moe_experts_quantized, x, *parts, ids, weights, format)
+        yield f"experts, {tokens}", partial(ops.moe_experts_quantized, x, weights, ids, *parts, format)
         weight = [
             part if part is None else part[0]
             for part in place(random_quantized(1, 271, inner, format, dtype, 3), "mps")
@@ -74,7 +74,7 @@ def calls_of(format: str | None, dtype: torch.dtype):
         if tokens == 1:
             logits = values((1, 5)).to("mps")
             given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
-            chosen = partial(ops.moe_experts_quantized, x, *parts, None, None, format, **given)
+            chosen = partial(ops.moe_experts_quantized, x, None, None, *parts, format, **given)
             yield "experts of a router", chosen
             shared = zip(MATRICES, parts, strict=True)
             given = {f"shared_{key}": part if part is None else part[0] for key, part in shared}

@@ -25,7 +25,6 @@ from transformers import GenerationConfig
 import torch_moe_mps
 from torch_moe_mps._faults import Mark
 from torch_moe_mps.checkpoints import on_disk
-from torch_moe_mps.disk.pool import ExpertPool
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -33,6 +32,7 @@ from torch_moe_mps.serving.engine.sampling import Sampled
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch
@@ -302,25 +302,24 @@ def test_the_gpu_waits_for_a_disk_alone(simulated, tmp_path, monkeypatch):
     eager(tiny_models.tiny_model("qwen3_moe")).save_pretrained(tmp_path)
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
     model = torch_moe_mps.from_pretrained(str(tmp_path), device_map="mps", experts_memory="1GB")
-    ssd, an_event, slots, taken = simulated.Ssd(1e-3, 1e9, depth=8), 5e-5, ExpertPool.slots, []
+    ssd, an_event, taken = simulated.Ssd(1e-3, 1e9, depth=8), 5e-5, []
 
-    def timed_slots(self, ids):
-        counters = self.reader.counters
-        before = counters.bytes_read
-        result = slots(self, ids)
-        taken.append(3e-5 + ssd.seconds([counters.bytes_read - before] * (counters.bytes_read > before)))
+    def read(file: int, offset: int, size: int) -> int:
+        taken.append(ssd.seconds([size]))
         times.answer(taken[-1])
-        return result
+        return size
 
-    generate(Answer(0), model=model)  # captures
-    monkeypatch.setattr(ExpertPool, "slots", timed_slots)
-    with costs_on(simulated).timeline(simulated, an_event) as times:
-        answer = Answer(0, 1e-3, times)
+    counters = expert_pools(model).counters
+    generate(Answer(0, prompt=1), model=model)  # captures; several tokens would stream whole layers
+    before = counters.hits + counters.misses
+    with costs_on(simulated).timeline(simulated, an_event) as times, simulated.reads(read):
+        answer = Answer(0, 1e-3, times, prompt=1)
         generate(answer, model=model)
         torch.mps.synchronize()
-        assert times.waited == pytest.approx(sum(taken) + 2 * an_event * len(taken))
+        asked = (counters.hits + counters.misses - before) // model.config.num_experts_per_tok
+        assert times.waited == pytest.approx(sum(taken) + 2 * an_event * asked)
     idle, _ = answer.steady()
-    assert idle == 0 and len(taken) > 2 * _STEADY.stop and max(taken) > 1e-3
+    assert idle == 0 and asked > 2 * _STEADY.stop and max(taken) > 1e-3
 
 
 @pytest.mark.slow("captures programs in the simulator")

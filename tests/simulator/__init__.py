@@ -11,12 +11,15 @@
     with event_limit(seconds):      a wait for an event that takes longer is a finding
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    with torch_memory(recommended): memory as torch's allocator keeps it: recycled, in heaps
     with torch_version(version):    torch's copies and errors are those of another version
     with failing(kind, after):      a command buffer fails, as where macOS stops it
     commits()                       how often the stream was committed
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    with reads(intercept):          reads of files by host code are late, short or fail
+    with own_gpu(seed):             the GPU runs beside the host, on a thread of its own
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -43,13 +46,16 @@ from .runtime import (
     live_buffers,
     live_objects,
     one_thread,
+    own_gpu,
     pipeline_limit,
+    reads,
     reset,
     residency_requests,
     residency_sets,
     set_schedule,
     stream,
     timeline,
+    torch_memory,
     torch_version,
     trace,
 )
@@ -76,7 +82,9 @@ __all__ = [
     "live_objects",
     "load",
     "one_thread",
+    "own_gpu",
     "pipeline_limit",
+    "reads",
     "reset",
     "residency_requests",
     "residency_sets",
@@ -84,6 +92,7 @@ __all__ = [
     "shader_library",
     "stream",
     "timeline",
+    "torch_memory",
     "torch_version",
     "trace",
 ]

@@ -2,15 +2,21 @@
 
 import contextlib
 import ctypes
+import errno
 import functools
 import heapq
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from . import aten, build_device, shaderlib
 from .shaderlib import DispatchCounters
+
+RECOMMENDED = 64 << 30  # bytes of memory of the simulated GPU
 
 
 class _DispatchCounters(ctypes.Structure):
@@ -24,11 +30,16 @@ class Commands(list[str]):
         return "\n".join(self)
 
 
+_Read = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_every_read: list[Any] = []  # a read that is late returns into its function
+
+
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_device.device_library()))
     library.simulator_set_executor.argtypes = [shaderlib.Execute]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
+    library.simulator_run_alone.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
     library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
     library.simulator_trace_stop.restype = ctypes.c_char_p
@@ -36,6 +47,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
+    library.simulator_pool_memory.argtypes = [ctypes.c_size_t]
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_called_aten.restype = ctypes.c_char_p
@@ -59,6 +71,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_advance_answer.argtypes = [ctypes.c_double]
     library.simulator_answer_clock.restype = ctypes.c_double
     library.simulator_limit_waits.argtypes = [ctypes.c_double]
+    library.simulator_intercept_reads.argtypes = [_Read]
     library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
@@ -128,11 +141,32 @@ def set_schedule(seed: int) -> None:
     """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before.
 
     With an odd one, what is committed runs at once. With the last two of four, completed handlers are called
-    late, by another thread, and the newest command buffer's first.
+    late, by another thread, and the newest command buffer's first. With the third of four new tensors have
+    what is in memory that was freed, as by `torch_memory`; with others they are NaN.
     """
     torch.mps.synchronize()
     shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
+    _runtime().simulator_pool_memory(RECOMMENDED if seed % 4 == 2 else 0)
+
+
+@contextlib.contextmanager
+def own_gpu(seed: int) -> Iterator[None]:
+    """The GPU has a thread of its own: what is committed runs while the host goes on.
+
+    `seed` draws how late it begins, how late signals and ends of command buffers are heard of (up to 0.2 ms),
+    and how long a thread keeps Python's lock while others want it (up to 5 ms).
+    """
+    torch.mps.synchronize()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(random.Random(seed).choice((1e-5, 1e-3, interval)))
+    _runtime().simulator_run_alone(True, seed)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_run_alone(False, 0)
+        sys.setswitchinterval(interval)
 
 
 @contextlib.contextmanager
@@ -153,6 +187,23 @@ def heaps(below: int) -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_set_heap_limit(0)
+
+
+@contextlib.contextmanager
+def torch_memory(recommended: int = RECOMMENDED) -> Iterator[None]:
+    """New tensors lie in memory as torch's allocator keeps it, on a GPU with this recommended size in bytes.
+
+    A freed buffer is given out again at once, with what is in it. `driver_allocated_memory` counts heaps: of
+    8 MiB for tensors up to 1 MiB, 32 MiB below 10 MiB, 1 GiB below 512 MiB, which `empty_cache` returns. From
+    1.4 of that size on large tensors get heaps of their own, and over 1.7 of it none.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_pool_memory(recommended)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_pool_memory(0)
 
 
 @contextlib.contextmanager
@@ -388,6 +439,28 @@ class Ssd:
             transferred = max(transferred, begun + self.latency) + size / self.rate
             heapq.heappush(ends, transferred)
         return max(ends)
+
+
+@contextlib.contextmanager
+def reads(intercept: Callable[[int, int, int], int]) -> Iterator[None]:
+    """Every `preadv` of host code in the block goes through `intercept(file, offset, size)`, by its thread.
+
+    It returns how many bytes are read, as a disk that gives less than was asked, or raises OSError.
+    """
+
+    def call(file: int, offset: int, size: int) -> int:
+        try:
+            return intercept(file, offset, size)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+    callback = _Read(call)
+    _every_read.append(callback)
+    _runtime().simulator_intercept_reads(callback)
+    try:
+        yield
+    finally:
+        _runtime().simulator_intercept_reads(_Read())
 
 
 @contextlib.contextmanager

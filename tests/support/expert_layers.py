@@ -25,14 +25,14 @@ def ids_of_counts(counts, slots, seed):
 
 
 def layer(tokens, slots, experts, hidden, intermediate, dtype, seed=0, *, gated=True, ids_dtype=torch.int32):
-    """x, gate_up, down, ids, weights of one layer, on the CPU."""
+    """x, weights, ids, gate_up, down of one layer, on the CPU."""
     rows = 2 * intermediate if gated else intermediate
     return (
         random((tokens, hidden), dtype, seed),
+        random((tokens, slots), torch.float32, seed + 4).softmax(-1),
+        random_ids(tokens, slots, experts, seed + 3, ids_dtype),
         random((experts, rows, hidden), dtype, seed + 1, hidden**-0.5),
         random((experts, hidden, intermediate), dtype, seed + 2, intermediate**-0.5),
-        random_ids(tokens, slots, experts, seed + 3, ids_dtype),
-        random((tokens, slots), torch.float32, seed + 4).softmax(-1),
     )
 
 
@@ -44,10 +44,10 @@ def to_device(options, device):
 
 
 def check_experts(device, arguments, **options):
-    x, gate_up, down, ids, weights = arguments
+    x, weights, ids, gate_up, down = arguments
     if options.get("transposed"):
         gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
-    tensors = [tensor.to(device) for tensor in (x, gate_up, down, ids, weights)]
+    tensors = [tensor.to(device) for tensor in (x, weights, ids, gate_up, down)]
     checked("moe_experts", *tensors, **to_device(options, device))
 
 

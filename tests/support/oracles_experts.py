@@ -205,7 +205,10 @@ def codes_of(packed: Tensor, bits: int) -> np.ndarray:
 
 
 GRIDS = Path(__file__).parents[2] / "torch_moe_mps" / "shaders" / "matmul" / "grids.txt"
-MLX_FORMATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, group_size
+FLOATS = {
+    **{"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)},
+    **{"nvfp4_global": (4, 16), "fp8_32": (8, 32), "fp8_128": (8, 128)},
+}  # {format whose codes are floats: (bits, group_size)}
 
 
 class Integers(NamedTuple):
@@ -280,7 +283,7 @@ def numbers_of(format: str) -> tuple[int, int, str]:
     affine = re.fullmatch(r"affine(\d)_(\d+)", format)
     if affine:
         return int(affine[1]), int(affine[2]), "affine"
-    return (*(MLX_FORMATS.get(format) or GGML[format][:2]), format)
+    return (*(FLOATS.get(format) or GGML[format][:2]), format)
 
 
 def group_of(format: str) -> int:
@@ -298,12 +301,21 @@ def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: st
     codes = codes_of(packed, bits).reshape(*shape[:-1], shape[-1] // group_size, group_size)
     if format in GGML:
         return ggml_values(codes, scales, biases, format).reshape(shape)
-    if biases is not None:
+    if format not in FLOATS:
         return (codes * exact(scales)[..., None] + exact(biases)[..., None]).reshape(shape)
-    scales = scales.cpu().numpy()
-    factors = e4m3(scales.astype(np.int64)) if group_size == 16 else np.exp2(scales.astype(np.float64) - 127)
+    if format.startswith("fp8"):
+        factors = floats_of(scales)
+    else:
+        octets = scales.cpu().numpy().astype(np.int64)
+        factors = e4m3(octets) if group_size == 16 else np.exp2(octets - 127.0)
+    if format == "nvfp4_global":
+        factors = factors * floats_of(biases)
     numbers = e2m1(np.arange(16)) if bits == 4 else e4m3(np.arange(256))
     return (numbers[codes] * factors[..., None]).reshape(shape)
+
+
+def floats_of(bits: Tensor) -> np.ndarray:
+    return bits.cpu().numpy().view(np.float32).astype(np.float64)
 
 
 def halves_of(bits: Tensor) -> np.ndarray:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -267,23 +268,35 @@ def commands(lines: list[list[str]], said: list[str]) -> list[str]:
 
 def engines(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each scenario, the jobs of an engine in the first process: see `answers_of` for the arguments
-    beside "folder" and "patched", the name of a function here that changes this process.
+    beside "folder" and "patched", the name of a function here that changes this process. Scenarios of a
+    folder share the model: one that fails comes last.
 
     Returns: the answers; what the calls here compute: [rows, tokens] of each; the tokens of the prefixes that
-    are cached in the end; how many draft tokens were verified.
+    are cached in the end; how many draft tokens were verified; the error of `generate_batch`, without an
+    engine that leads.
     """
-    return [_engine(**scenario) for scenario in scenarios]
+    import torch_moe_mps
+
+    @functools.cache
+    def loaded(folder: str) -> tuple[Any, str]:
+        model, prompts = staged(folder), [torch.ones(3, dtype=torch.int64)]
+        return model, outcome(lambda: torch_moe_mps.generate_batch(model, prompts))
+
+    found = []
+    for scenario in scenarios:
+        model, refused = loaded(scenario.pop("folder"))
+        found.append(_engine(model, **scenario) | {"refused": refused})
+    return found
 
 
-def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, Any]:
+def _engine(model: Any, patched: str | None = None, **given: Any) -> dict[str, Any]:
     from torch_moe_mps.pipeline import executor
     from torch_moe_mps.pipeline.following import Following
     from torch_moe_mps.serving.engine import scheduler
 
     scheduler.LARGEST_CHUNK = 16
-    model = staged(folder)
     calls: list[list[int]] = []
-    model.register_forward_pre_hook(
+    hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append([*kwargs["input_ids"].shape]), with_kwargs=True
     )
     answers, following, drafted = None, Following(model.pipeline), 0
@@ -296,6 +309,7 @@ def _engine(folder: str, patched: str | None = None, **given: Any) -> dict[str, 
             executor.lead(model)
             answers, cached, drafted = answers_of(model, **given)
             executor.end_all()
+    hook.remove()
     kept = [prefix.ids.tolist() for prefix in cached.kept]
     return {"answers": answers, "calls": calls, "cached": kept, "drafted": drafted}
 
@@ -389,14 +403,6 @@ def second_has_no_rows() -> Any:
         return
     with patch.object(BatchedCache, "admit", side_effect=NotBatchable("tested")):
         yield
-
-
-def batch_in_every_process(folder: str) -> str:
-    """The error of `generate_batch`, without an engine that leads."""
-    import torch_moe_mps
-
-    model = staged(folder)
-    return outcome(lambda: torch_moe_mps.generate_batch(model, [torch.ones(3, dtype=torch.int64)]))
 
 
 # Failures

@@ -21,7 +21,8 @@ ALL_FORMATS = (*WEIGHED, "mxfp4", "mxfp8", "nvfp4")
 
 GGUF_FORMATS = tuple(GGML)
 ONE_BIT = tuple(f"affine1_{group_size}" for group_size in (32, 64, 128))  # not by importance
-EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *GGUF_FORMATS)
+OTHERS = ("nvfp4_global", "fp8_32", "fp8_128")  # of other quantisers: nothing is quantised to them here
+EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *OTHERS, *GGUF_FORMATS)
 
 # One format of each way of storing a weight; what is left of them is for the sweep.
 ALWAYS = ("affine4_32", "mxfp4", "q4_k")
@@ -45,9 +46,16 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
     if mode == "nvfp4":
         near = columns**-0.5 / 3 * (0.5 + torch.rand(groups, generator=generator))
         return packed.view(torch.uint32), near.to(torch.float8_e4m3fn).view(torch.uint8), None
-    if mode == "mxfp8":
+    if mode == "nvfp4_global":  # of each row, as where matrices are joined
+        scales = (4 + 200 * torch.rand(groups, generator=generator)).to(torch.float8_e4m3fn)
+        factors = columns**-0.5 / 300 * (0.5 + torch.rand((experts, rows, 1), generator=generator))
+        return packed.view(torch.uint32), scales.view(torch.uint8), factors.view(torch.int32)
+    if mode.startswith(("mxfp8", "fp8")):
         octets = packed.view(torch.uint8)
         octets[octets & 0x7F == 0x7F] ^= 1  # which quantising never writes
+    if mode.startswith("fp8"):
+        scales = columns**-0.5 / 128 * torch.randn(groups, generator=generator)
+        return packed.view(torch.uint32), scales.view(torch.int32), None
     if mode != "affine":
         largest = {"mxfp4": 3, "mxfp8": 128}[mode]
         middle = 127 - round(np.log2(largest * columns**0.5))
@@ -125,7 +133,7 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
     options = to_device(options, device)
     if down_format:
         options["down_format"] = down_format
-    checked("moe_experts_quantized", x, *placed, ids, weights, format, **options)
+    checked("moe_experts_quantized", x, weights, ids, *placed, format, **options)
 
 
 def random_matrix(rows, columns, format, dtype, seed):

@@ -81,6 +81,7 @@ SIZES = {
     "depth": 1,
     "num_heads": 2,
     "out_hidden_size": 32,
+    "audio_hidden_size": 32,
     "projection_intermediate_size": 48,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -151,6 +152,7 @@ EXTRA: dict[str, dict] = {
     },
     "kimi_linear": HYBRID,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 96},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_moe_text": HYBRID,
     "qwen3_next": HYBRID,
@@ -307,7 +309,8 @@ def model_class(architecture: str) -> type[PreTrainedModel]:
     ]
     if architecture in MODEL_CLASSES:
         return getattr(module, MODEL_CLASSES[architecture])
-    for suffix in ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification", "Model"):
+    suffixes = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification", "Model", "Backbone")
+    for suffix in suffixes:
         for cls in classes:
             if cls.__name__.endswith(suffix):
                 return cls
@@ -397,6 +400,7 @@ def groups_of_32():
         "intermediate_size",
         "moe_intermediate_size",
         "out_hidden_size",
+        "audio_hidden_size",
         "moe_hidden_size",
         "share_expert_dim",
         "expert_ffn_hidden_size",

@@ -2,7 +2,9 @@
 
 For each of them the contract (tests/upstream) is tested, and each causal model of transformers' mapping is
 built tiny; it says tokens by its own code, by ours module by module, captured, and with 8 bits in its cache.
-Each model runs in a worker process, which is ended when it takes too long.
+Each architecture whose config names experts has a row: what runs on operators, and why the rest does not; a
+modelling file gives such a row alone. Each model runs in a worker process, which is ended when it takes too
+long.
 """
 
 import argparse
@@ -36,6 +38,11 @@ HEADS_OF_32 = {
     "v_head_dim": 32,
     "kv_lora_rank": 32,
 }
+# What configs call the number of experts that a router chooses from.
+EXPERTS = re.compile(r"\b(?:moe_)?(?:num|n)_(?:local_|routed_|moe_)?experts\b")
+MODELLING = re.compile(r"modeling_(\w+)\.py")
+OPERATORS = ("moe_experts", "expert_mm")  # with which a row's words on experts begin
+COVERAGE = "Architecture | Experts | Router | Dispatches | Runs eager"  # the head of rows
 WIDE = ("d_model", "n_embd", "dim", "emb_dim")
 
 
@@ -56,11 +63,36 @@ class Result(NamedTuple):
     bits: str | None = None
 
 
-# --- a worker: models by name on stdin, results as JSON
+class Row(NamedTuple):
+    """What runs an architecture whose config names experts; "-" for what is not known.
+
+    Attributes:
+        experts: the operator, or "no" and why.
+        router: the operator; "own" where none runs it.
+        dispatches: of a token in each kind of layer, as docs/models.md has them.
+        eager: other modules that run unmodified, and why no token is one call.
+    """
+
+    name: str
+    experts: str
+    router: str = "-"
+    dispatches: str = "-"
+    eager: str = "-"
+
+    @property
+    def lack(self) -> str | None:
+        """Why its experts run unmodified; None if they do not."""
+        return None if self.experts.startswith(OPERATORS) else self.experts.removeprefix("no: ")
+
+    def __str__(self) -> str:
+        return f"| {' | '.join(self)} |"
+
+
+# --- a worker: what to measure on stdin, a line each; results as JSON
 
 
 def work() -> None:
-    """Measures models until there are no more names."""
+    """Measures until there are no more lines."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print
     from support.simulated import install
@@ -74,7 +106,7 @@ def work() -> None:
     print(json.dumps("ready"), file=results, flush=True)
     with all_operators():
         for line in sys.stdin:
-            print(json.dumps(measured(line.strip())), file=results, flush=True)
+            print(json.dumps(answer(line.strip())), file=results, flush=True)
 
 
 def names() -> list[str]:
@@ -82,6 +114,28 @@ def names() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def architectures() -> list[str]:
+    """The folders of its models whose config names experts; no model is imported."""
+    import transformers
+
+    files = Path(transformers.models.__path__[0]).glob("*/configuration_*.py")
+    return sorted({file.parent.name for file in files if EXPERTS.search(file.read_text())})
+
+
+def answer(line: str) -> Result | Row:
+    """What a line asks for: "model" and its name, "experts" and an architecture or a modelling file."""
+    kind, _, name = line.partition(" ")
+    if kind == "model":
+        return measured(name)
+    from support import coverage
+    from torch_moe_mps._text import first_line
+
+    try:
+        return coverage.row(coverage.of_file(Path(name)) if name.endswith(".py") else name)
+    except Exception as error:  # of its file, or of code that a row runs
+        return Row(name, f"no: {type(error).__name__}: {first_line(error)}")
 
 
 def measured(name: str) -> Result:
@@ -271,23 +325,23 @@ def contract(path: Path | None) -> list[str]:
     return re.findall(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.M)
 
 
-def every(path: Path | None, wanted: list[str], workers: int) -> list[Result]:
-    """The results of models, in their order."""
+def every(path: Path | None, wanted: list[str], workers: int) -> list[Any]:
+    """The answers to lines, in their order."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in wanted:
-        waiting.put(name)
-    found: dict[str, Result] = {}
+    for line in wanted:
+        waiting.put(line)
+    found: dict[str, Result | Row] = {}
 
     def serve() -> None:
         worker: Worker | None = None
         while True:
             try:
-                name = waiting.get_nowait()
+                line = waiting.get_nowait()
             except queue.Empty:
                 break
             worker = worker or Worker(path)
-            found[name] = worker.result(name)
-            print(f"{len(found)} of {len(wanted)} models: {name}", file=sys.stderr, flush=True)
+            found[line] = worker.answer(line)
+            print(f"{len(found)} of {len(wanted)}: {line}", file=sys.stderr, flush=True)
             if worker.process.poll() is not None:
                 worker = None
         if worker is not None:
@@ -298,7 +352,7 @@ def every(path: Path | None, wanted: list[str], workers: int) -> list[Result]:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[name] for name in wanted]
+    return [found[line] for line in wanted]
 
 
 class Worker:
@@ -323,15 +377,16 @@ class Worker:
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else ""
 
-    def result(self, name: str) -> Result:
+    def answer(self, line: str) -> Result | Row:
+        kind, _, name = line.partition(" ")
         assert self.process.stdin is not None
-        print(name, file=self.process.stdin, flush=True)
-        line = self._line(SECONDS)
-        if line:
-            return Result(*json.loads(line))
+        print(line, file=self.process.stdin, flush=True)
+        if printed := self._line(SECONDS):
+            return (Result if kind == "model" else Row)(*json.loads(printed))
         gone = self.process.poll()
         self.end()
-        return Result(name, wrong=f"its process ended ({gone})" if gone else f"over {SECONDS} s")
+        fault = f"its process ended ({gone})" if gone else f"over {SECONDS} s"
+        return Result(name, wrong=fault) if kind == "model" else Row(name, f"no: {fault}")
 
     def end(self) -> None:
         self.process.kill()
@@ -347,9 +402,12 @@ class Release(NamedTuple):
     version: str
     failed: list[str]
     results: list[Result]
+    rows: list[Row]
 
     def faults(self, kind: str) -> dict[str, str]:
-        """{model: reason} of those that are not built, wrong, not captured or without 8 bits."""
+        """{model: reason} of those not built, wrong, not captured, without 8 bits or with eager experts."""
+        if kind == "experts":
+            return {row.name: row.lack for row in self.rows if row.lack is not None}
         return {one.name: why for one in self.results if (why := getattr(one, kind)) is not None}
 
     def new(self, kind: str) -> dict[str, str]:
@@ -361,25 +419,31 @@ class Release(NamedTuple):
         total, unbuilt = len(self.results), len(self.faults("built"))
         counts = [total, total - unbuilt, *(len(self.faults(kind)) for kind in ("wrong", "captured"))]
         held = total - unbuilt - len(self.faults("wrong")) - len(self.faults("bits"))
-        return [self.version, *map(str, [*counts, held, len(self.failed)])]
+        return [self.version, *map(str, [*counts, held, len(self.failed)]), self.experts()]
+
+    def experts(self) -> str:
+        """How many of the architectures whose configs name experts run them on operators."""
+        return f"{len(self.rows) - len(self.faults('experts'))} of {len(self.rows)}"
 
     def is_good(self) -> bool:
-        return not (self.failed or any(map(self.new, ("built", "wrong", "captured", "bits"))))
+        return not (self.failed or any(map(self.new, KINDS)))
 
     def reasons(self) -> Iterator[str]:
         for test in self.failed:
             yield f"contract: {test}"
-        for kind, words in {
-            "wrong": "wrong",
-            "captured": "not captured",
-            "built": "not built",
-            "bits": "no 8 bits",
-        }.items():
+        for kind, words in KINDS.items():
             new = self.new(kind)
             for name, why in self.faults(kind).items():
                 yield f"{words}, {'new' if name in new else 'known'}: {name}: {why}"
 
 
+KINDS = {  # of faults -> words
+    "wrong": "wrong",
+    "experts": "eager experts",
+    "captured": "not captured",
+    "built": "not built",
+    "bits": "no 8 bits",
+}
 HEADER = [
     "transformers",
     "models",
@@ -388,32 +452,44 @@ HEADER = [
     "not captured",
     "8 bits",
     "failed tests of the contract",
+    "experts on operators",
 ]
 
 
 def table(releases: list[Release]) -> str:
-    """The table in Markdown, and behind it what is named in it."""
+    """The table in Markdown, and behind it what is named in it and a row for each with experts."""
     rows = [HEADER, ["---"] * len(HEADER), *(release.row() for release in releases)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     for release in releases:
         lines += ["", f"transformers {release.version}:", "", *(f"- {line}" for line in release.reasons())]
+        lines += ["", *coverage_table(release.rows)]
     return "\n".join(lines)
+
+
+def coverage_table(rows: list[Row]) -> list[str]:
+    """The lines of a table of architectures whose configs name experts."""
+    return [f"| {COVERAGE} |", f"|{'---|' * len(Row._fields)}", *map(str, rows)]
 
 
 def measure(requirement: str, folder: Path, workers: int, wanted: list[str]) -> Release:
     path = environment(requirement, folder)
     version = asked(path, "transformers.__version__")
-    every_name = asked(path, "support.upstream.names()")
-    chosen = [name for name in every_name if name in wanted] if wanted else every_name
-    return Release(version, contract(path), every(path, chosen, workers))
+    models, experts = asked(path, "(support.upstream.names(), support.upstream.architectures())")
+    lines = [f"model {name}" for name in models if name in wanted or not wanted]
+    count = len(lines)
+    lines += [f"experts {name}" for name in experts if name in wanted or not wanted]
+    answers = every(path, lines, workers)
+    return Release(version, contract(path), answers[:count], answers[count:])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/upstream", description=__doc__)
     parser.add_argument(
-        "versions", nargs="*", help="requirements, transformers==5.24.0; default: the installed one"
+        "versions",
+        nargs="*",
+        help="requirements, transformers==5.24.0, default: the installed one; or modelling files",
     )
-    parser.add_argument("--models", help="those alone, joined by commas")
+    parser.add_argument("--models", help="those models and architectures alone, joined by commas")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, help="a file for the table, too")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
@@ -421,6 +497,13 @@ def main() -> int:
     if options.work:
         work()
         return 0
+    files = [version for version in options.versions if version.endswith(".py")]
+    for file in files:
+        if not (MODELLING.fullmatch(Path(file).name) and Path(file).is_file()):
+            parser.error(f"what ends with .py must be a file modeling_<architecture>.py, got {file}")
+    if files:
+        rows = every(None, [f"experts {Path(file).resolve()}" for file in files], options.workers)
+        return finished("\n".join(coverage_table(rows)), options.output, not any(row.lack for row in rows))
     installed = f"transformers=={importlib.metadata.version('transformers')}"
     folder = Path(os.environ.get("MOE_MPS_CACHE", REPOSITORY / ".cache")) / "upstream"
     wanted = options.models.split(",") if options.models else []
@@ -428,11 +511,15 @@ def main() -> int:
     for version in options.versions or [installed]:
         requirement = version if version.startswith("transformers") else f"transformers=={version}"
         releases.append(measure(requirement, folder, options.workers, wanted))
-    text = table(releases)
+    return finished(table(releases), options.output, all(release.is_good() for release in releases))
+
+
+def finished(text: str, output: Path | None, is_good: bool) -> int:
+    """The exit status, behind what is printed, and written where a file is named."""
     print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
-    return 0 if all(release.is_good() for release in releases) else 1
+    if output is not None:
+        output.write_text(text + "\n")
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

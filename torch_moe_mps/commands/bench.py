@@ -185,7 +185,7 @@ def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
-    result |= {f"{name}_on_disk": asdict(reads) for name, reads in reads_of(bench.model).items()}
+    result |= {f"{name}_on_disk": reads.as_dict() for name, reads in reads_of(bench.model).items()}
     write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 
@@ -425,9 +425,9 @@ class _Experts(TorchDispatchMode):
         self.counts: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "moe_mps" and function._schema.name.startswith("moe_mps::moe_experts"):
+        if function.namespace == "moe_mps" and "moe_experts" in function._schema.name:
             names = [argument.name for argument in function._schema.arguments]
-            ids = {**dict(zip(names, args, strict=False)), **(kwargs or {})}["ids"]
+            ids = {**dict(zip(names, args, strict=False)), **(kwargs or {})}["topk_ids"]
             self.counts.append(len({*ids.flatten().tolist()}))
         return function(*args, **(kwargs or {}))
 

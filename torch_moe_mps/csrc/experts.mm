@@ -29,7 +29,7 @@ MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTe
   return matrix;
 }
 
-Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const OptionalTensor& bias,
+Tensor expert_mm(const Tensor& x, const Tensor& ids, const Tensor& weight, const OptionalTensor& bias,
                  bool transposed) {
   const Tensor other = transposed ? weight : weight.mT();  // [E, inputs, rows]
   if (!bias && other.is_contiguous() && !other.mT().is_contiguous()) {
@@ -63,8 +63,8 @@ Tensor _expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int
   return out;
 }
 
-Tensor moe_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-                   const Tensor& weights, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+Tensor moe_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
+                   const Tensor& down, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                    const Activation& activation, bool transposed, const Summands& around,
                    const std::optional<InputNorm>& norm) {
   const FeedForward experts{dense_matrix(x, gate_up, gate_up_bias, transposed),

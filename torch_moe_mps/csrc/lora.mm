@@ -87,8 +87,8 @@ Tensor linear_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
   return with_adapter(added, x, a, b, added, std::nullopt, lora_params(a, b, pairs, 1, scaling));
 }
 
-Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, const Tensor& b_,
-                   const Tensor& ids_, int64_t experts, const OptionalTensor& pair_order_,
+Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& ids_, const Tensor& a_,
+                   const Tensor& b_, int64_t experts, const OptionalTensor& pair_order_,
                    const OptionalTensor& offsets, double scaling) {
   const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = dense(b_);
   const Tensor ids = ids_.contiguous();
@@ -99,8 +99,8 @@ Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
 }
 
 std::tuple<Tensor, Tensor, Tensor> _expert_lora_backward(const Tensor& dy_, const Tensor& x_,
-                                                         const Tensor& a_, const Tensor& b_,
-                                                         const Tensor& ids_, const Tensor& pair_order_,
+                                                         const Tensor& ids_, const Tensor& a_,
+                                                         const Tensor& b_, const Tensor& pair_order_,
                                                          const Tensor& offsets_, int64_t experts,
                                                          double scaling) {
   const Tensor dy = dy_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = dense(b_);

@@ -10,27 +10,26 @@ namespace {
 
 using at::Tensor;
 
-Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
-                  const Tensor& ids, std::string_view format, const OptionalTensor& bias) {
+Tensor expert_qmm(const Tensor& x, const Tensor& ids, const Tensor& packed, const Tensor& scales,
+                  const OptionalTensor& biases, std::string_view format, const OptionalTensor& bias) {
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
 
-Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
-                              const OptionalTensor& biases, const Tensor& ids, std::string_view format,
-                              bool sums) {
+Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& ids, const Tensor& packed, const Tensor& scales,
+                              const OptionalTensor& biases, std::string_view format, bool sums) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
   return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, ids, sums), dy.scalar_type());
 }
 
-Tensor moe_experts_quantized(const Tensor& x, const Packed& gate_up, const Packed& down,
-                             const OptionalTensor& ids, const OptionalTensor& weights,
-                             std::string_view format, const OptionalTensor& gate_up_bias,
-                             const OptionalTensor& down_bias, const Activation& activation,
-                             const Summands& around, std::optional<std::string_view> down_format,
+Tensor moe_experts_quantized(const Tensor& x, const OptionalTensor& weights, const OptionalTensor& ids,
+                             const Packed& gate_up, const Packed& down, std::string_view format,
+                             const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                             const Activation& activation, const Summands& around,
+                             std::optional<std::string_view> down_format,
                              const std::optional<InputNorm>& norm, const std::optional<Router>& router,
                              const std::optional<Packed>& shared_gate_up,
                              const std::optional<Packed>& shared_down,

@@ -89,19 +89,26 @@ Router router_with(const Tensor& logits_, const OptionalTensor& bias, const Opti
   return router;
 }
 
-Routing moe_router(const Router& router) {
-  return route(router);
+Routing in_ids_dtype(const Routing& routing, std::string_view name) {
+  const auto& [weights, ids] = routing;
+  return {weights, name == "int64" ? ids.to(at::kLong) : ids};
 }
 
-Routing moe_router_topk_softmax(const Tensor& logits, int64_t top_k, bool norm_topk_prob) {
+Routing moe_router(const Router& router, std::string_view ids_dtype) {
+  return in_ids_dtype(route(router), ids_dtype);
+}
+
+Routing moe_router_topk_softmax(const Tensor& logits, int64_t top_k, bool norm_topk_prob,
+                                std::string_view ids_dtype) {
   RouterParams params = plain_router(SCORING_SOFTMAX, top_k);
   if (norm_topk_prob) set_normalisation(params, 0.0, kSoftmaxNormMin);
-  return route(router_with(logits, std::nullopt, std::nullopt, params));
+  return in_ids_dtype(route(router_with(logits, std::nullopt, std::nullopt, params)), ids_dtype);
 }
 
-Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, int64_t top_k) {
-  return route(
-      router_with(logits, std::nullopt, per_expert_scale, plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k)));
+Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, int64_t top_k,
+                          std::string_view ids_dtype) {
+  const RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
+  return in_ids_dtype(route(router_with(logits, std::nullopt, per_expert_scale, params)), ids_dtype);
 }
 
 // The router's matmul, and moe_gate
@@ -173,14 +180,18 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
 }
 
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
-                 const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
+                 const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale,
+                 std::string_view ids_dtype) {
   const Tensor rows = as_rows(hidden).contiguous();
-  if (rows.size(0) == 0) return empty_routing(hidden, hidden.sizes().slice(0, hidden.dim() - 1), top_k);
+  if (rows.size(0) == 0) {
+    return in_ids_dtype(empty_routing(hidden, hidden.sizes().slice(0, hidden.dim() - 1), top_k), ids_dtype);
+  }
   const Tensor logits = logits_of(rows, router_weight.contiguous(), input_norm(norm_weight, eps, 0.0),
                                   std::nullopt, at::kFloat);
   RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
   params.normalise_scaled = renormalize_after_scale;
-  return route(router_with(with_leading_of(hidden, logits), std::nullopt, per_expert_scale, params));
+  return in_ids_dtype(
+      route(router_with(with_leading_of(hidden, logits), std::nullopt, per_expert_scale, params)), ids_dtype);
 }
 
 }  // namespace

@@ -2,8 +2,9 @@
 // a layer lie, and goes on once it has been told.
 //
 // The queue is not drained: the GPU signals an event behind the ids, and waits for the next value of it. In
-// between a thread of Python's calls the pool. All tensors of torch's on Apple silicon lie in memory that the
-// host reads and writes.
+// between Metal's own queue asks the pool, which answers there if all experts are in memory, else from a
+// thread that reads (slots/pool.h). Python takes no part. All tensors of torch's on Apple silicon lie in
+// memory that the host reads and writes.
 //
 // macOS ends a command buffer that has waited and worked for some 5 s: each wait has a buffer of its own, and
 // an answer that takes kLimit is given up.
@@ -12,23 +13,28 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #import <Metal/Metal.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "metal/faults.h"
 #include "metal/function.h"
 #include "register.h"
+#include "slots/numbers.h"
 
 namespace moe_mps {
 namespace {
@@ -49,10 +55,13 @@ Clock::duration as_duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-struct Pool {
+// What answers requests: a pool, or after so many seconds with the ids, for those who measure that.
+struct Answering {
   std::string name;
-  double limit;                          // seconds
-  std::string file;                      // that it reads; may be empty
+  double limit;      // seconds
+  std::string file;  // that it reads; may be empty
+  std::weak_ptr<Pool> pool;
+  double seconds = 0;
   at::mps::MPSStream* stream = nullptr;  // that has asked last
 };
 
@@ -89,6 +98,7 @@ struct Request {
   at::mps::MPSStream* stream;
   int64_t buffer;  // number of the command buffer
   bool is_ready = false;
+  std::function<void()> abandon;  // the pool
   Clock::time_point due = Clock::time_point::max();
 };
 
@@ -97,10 +107,9 @@ using Requests = std::map<int64_t, Request>;
 struct State {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<int64_t, Pool> pools = {{kResident, {"resident experts", kLimit, ""}}};
+  std::map<int64_t, Answering> pools = {{kResident, {"resident experts", kLimit, "", {}}}};
   std::map<at::mps::MPSStream*, Event> events;  // torch frees no stream
   Requests requests;                            // that the GPU waits for, or will wait for
-  std::deque<int64_t> ready;                    // whose ids are there, for the thread that answers
   int64_t last = 0;
   MTLSharedEventListener* listener = nil;
   bool is_watched = false, is_closed = false;
@@ -108,10 +117,16 @@ struct State {
 
 State& state = *new State;  // Metal may tell of a signal while the process ends
 
+// A fork has no GPU and none of the threads, one of which may hold the mutex.
+void renew() {
+  new (&state) State;
+}
+const int renewed = pthread_atfork(nullptr, nullptr, renew);
+
 // Under the mutex. One without a name stands for a pool that was released meanwhile.
-Pool pool_of(const Request& request) {
+Answering pool_of(const Request& request) {
   const auto found = state.pools.find(request.pool);
-  return found == state.pools.end() ? Pool{"", kLimit, ""} : found->second;
+  return found == state.pools.end() ? Answering{"", kLimit, "", {}} : found->second;
 }
 
 // Writes the slots of a request, zeros where they are null, and takes it out. Under the mutex.
@@ -143,12 +158,23 @@ void fail(int64_t number, const std::string& why) {
   std::unique_lock<std::mutex> lock(state.mutex);
   const auto found = state.requests.find(number);
   if (found == state.requests.end()) return;  // it was late, and has failed
-  const std::string name = pool_of(found->second).name;
+  const std::string name = why.empty() ? "" : pool_of(found->second).name;
   const std::string fault = name.empty() ? "a model was freed while the GPU asked for its experts"
                                          : c10::str("experts of ", name, " cannot be read: ", why);
   report_fault(found->second.stream, found->second.buffer,
                c10::str("moe_mps: ", fault, "; what was computed before this message is lost"));
   const Request request = answered(found, nullptr);
+  lock.unlock();
+  if (request.abandon) request.abandon();
+  signal(request);
+}
+
+// Tells the GPU the slots. Nothing happens if it was late.
+void answer(int64_t number, const std::vector<int32_t>& slots) {
+  std::unique_lock<std::mutex> lock(state.mutex);
+  const auto found = state.requests.find(number);
+  if (found == state.requests.end()) return;
+  const Request request = answered(found, slots.data());
   lock.unlock();
   signal(request);
 }
@@ -169,7 +195,7 @@ void watch_requests() {
       state.changed.wait_until(lock, due);
       continue;
     }
-    const Pool pool = pool_of(first->second);
+    const Answering pool = pool_of(first->second);
     lock.unlock();
     fail(number,
          c10::str(pool.file.empty() ? "the pool" : "the disk of " + pool.file, " has not answered within ",
@@ -206,9 +232,35 @@ void hear(int64_t number, bool has_failed) {
     return;
   }
   found->second.is_ready = true;
-  found->second.due = Clock::now() + as_duration(pool_of(found->second).limit);
-  state.ready.push_back(number);
+  const Answering answering = pool_of(found->second);
+  found->second.due = Clock::now() + as_duration(answering.limit);
+  std::vector<int64_t> ids(static_cast<size_t>(found->second.ids.count));
+  for (size_t i = 0; i < ids.size(); ++i)
+    ids[i] = std::clamp(found->second.ids.expert(static_cast<int64_t>(i)), kNone, kMostId);
+  const bool asks_pool = found->second.pool != kResident && answering.seconds == 0;
   state.changed.notify_all();
+  lock.unlock();
+
+  if (!asks_pool) {
+    const auto tell = [number, slots = std::vector<int32_t>(ids.begin(), ids.end())] {
+      answer(number, slots);
+    };
+    if (answering.seconds == 0) return tell();
+    std::thread([tell, seconds = answering.seconds] {
+      std::this_thread::sleep_for(as_duration(seconds));
+      tell();
+    }).detach();
+    return;
+  }
+  const std::shared_ptr<Pool> pool = answering.pool.lock();
+  if (pool == nullptr) return fail(number, "");
+  const std::shared_ptr<Asked> asked =
+      pool->ask(std::move(ids), [number](const ReadFault& fault, const std::vector<int32_t>& slots) {
+        fault.why.empty() ? answer(number, slots) : fail(number, fault.why);
+      });
+  lock.lock();
+  const auto waiting = state.requests.find(number);
+  if (waiting != state.requests.end()) waiting->second.abandon = [pool, asked] { pool->abandon(asked); };
 }
 
 // In a block of the stream's queue: signals behind what is encoded, gives that to the GPU, and waits in front
@@ -271,45 +323,10 @@ Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
   return slots;
 }
 
-void add_pool(int64_t pool, std::string name, double limit, std::string file) {
+// A number whose requests are answered with the ids after so many seconds.
+void add_late_pool(int64_t number, double seconds) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  state.pools[pool] = {std::move(name), limit, std::move(file)};
-}
-
-void release_pool(int64_t pool) {
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  state.pools.erase(pool);
-}
-
-// Waits for a request whose ids are there. Returns: its number, its pool, and a copy of the ids as int32;
-// number 0 once requests are closed.
-std::tuple<int64_t, int64_t, Tensor> next_request() {
-  std::unique_lock<std::mutex> lock(state.mutex);
-  while (true) {
-    state.changed.wait(lock, [] { return state.is_closed || !state.ready.empty(); });
-    if (state.is_closed) return {0, 0, at::empty({0}, at::kInt)};
-    const int64_t number = state.ready.front();
-    state.ready.pop_front();
-    const auto found = state.requests.find(number);
-    if (found == state.requests.end()) continue;  // it was late
-    const Elements& elements = found->second.ids;
-    Tensor ids = at::empty({elements.count}, at::kInt);
-    auto* copied = ids.mutable_data_ptr<int32_t>();
-    for (int64_t i = 0; i < elements.count; ++i) copied[i] = std::clamp(elements.expert(i), kNone, kMostId);
-    return {number, found->second.pool, std::move(ids)};
-  }
-}
-
-// Slots of a request, one for each id, int32 on the CPU. Nothing happens if it was late.
-void answer_request(int64_t number, const Tensor& slots) {
-  std::unique_lock<std::mutex> lock(state.mutex);
-  const auto found = state.requests.find(number);
-  if (found == state.requests.end()) return;
-  TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() &&
-              slots.numel() == found->second.slots.count);
-  const Request request = answered(found, slots.const_data_ptr<int32_t>());
-  lock.unlock();
-  signal(request);
+  state.pools[number] = {"a probe", 10 * seconds + 1, "", {}, seconds};
 }
 
 // From here on no pool is asked: the GPU goes on at once, whatever it computes.
@@ -334,14 +351,21 @@ Tensor host_view(const Tensor& tensor) {
 
 }  // namespace
 
+void add_number(int64_t number, const std::shared_ptr<Pool>& pool, double limit) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.pools[number] = {pool->name(), limit, pool->disk().path(), pool};
+}
+
+void release_number(int64_t number) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.pools.erase(number);
+}
+
 MOE_OPERATOR(_expert_slots)
 
 }  // namespace moe_mps
 
-MOE_FUNCTION("_add_slot_pool(int pool, str name, float limit, str file) -> ()", add_pool)
-MOE_FUNCTION("_release_slot_pool(int pool) -> ()", release_pool)
-MOE_FUNCTION("_next_slot_request() -> (int, int, Tensor)", next_request)
-MOE_FUNCTION("_answer_slot_request(int request, Tensor slots) -> ()", answer_request)
-MOE_FUNCTION("_fail_slot_request(int request, str why) -> ()", fail)
+MOE_FUNCTION("_add_late_pool(int pool, float seconds) -> ()", add_late_pool)
+MOE_FUNCTION("_release_slot_pool(int pool) -> ()", release_number)
 MOE_FUNCTION("_close_slot_requests() -> ()", close_requests)
 MOE_FUNCTION("_host_view(Tensor tensor) -> Tensor", host_view)

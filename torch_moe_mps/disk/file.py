@@ -249,6 +249,7 @@ class ExpertsFile:
 
     Attributes:
         path, key, layers: as it was written.
+        opened: {name: open file}.
         fingerprint: tells its experts from those of other files.
 
     Raises: ValueError for a file that is damaged or none of experts, or of another key or other sources;
@@ -260,7 +261,8 @@ class ExpertsFile:
         if path.is_dir():
             raise ValueError(f"{path} must be a file of experts, got a folder")
         self._file = opened(path)
-        weakref.finalize(self, os.close, self._file)  # once no read that is late has it, either
+        self.opened = {str(path): self._file}
+        weakref.finalize(self, os.close, self._file)
         self.key, self.layers, count = self._read_header()
         self._places = _Places(self.key, self.layers, count)
         if key is not None and (self.key != key or count != len(sources)):
@@ -275,7 +277,6 @@ class ExpertsFile:
         self.fingerprint = hashlib.sha256(self.key.encode() + digests).hexdigest()
         count = _ENTRY.size * self._places.first[-1]
         self._checksums = [sum for _, sum in _ENTRY.iter_unpack(self._pread(count, self._places.checksums))]
-        self._unchecked = bytearray(b"\1") * len(self._checksums)
 
     def _pread(self, size: int, offset: int) -> bytes:
         data = os.pread(self._file, size, offset)
@@ -331,25 +332,29 @@ class ExpertsFile:
             finally:
                 os.close(file)
 
-    def read(self, layer: int, expert: int, views: Sequence[memoryview], begin: int = 0) -> None:
-        """Reads a part of an expert's block, from the byte `begin` on, into views of bytes.
+    def places(self) -> Iterator[tuple[list[torch.dtype], list[list[int]], list[int]]]:
+        """Yields the dtypes of each layer's tensors in the file, where these lie, and the experts' checksums.
 
-        Raises: ValueError where the file ends before; OSError.
+        A tensor lies in [its number, the number of a file, offset, bytes to the next expert, experts].
         """
-        offset = self._places.starts[layer] + expert * self.layers[layer].block + begin
-        if not fill(self._file, views, offset):
+        for number, layer in enumerate(self.layers):
+            rows, offset = [], self._places.starts[number]
+            for tensor, size in enumerate(layer.sizes):
+                rows.append([tensor, 0, offset, layer.block, layer.experts])
+                offset += size
+            first = self._places.first[number]
+            dtypes = [dtype_of(dtype) for dtype, _ in layer.tensors.values()]
+            yield dtypes, rows, self._checksums[first : first + layer.experts]
+
+    def read(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
+        """Reads an expert into views of bytes, and compares it with its checksum.
+
+        Raises: ValueError where the file ends before, and for another checksum; OSError.
+        """
+        if not fill(self._file, views, self._places.starts[layer] + expert * self.layers[layer].block):
             raise ValueError(f"{self._of(layer, expert)} is truncated")
-
-    def check(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
-        """Compares an expert that was read as a whole with its checksum, the first time.
-
-        Raises: ValueError for another one.
-        """
-        number = self._places.first[layer] + expert
-        if self._unchecked[number]:
-            if _checksum(views) != self._checksums[number]:
-                raise ValueError(f"{self._of(layer, expert)} has another checksum than it was written with")
-            self._unchecked[number] = 0
+        if _checksum(views) != self._checksums[self._places.first[layer] + expert]:
+            raise ValueError(f"{self._of(layer, expert)} has another checksum than it was written with")
 
     def _of(self, layer: int, expert: int) -> str:
         return f"{self.path}: expert {expert} of {self.layers[layer].name}"

@@ -1,34 +1,30 @@
-"""Slots in memory for some of a layer's experts, which are read from their file as they are needed."""
+"""Slots in memory for some of a layer's experts, which are read from their file as they are needed.
 
-import itertools
-import os
-import threading
+`csrc/slots/` reads and looks up, for a GPU and for the CPU. Without the compiled extension the CPU runs
+`reference.py`.
+"""
+
 import time
-import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
+from .._extension import host_library
 from .._faults import Mark, follow_stream
-from ..ops.families.slots import LIMIT, host_view, register_pool
-from .file import ALIGNMENT, ExpertsFile, Layer, bytes_of, dtype_of
+from ..ops.families.slots import LIMIT, host_view, new_number, register_pool
+from . import reference
+from .file import ALIGNMENT, ExpertsFile, Layer, dtype_of
 from .stored import StoredExperts
-from .threads import Threads
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
 TABLE_ROWS, TABLE_MEMORY = 1 << 16, 1 << 28  # rows and bytes of a table in memory, at most
 SILENT = 20.0  # seconds without a read that ends: the disk is late
-Views = Sequence[memoryview]
+TICK = 0.1  # seconds after which a thread that waits for reads sees an interrupt
 
 
-@dataclass
 class Counters:
     """Counts of what a model asked of its pools.
 
@@ -36,14 +32,26 @@ class Counters:
         hits, misses: experts, or rows of embeddings, that were in their slots, or were read into them.
         layers: layers that were streamed for a call with many tokens.
         bytes_read: for both.
-        seconds: that calls waited for the disk.
+        seconds: that requests waited for the disk.
     """
 
-    hits: int = 0
-    misses: int = 0
-    layers: int = 0
-    bytes_read: int = 0
-    seconds: float = 0.0
+    NAMES = ("hits", "misses", "layers", "bytes_read", "seconds")
+    hits: int
+    misses: int
+    layers: int
+    bytes_read: int
+    seconds: float
+
+    def __init__(self, read: Callable[[], Sequence[float]]):
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.NAMES:
+            raise AttributeError(name)
+        return self.as_dict()[name]
+
+    def as_dict(self) -> dict[str, float]:
+        return dict(zip(self.NAMES, self._read(), strict=True))
 
     def __str__(self) -> str:
         requests = self.hits + self.misses
@@ -57,111 +65,43 @@ class Late(TimeoutError):
     """A disk that answers late: reads go on."""
 
 
-class Patience:
-    """When reads are late: once the disk is silent for SILENT; where a GPU waits, at LIMIT in any case."""
-
-    def __init__(self, reader: "ExpertReader", is_awaited_by_gpu: bool = False):
-        self._reader, self._begun, self._is_short = reader, time.monotonic(), is_awaited_by_gpu
-
-    def left(self) -> float:
-        """Seconds until then; none or fewer if the reads are late."""
-        if self._is_short:
-            return self._begun + LIMIT - time.monotonic()
-        return max(self._begun, self._reader.heard) + SILENT - time.monotonic()
-
-    def late(self) -> Late:
-        said = f"has not answered within {LIMIT:g} s" if self._is_short else f"is silent for {SILENT:g} s"
-        return Late(f"the disk of {self._reader.file.path} {said}")
-
-
-class ExpertRead:
-    """Reads of some experts that have begun.
-
-    Attributes:
-        reads: several of one expert, or one of several small experts.
-    """
-
-    def __init__(self, reader: "ExpertReader", layer: int, experts: Mapping[int, Views]):
-        self._reader, self._layer, self._experts = reader, layer, experts
-        self._size = sum(len(view) for views in experts.values() for view in views)
-        if len(experts) > 1:
-            self.reads = [reader.submit(reader.threads, self._read)]
-            return
-        self.reads, begin = [], 0
-        for expert, views in experts.items():
-            for piece in _pieces(views):
-                self.reads.append(reader.submit(reader.threads, reader.read, layer, expert, piece, begin))
-                begin += sum(map(len, piece))
-
-    def _read(self) -> None:
-        for expert, views in self._experts.items():
-            self._reader.read(self._layer, expert, views)
-
-    def finish(self, patience: Patience) -> None:
-        """Waits for the experts.
-
-        Raises: OSError, ValueError for an expert that cannot be read, Late.
-        """
-        finish(self.reads, patience)
-        for read in self.reads:
-            read.result()
-        for expert, views in self._experts.items():
-            self._reader.file.check(self._layer, expert, views)
-        self._reader.counters.bytes_read += self._size
-
-
 class ExpertReader:
-    """A file of experts, the threads that read it, and what they have read."""
+    """A file of experts, and what reads it."""
 
     def __init__(self, file: ExpertsFile | StoredExperts):
-        self.file, self.counters = file, Counters()
-        self.threads = Threads(DEPTH, "experts")
-        self.callers = Threads(1, "slots of experts")  # the main thread calls them
-        self.layers = Threads(1, "layers of experts")
-        self.heard = time.monotonic()  # when a read has ended last
-        self._process = os.getpid()
+        self.file = file
+        if host_library() is None:
+            self.disk: Any = reference.Disk(file)
+        else:
+            names, files = zip(*file.opened.items(), strict=True)
+            self.disk = torch.classes.moe_mps.ExpertDisk(str(file.path), [*names], [*files], DEPTH, PIECE)
+            for layer, (stored, places, checksums) in zip(file.layers, file.places(), strict=True):
+                like = [torch.empty(s, dtype=dtype_of(d), device="meta") for d, s in layer.tensors.values()]
+                types = [torch.empty(0, dtype=dtype) for dtype in stored]
+                self.disk.add_layer(
+                    layer.name, layer.experts, like, types, *map(_integers, (places, checksums))
+                )
+        self.counters = Counters(self.disk.counters)
 
-    def read(self, layer: int, expert: int, views: Views, begin: int = 0) -> None:
-        """Reads an expert, or a piece of it, as the file does."""
-        try:
-            self.file.read(layer, expert, views, begin)
-        finally:
-            self.heard = time.monotonic()
+    def wait(self, pool: Any, reading: Any) -> Tensor:
+        """Waits for what a pool reads. An interrupt, and an error, give it up.
 
-    def submit(self, threads: Threads, *call: Any) -> Future:
-        """A call by one of these threads. Raises: RuntimeError in a fork, which has no threads."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"{self.file.path}: a fork cannot read experts on the disk: load the model in it"
-            )
-        return threads.submit(*call)
-
-    def close(self) -> None:
-        for threads in (self.layers, self.callers, self.threads):
-            threads.close()
-
-
-def finish(reads: Iterable[Future], patience: Patience) -> None:
-    """Waits until reads have ended. Raises: Late."""
-    reads = [*reads]
-    while wait(reads, max(0.0, patience.left())).not_done:
-        if patience.left() <= 0:
-            raise patience.late()
+        Returns: the slots. Raises: OSError, ValueError for an expert that cannot be read, Late.
+        """
+        ended, heard = pool.ended(), time.monotonic()
+        while not reading.wait(TICK):
+            if (now_ended := pool.ended()) != ended:
+                ended, heard = now_ended, time.monotonic()
+            elif time.monotonic() - heard >= SILENT:
+                raise Late(f"the disk of {self.file.path} is silent for {SILENT:g} s")
+        why, error, slots = reading.result()
+        if why:
+            raise OSError(error, why) if error else ValueError(why)
+        return torch.tensor(slots, dtype=torch.int32)
 
 
-def _pieces(views: Views) -> Iterable[list[memoryview]]:
-    """Views of at most PIECE bytes together, in order."""
-    piece: list[memoryview] = []
-    room = PIECE
-    for view in views:
-        while len(view):
-            piece.append(view[:room])
-            view, room = view[room:], room - len(piece[-1])
-            if not room:
-                yield piece
-                piece, room = [], PIECE
-    if piece:
-        yield piece
+def _integers(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 class ExpertPool:
@@ -171,25 +111,29 @@ class ExpertPool:
         reader, layer: the file, and the number of the layer in it.
         slots: how many experts are in memory.
         device: where the tensors are.
+        limit: seconds that an answer to a GPU may take.
 
     Attributes:
         tensors: {name: [slots, ...]}, the weights that operators read.
         number: what the operator `_expert_slots` calls this pool.
     """
 
-    def __init__(self, reader: ExpertReader, layer: int, slots: int, device: torch.device):
+    def __init__(
+        self, reader: ExpertReader, layer: int, slots: int, device: torch.device, limit: float = LIMIT
+    ):
         self.reader, self.layer, self.size = reader, layer, slots
         self.about = reader.file.layers[layer]
         self.tensors = {
             name: torch.empty(slots, *shape, dtype=dtype_of(dtype), device=device)
             for name, (dtype, shape) in self.about.tensors.items()
         }
-        self._views = views_of(self.tensors.values(), slots)
-        self._free = [*range(slots)]
-        self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
-        self.lock = threading.Lock()
-        self._is_of_gpu = device.type == "mps"
-        self.number = register_pool(self, self.about.name, file=str(reader.file.path))
+        tensors, self.number = [*self.tensors.values()], new_number()
+        if host_library() is None:
+            self.host: Any = reference.SlotPool(reader.disk, layer, tensors)
+        else:
+            views = [host_view(tensor) for tensor in tensors]
+            self.host = torch.classes.moe_mps.SlotPool(reader.disk, self.number, layer, tensors, views, limit)
+        register_pool(self, self.number)
 
     def slots(self, ids: Tensor) -> Tensor:
         """The slots of some experts [N], which are there when this returns; -1 for ids of no expert.
@@ -197,89 +141,7 @@ class ExpertPool:
         Raises: ValueError for more experts than slots, and for a file that has changed; OSError for a disk
         that fails or is late. The next call may succeed.
         """
-        if threading.current_thread() is threading.main_thread():  # an interrupt leaves nothing half done
-            return self.reader.submit(self.reader.callers, self._slots_of, ids.tolist()).result()
-        return self._slots_of(ids.tolist())
-
-    def _slots_of(self, asked: Sequence[int]) -> Tensor:
-        needed = {expert for expert in asked if 0 <= expert < self.about.experts}
-        with self.lock:
-            if len(needed) > self.size:
-                expected = f"at most {self.size} experts, the slots of {self.about.name}"
-                raise ValueError(f"moe_mps::_expert_slots: ids must name {expected}, got {len(needed)}")
-            missing = [expert for expert in needed if expert not in self._slots]
-            for expert in needed.difference(missing):
-                self._slots.move_to_end(expert)
-            counters = self.reader.counters
-            counters.hits += len(needed) - len(missing)
-            counters.misses += len(missing)
-            if missing:
-                begun = time.perf_counter()
-                try:
-                    self._read(missing, len(needed) - len(missing))
-                finally:
-                    counters.seconds += time.perf_counter() - begun
-            return torch.tensor([self._slots.get(expert, -1) for expert in asked], dtype=torch.int32)
-
-    def _read(self, missing: Sequence[int], hits: int) -> None:
-        patience = Patience(self.reader, self._is_of_gpu)
-        if len(self._free) + len(self._slots) - hits < len(missing):  # reads before are late still
-            raise patience.late()
-        while len(self._free) < len(missing):
-            self._free.append(self._slots.popitem(last=False)[1])
-        into = [(expert, self._free.pop()) for expert in missing]
-        together = max(1, min(PIECE // sum(self.about.sizes), -(-len(into) // DEPTH)))
-        readings = []
-        for first in range(0, len(into), together):
-            slots = dict(into[first : first + together])
-            views = {expert: self._views[slot] for expert, slot in slots.items()}
-            readings.append((slots, ExpertRead(self.reader, self.layer, views)))
-        errors = []
-        for slots, reading in readings:
-            try:
-                reading.finish(patience)
-            except Exception as error:  # reads go on behind it
-                errors.append(error)
-                self._free_behind(reading.reads, [*slots.values()])
-            else:
-                self._slots.update(slots)
-        note_written(self.tensors.values())
-        if errors:
-            raise errors[0]
-
-    def _free_behind(self, reads: Sequence[Future], slots: Sequence[int]) -> None:
-        """Frees slots once no read writes into them any more."""
-        ended = itertools.count(1)  # counts for several threads
-
-        def free(read: Future) -> None:
-            if next(ended) == len(reads):
-                self._free.extend(slots)
-
-        for read in reads:
-            read.add_done_callback(free)
-
-    def copy(self, expert: int, views: Views) -> bool:
-        """Copies an expert that is in a slot; its lock is held. Returns: False for any other expert."""
-        slot = self._slots.get(expert)
-        if slot is not None:
-            for to, source in zip(views, self._views[slot], strict=True):
-                to[:] = source
-        return slot is not None
-
-
-def views_of(tensors: Iterable[Tensor], count: int) -> list[list[memoryview]]:
-    """The memory of each row of some tensors [count, ...]."""
-    whole = [bytes_of(host_view(tensor)) for tensor in tensors]
-    sizes = [len(view) // count for view in whole]
-    return [
-        [view[row * size : (row + 1) * size] for view, size in zip(whole, sizes, strict=True)]
-        for row in range(count)
-    ]
-
-
-def note_written(tensors: Iterable[Tensor]) -> None:
-    """Tells torch that tensors were written: what was computed from their content is not used any more."""
-    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        return self.reader.wait(self.host, self.host.ask(ids.int().contiguous()))
 
 
 class Staging:
@@ -294,8 +156,7 @@ class Staging:
         size = max(bytes_of_layer(pool.about) for pool in pools)
         self._memories = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self.tensors = [_laid_out(pool.about, self._memories[n % 2]) for n, pool in enumerate(pools)]
-        self._ahead: tuple[int, Future] | None = None
-        self._late: list[Future] = []  # the last reads, which an error leaves behind
+        self._ahead: tuple[int, Any] | None = None
         self._stream = 0  # the stream that has read the memory last
 
     def read(self, layer: int, needed: set[int] | None = None) -> None:
@@ -310,33 +171,19 @@ class Staging:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != layer:
             ahead = self._begun(layer, needed)
-        ahead[1].result()
-        counters = self._reader.counters
-        counters.seconds += time.perf_counter() - begun
-        counters.layers += 1
+        host = self._pools[layer].host
+        self._reader.wait(host, ahead[1])
+        host.note_layer(time.perf_counter() - begun)
         if needed is None and layer + 1 < len(self._pools):
             self._ahead = self._begun(layer + 1, None)
 
-    def _begun(self, layer: int, needed: set[int] | None) -> tuple[int, Future]:
+    def _begun(self, layer: int, needed: set[int] | None) -> tuple[int, Any]:
         """A layer that is read behind those before it, whether or not somebody still waits for them."""
-        mark = Mark(self._device, commits=True)
-        return layer, self._reader.submit(self._reader.layers, self._fill, layer, needed, mark)
-
-    def _fill(self, layer: int, needed: set[int] | None, mark: Mark) -> None:
-        mark.wait()
-        pool, patience = self._pools[layer], Patience(self._reader)
-        finish(self._late, patience)  # they write into this memory
-        views = views_of(self.tensors[layer].values(), pool.about.experts)
-        with pool.lock:
-            readings = [
-                ExpertRead(pool.reader, pool.layer, {expert: views[expert]})
-                for expert in sorted(needed or range(pool.about.experts))
-                if not pool.copy(expert, views[expert])
-            ]
-        self._late = [read for reading in readings for read in reading.reads]
-        note_written([self._memories[layer % 2]])
-        for reading in readings:
-            reading.finish(patience)
+        stream, number = Mark(self._device, commits=True).place or (0, 0)
+        pool = self._pools[layer]
+        views = [host_view(tensor) for tensor in self.tensors[layer].values()]
+        experts = sorted(needed or range(pool.about.experts))
+        return layer, pool.host.stage(views, self._memories[layer % 2], experts, stream, number)
 
 
 def bytes_of_layer(layer: Layer) -> int:
@@ -399,4 +246,3 @@ class Pools:
             if slots is None or layer.experts > slots
         ]
         self.staging = None if slots is None else Staging(self.layers, device)
-        weakref.finalize(self, reader.close)

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class StoredExperts:
         key: of their formats, as an `ExpertsFile` has it.
 
     Attributes:
-        path, layers, fingerprint: as of an `ExpertsFile`; the path is the checkpoint's.
+        path, layers, fingerprint, opened: as of an `ExpertsFile`; the path is the checkpoint's.
     """
 
     def __init__(
@@ -60,34 +60,30 @@ class StoredExperts:
             for layer, of_layer in zip(layers, tensors, strict=True)
         ]
         names = {part.path for of_layer in self._tensors for rows in of_layer for part in rows.parts}
-        self._files = {name: opened(name) for name in sorted(names)}
-        for file in self._files.values():
+        self.opened = {name: opened(name) for name in sorted(names)}
+        for file in self.opened.values():
             weakref.finalize(self, os.close, file)
-        stamps = b"".join(map(stamp_of, self._files))
+        stamps = b"".join(map(stamp_of, self.opened))
         self.fingerprint = hashlib.sha256(key.encode() + stamps).hexdigest()
 
-    def read(self, layer: int, expert: int, views: Sequence[memoryview], begin: int = 0) -> None:
-        """Reads a part of an expert as `ExpertsFile.read` does: its tensors count as one block."""
-        rest = [view for view in views if len(view)]
-        for rows, size in zip(self._tensors[layer], self.layers[layer].sizes, strict=True):
-            if begin >= size or not rest:
-                begin -= size
-                continue
-            wanted, room = [], size - begin
-            while rest and room:
-                wanted.append(rest[0][:room])
-                room -= len(wanted[-1])
-                rest[0] = rest[0][len(wanted[-1]) :]
-                if not len(rest[0]):
-                    del rest[0]
-            part, row = rows.place(expert)
-            if not fill(self._files[part.path], wanted, part.offset + row * size + begin):
-                raise ValueError(f"{part.path} is truncated")
-            begin = 0
+    def places(self) -> Iterator[tuple[list[torch.dtype], list[list[int]], list[int]]]:
+        """Yields as `ExpertsFile.places`; checkpoints have no checksums of experts."""
+        files = [*self.opened]
+        for layer, tensors in zip(self.layers, self._tensors, strict=True):
+            rows = [
+                [number, files.index(part.path), part.offset, size, part.rows]
+                for number, (tensor, size) in enumerate(zip(tensors, layer.sizes, strict=True))
+                for part in tensor.parts
+            ]
+            yield [tensor.dtype for tensor in tensors], rows, []
 
-    def check(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
-        """Gives an expert that was read as a whole its layer's dtypes."""
-        types = [dtype_of(dtype) for dtype, _ in self.layers[layer].tensors.values()]
-        for rows, view, dtype in zip(self._tensors[layer], views, types, strict=True):
+    def read(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
+        """Reads an expert as `ExpertsFile.read` does, and gives it its layer's dtypes."""
+        about = self.layers[layer]
+        types = [dtype_of(dtype) for dtype, _ in about.tensors.values()]
+        for rows, size, view, dtype in zip(self._tensors[layer], about.sizes, views, types, strict=True):
+            part, row = rows.place(expert)
+            if not fill(self.opened[part.path], [view], part.offset + row * size):
+                raise ValueError(f"{part.path}: expert {expert} of {about.name} is truncated")
             if rows.dtype != dtype and dtype.is_floating_point:
                 torch.frombuffer(view, dtype=dtype).copy_(torch.frombuffer(view, dtype=rows.dtype).clone())

@@ -1,12 +1,12 @@
 """Declarations of an operator's tensors, one line each:
 
-    x[T, H] ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
+    x[T, H] topk_ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
 
 Names in brackets are symbolic sizes: the first tensor binds a size, and all others must agree. `_` is any
 size, `T*K` a product, `...` any leading dimensions, `|` separates alternative shapes. After the colon is the
-dtype: a key of DTYPES, another argument's name, or "any"; without one it is one of the three activation
-dtypes. After the arrow are the results, by shape and dtype or as the name of an argument. A result's size may
-also be an integer argument.
+dtype: a key of DTYPES, another argument's name, "any", or "ids_dtype", which that argument says; without one
+it is one of the three activation dtypes. After the arrow are the results, by shape and dtype or as the name
+of an argument. A result's size may also be an integer argument.
 """
 
 import math
@@ -21,8 +21,8 @@ from ._checks import ACTIVATION_DTYPES, ID_DTYPES, NAMED_DTYPES, PACKED_DTYPES, 
 
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "": ACTIVATION_DTYPES,
-    "id": ID_DTYPES,
-    "number": (*ACTIVATION_DTYPES, *ID_DTYPES),
+    "id": (*ID_DTYPES.values(),),
+    "number": (*ACTIVATION_DTYPES, *ID_DTYPES.values()),
     "mask": (torch.bool, *ACTIVATION_DTYPES, torch.int32),
     "packed": PACKED_DTYPES,
     "float32": (torch.float32,),
@@ -219,6 +219,8 @@ def _is_double(tensor: Any) -> bool:
 def _dtypes(kind: str, given: dict[str, Any]) -> tuple[torch.dtype, ...]:
     if kind in DTYPES:
         return DTYPES[kind]
+    if kind == "ids_dtype":
+        return (ID_DTYPES[given[kind]],)
     return ACTIVATION_DTYPES if given[kind] is None else (given[kind].dtype,)
 
 

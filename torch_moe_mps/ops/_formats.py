@@ -115,13 +115,19 @@ class Format:
 
     @property
     def scale_type(self) -> str:
-        """The type of their scales, e8m0 or e4m3, else ""."""
+        """The type of their scales, e8m0, e4m3 or fp32, else ""."""
         return self.row.scales.scale if isinstance(self.row.scales, Floats) else ""
 
     @property
     def has_biases(self) -> bool:
         scales = self.row.scales
-        return self.is_affine or self.stream_bits > 0 or (isinstance(scales, Halves) and scales.minima)
+        has_minima = isinstance(scales, Halves) and scales.minima
+        return self.is_affine or self.stream_bits > 0 or has_minima or self.has_global
+
+    @property
+    def has_global(self) -> bool:
+        """True if biases are a float32 factor of each row, [..., R, 1]."""
+        return isinstance(self.row.scales, Floats) and self.row.scales.has_global
 
     @property
     def stream_bits(self) -> int:
@@ -139,11 +145,15 @@ class Format:
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.is_affine:
             return ACTIVATION_DTYPES
+        if self.scale_type == "fp32":
+            return (torch.int32,)
         return (torch.uint8,) if self.stream_bits > 0 or self.scale_type else (torch.int16,)
 
     @property
     def bias_dtypes(self) -> tuple[torch.dtype, ...]:
-        return ACTIVATION_DTYPES if self.is_affine else (torch.int16,)
+        if self.is_affine:
+            return ACTIVATION_DTYPES
+        return (torch.int32,) if self.has_global else (torch.int16,)
 
     @property
     def multiple(self) -> int:
@@ -156,6 +166,8 @@ class Format:
         if self.stream_bits:
             return blocks * self.stream_bits, blocks * self.halves
         count = columns // self.group_size if self.codebook is None else blocks
+        if self.has_global:
+            return count, 1
         return count, count if self.has_biases else 0
 
     def packed_columns(self, columns: int) -> int:
@@ -192,6 +204,8 @@ class Format:
         names = [f"[{meaning} / {self.group_size}]"] * 2
         if self.multiple == LARGE_BLOCK:
             names = [f"[{meaning} * {count} / {LARGE_BLOCK}]" for count in self.scales_of(LARGE_BLOCK)]
+        elif self.has_global:
+            names[1] = f"[{meaning.rpartition(', ')[0]}, 1]"
         check.tensor(f"{prefix}scales", scales, (*rows, counts[0]), names[0], self.scale_dtypes)
         if not self.has_biases:
             return
@@ -209,8 +223,9 @@ class Format:
             return None
         if scales.dtype == torch.uint8:
             return scales.amax() < INFINITE_E8M0
-        halves = scales.view(torch.float16) if scales.dtype == torch.int16 else scales
-        return halves.sum(dtype=torch.float32).isfinite()
+        if not scales.is_floating_point():
+            scales = scales.view(torch.float16 if scales.dtype == torch.int16 else torch.float32)
+        return scales.sum(dtype=torch.float32).isfinite()
 
 
 FORMATS = {name: Format._of_row(name, row) for name, row in ROWS.items()}
@@ -233,6 +248,8 @@ def e8m0(scales: Tensor) -> Tensor:
 
 def scale_values(scales: Tensor, format: Format) -> Tensor:
     """Scales of codes that are floats, in float32."""
+    if format.scale_type == "fp32":
+        return scales.view(torch.float32)
     return e4m3(scales) if format.scale_type == "e4m3" else e8m0(scales)
 
 
@@ -325,13 +342,13 @@ def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Forma
     """Applies scales and biases in place: the numbers [..., group_size] of codes become values."""
     if format.row.offset:  # before an infinite scale
         values.sub_(format.row.offset / format.row.step)
-    if not format.row.is_of_mlx:
+    if format.scale_type:
+        values.mul_(scale_values(scales, format).unsqueeze(-1))
+        return values if biases is None else values.mul_(biases.view(torch.float32).unsqueeze(-1))
+    if not format.is_affine:
         scales, biases = _scales_of_ggml(scales, biases, format)
-    if biases is not None:
-        return values.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
-    if format.row.is_of_mlx:
-        scales = scale_values(scales, format)
-    return values.mul_(scales.unsqueeze(-1))
+    values.mul_(scales.float().unsqueeze(-1))
+    return values if biases is None else values.add_(biases.float().unsqueeze(-1))
 
 
 def _halves(bits: Tensor) -> Tensor:
@@ -421,7 +438,7 @@ class QuantizedWeight:
     Attributes:
         packed: [..., R, C * bits / 32], uint32 or the same bits as int32: the codes.
         scales: [..., R, C / group_size], or of GGUF's formats what _weight_formats.py says.
-        biases: like `scales`, or None where the format has none.
+        biases: like `scales`, [..., R, 1] in nvfp4_global, or None where the format has none.
         format: how they are read.
     """
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._checks import Check
+from ._checks import Check, dtype_name
 from ._declared import Declared
 
 NAMESPACE = "moe_mps"
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
+# A keyword of a function. Its schema has the name, since torch reads a number for a dtype unchecked.
+DtypeName: TypeAlias = str | torch.dtype
 Result = TypeVar("Result", bound=Outputs)
 Arguments = ParamSpec("Arguments")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -178,6 +180,7 @@ class Operator:
         packet = self.overload.overloadpacket
         packet.__doc__ = self.reference.__doc__
         reference, checked, may_change = self.reference, self.checked, bool(self.written)
+        signature = inspect.signature(reference)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
@@ -201,7 +204,9 @@ class Operator:
             results = tuple(passed[name] for name in self.returned)
             return results if len(results) > 1 else results[0]
 
-        return call_and_return if self.returned else call
+        result = call_and_return if self.returned else call
+        dtypes = [name for name, each in signature.parameters.items() if each.annotation == DtypeName]
+        return _with_names_of(dtypes, result) if dtypes else result
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
@@ -370,8 +375,26 @@ def _schema_of(signature: inspect.Signature, written: list[str], is_without_resu
 
     if is_without_results:
         signature = signature.replace(return_annotation=None)
+    named = [
+        each.replace(annotation=str) if each.annotation == DtypeName else each
+        for each in signature.parameters.values()
+    ]
+    signature = signature.replace(parameters=named)
     vars(function)["__signature__"] = signature
     return torch.library.infer_schema(function, mutates_args=written)
+
+
+def _with_names_of(dtypes: list[str], call: Callable) -> Callable:
+    """The function, which takes dtypes for some keywords, and calls another with their names."""
+
+    @functools.wraps(call)
+    def call_with_names(*args: Any, **kwargs: Any) -> Any:
+        names = {
+            name: dtype_name(kwargs[name]) for name in dtypes if isinstance(kwargs.get(name), torch.dtype)
+        }
+        return call(*args, **(kwargs | names))
+
+    return call_with_names
 
 
 def _device_of(arguments: tuple[Any, ...]) -> str:

@@ -82,9 +82,13 @@ class Sample:
         }
 
     def _held(self, size: float, *shape: int) -> Tensor:
-        """Numbers of about a size as the format holds them: GGUF's are the bits of halves."""
+        """Numbers of about a size as the format holds them: integers are the bits of halves or of floats."""
         numbers = self.values(*shape) * size
-        return numbers if self.format.is_affine else numbers.half().view(torch.int16)
+        if self.format.is_affine:
+            return numbers
+        if self.format.scale_type:
+            return numbers.float().view(torch.int32)
+        return numbers.half().view(torch.int16)
 
     def _scales(self, *groups: int) -> Tensor:
         if self.format.stream_bits:
@@ -100,25 +104,25 @@ class Sample:
     # Arguments that several families take.
 
     @property
-    def ids(self) -> Tensor:
+    def topk_ids(self) -> Tensor:
         """[T, K]; one of them is no expert."""
         ids = torch.tensor([[0, 7], [3, E], [5, 3]], dtype=torch.int32, device=self.device)
         return ids.repeat(-(-self.T // 3), 1)[: self.T]
 
     @property
-    def weights(self) -> Tensor:
+    def topk_weights(self) -> Tensor:
         return self.values(self.T, K, dtype=torch.float32).abs()
 
     @property
     def one_token(self) -> dict[str, Tensor]:
         ids = torch.tensor([[3, 0]], dtype=torch.int32, device=self.device)
         weights = self.values(1, K, dtype=torch.float32)
-        return {"x": self.values(1, self.H), "ids": ids, "weights": weights}
+        return {"x": self.values(1, self.H), "topk_weights": weights, "topk_ids": ids}
 
     @property
     def routed(self) -> dict[str, Any]:
         """One token, whose experts its logits choose."""
-        none = {"ids": None, "weights": None}
+        none = {"topk_weights": None, "topk_ids": None}
         return {"x": self.values(1, self.H), "logits": self.values(1, self.E), "top_k": K, **none}
 
     @property

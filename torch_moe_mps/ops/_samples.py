@@ -22,8 +22,7 @@ LINEAR_ATTENTION = ("gated_delta_rule_", "_gated_delta_rule_step_")
 # {operator: (argument giving the width of a head's keys, argument giving that of its values)}; `states` in 8
 # bits have packed codes of four elements.
 OF_HEADS = {
-    "attention": ("q", "v"),
-    "_attention_step": ("q", "v"),
+    **dict.fromkeys(("attention", "_attention_step"), ("query", "value")),
     "rope": ("q", "q"),
     "_rope_cache_": ("k", "v"),
     "_rope_attention_": ("q", "v"),

@@ -36,8 +36,8 @@ LINEARS = ("linear_quantized", "mlp_quantized")
 DENSE = ("expert_mm", "moe_experts")
 CACHE = "write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
-WITH = {"attention": ("k_scales", "indices"), "_attention_step": ("k_scales", "indices", "k_tail")}
-_APART = {"k_scales", "k_tail"}  # refused beside each other
+WITH = {"attention": ("key_scales", "indices"), "_attention_step": ("key_scales", "indices", "key_tail")}
+_APART = {"key_scales", "key_tail"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe", "_expert_slots")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
@@ -66,7 +66,7 @@ _COMMON_HEADS = {
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
 _UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads", "slots"}
-_UNCOMMON.add(CACHE)
+_UNCOMMON |= {CACHE, "gated_delta_rule_", "sample"}  # models run the private forms of the latter two
 
 
 class Subject(NamedTuple):
@@ -151,7 +151,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     if name in OF_HEADS:
         widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
         q, v = widths[0], widths[-1]
-        head = (q, v if arguments.get("v_scales") is None else 4 * v)
+        head = (q, v if arguments.get("value_scales") is None else 4 * v)
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
@@ -219,8 +219,8 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
         # Among operators with heads, only attention has other kernels for many tokens.
         for tokens in TOKENS if name in WITH or name not in OF_HEADS else TOKENS[:2]:
             arguments = sample(tokens=tokens)
-            if "ids" in arguments and tokens == TOKENS[-1]:
-                arguments["ids"] = arguments["ids"].long()
+            if "topk_ids" in arguments and tokens == TOKENS[-1]:
+                arguments["topk_ids"] = arguments["topk_ids"].long()
             yield arguments
         if "format" in names_of(name) or name in DENSE:
             yield from _products(name, sample, format, odd)
@@ -259,7 +259,13 @@ def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
             for n, v in arguments.items()
         }
         logits = odd.values(1, len(many["gate_up_packed"]))
-        yield many | {"ids": None, "weights": None, "norm_weight": norm, "logits": logits, "top_k": 2}
+        yield many | {
+            "topk_weights": None,
+            "topk_ids": None,
+            "norm_weight": norm,
+            "logits": logits,
+            "top_k": 2,
+        }
 
 
 def _norm_weights(odd: Sample, arguments: dict[str, Any]) -> list[Tensor]:

@@ -72,7 +72,7 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
             continue
         logits = s.values(tokens, model.experts)
         chosen = logits.float().topk(model.slots)
-        routed = {"ids": chosen.indices.int(), "weights": chosen.values.softmax(-1)}
+        routed = {"topk_weights": chosen.values.softmax(-1), "topk_ids": chosen.indices.int()}
         yield f"experts, {_tokens(tokens)}", "moe_experts_quantized", mlp | routed
         router = {"logits": logits, "top_k": model.slots, "norm_topk_prob": True, "scoring": "softmax"}
         yield f"router, {_tokens(tokens)}", "moe_router", router
@@ -87,7 +87,7 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
 def _attended(model: Model, s: Sample, before: int, tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The last tokens of a prompt, `before` already in the cache."""
     cache = f"[1, {model.key_heads}, {before + tokens}, {model.width}]"
-    heads = s.of(f"q[1, {model.heads}, {tokens}, {model.width}] k{cache} v{cache}")
+    heads = s.of(f"query[1, {model.heads}, {tokens}, {model.width}] key{cache} value{cache}")
     heads["sinks"] = s.values(model.heads) if model.has_sinks else None
     for window in dict.fromkeys((None, model.window)):
         where = f"{before + tokens} keys" if window is None else f"{window} of {before + tokens} keys"

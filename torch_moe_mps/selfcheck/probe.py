@@ -19,7 +19,7 @@ from .._extension import commit_setting, setting
 from .._faults import Mark, fault_of, raise_fault
 from .._text import first_line
 from ..ops.families.attention import seen_in_order
-from ..ops.families.slots import RESIDENT, register_pool
+from ..ops.families.slots import RESIDENT, new_number, register_pool
 from .facts import facts
 from .journal import noted
 from .machine import SDPA, remember_faster
@@ -161,13 +161,14 @@ def dispatches(sizes: ProbeSizes) -> dict[str, Any]:
 
 
 class _Late:
-    """A pool of slots that answers after so many seconds."""
+    """A pool of slots that answers a GPU after so many seconds."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.number = new_number()
+        torch.ops.moe_mps._add_late_pool(self.number, seconds)
+        register_pool(self, self.number)
 
     def slots(self, ids: Tensor) -> Tensor:
-        time.sleep(self._seconds)
         return ids
 
 
@@ -184,7 +185,7 @@ def slots_of_experts(sizes: ProbeSizes) -> dict[str, Any]:
     for seconds in sizes.late:
         pool = _Late(seconds)
         try:
-            torch.ops.moe_mps._expert_slots(ids, register_pool(pool, "a probe", 10 * seconds + 1))
+            torch.ops.moe_mps._expert_slots(ids, pool.number)
             Mark(ids.device).wait()
             goes_on[f"{seconds:g}"] = True
         except torch.AcceleratorError as error:

@@ -53,14 +53,14 @@ def _far_keys(s: Sample) -> dict[str, Any]:
     """Rows are repeated: numbers of that many keys would take longer than the call."""
     period = 1021
     k, v = (s.values(1, 1, period, w).repeat(1, 1, -(-FAR // period), 1)[:, :, :FAR] for w in (s.D, s.V))
-    return {"q": s.values(1, 1, 1, s.D), "k": k, "v": v, "sinks": None, "scale": s.D**-0.5}
+    return {"query": s.values(1, 1, 1, s.D), "key": k, "value": v, "sinks": None, "scale": s.D**-0.5}
 
 
 def _far_mask() -> dict[str, Any]:
     """Mask that shows only some keys at positions beyond 16 bits."""
     mask = torch.zeros(1, 1, 1, FAR, dtype=torch.bool)
     mask[..., 1 << 16 :: 2] = True
-    return {"mask": mask}
+    return {"attn_mask": mask}
 
 
 def _masks(s: Sample) -> list[dict[str, Any]]:
@@ -70,29 +70,31 @@ def _masks(s: Sample) -> list[dict[str, Any]]:
         mask = s.values(2, 1, s.T, 9, dtype=dtype)
         mask[..., ::4] = torch.finfo(dtype).min
         mask[0, :, -1], mask[1, :, -1] = torch.finfo(dtype).min, -torch.inf
-        changes.append({"mask": mask, "sinks": None})
-    return [*changes, {"mask": mask, "sinks": torch.tensor([1.0, -torch.inf, -50.0, 60.0]).to(s.dtype)}]
+        changes.append({"attn_mask": mask, "sinks": None})
+    return [*changes, {"attn_mask": mask, "sinks": torch.tensor([1.0, -torch.inf, -50.0, 60.0]).to(s.dtype)}]
 
 
 def _attention(s: Sample) -> list[dict[str, Any]]:
     steep = 30 * s.D**-0.5  # scores of 30
     blocks = torch.tensor([[[[4, 1, -1]] * s.T]] * 2, dtype=torch.int32)
-    many = s.of("k[2, 2, 300, D] v[2, 2, 300, V]")
-    odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
+    many = s.of("key[2, 2, 300, D] value[2, 2, 300, V]")
+    odd = {"key": s.values(2, 2, 9, s.D + 1)[..., 1:], "value": s.values(2, 2, 9, s.V + 1)[..., 1:]}
     bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
     changes = [
         {"softcap": 20.0, "scale": steep, "sinks": None},
         {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
         {"indices": blocks, "index_block": 2},
-        many | s.of("q[2, 4, 20, D]", window=250),
-        many | {"mask": bits},
+        many | s.of("query[2, 4, 20, D]", window=250),
+        many | {"attn_mask": bits},
         odd,
-        s.of("q[2, 4, T, 7] k[2, 2, 9, 7] v[2, 2, 9, 5]"),
+        s.of("query[2, 4, T, 7] key[2, 2, 9, 7] value[2, 2, 9, 5]"),
         *_masks(s),
     ]
     if max(s.D, s.V) <= 128 and s.dtype.itemsize == 2:  # enough blocks of 32 queries for 80 cores
         tokens = 960 if max(s.D, s.V) > 64 else 1920
-        changes.append(s.of(f"q[2, 4, {tokens}, D] k[2, 2, 40, D] v[2, 2, 40, V]", lookahead=tokens))
+        changes.append(
+            s.of(f"query[2, 4, {tokens}, D] key[2, 2, 40, D] value[2, 2, 40, V]", lookahead=tokens)
+        )
     if max(s.D, s.V) <= WIDEST_FAR:
         far = _far_keys(s)
         changes += [far | {"window": FAR - 100}, far | _far_mask()]
@@ -263,13 +265,13 @@ def _buckets(s: Sample) -> list[dict[str, Any]]:
     """Ids of any size, all of one expert, and so many that runs and chunks are several."""
     return [
         *(
-            {"ids": _ids(s, tokens, 8, experts).to(dtype), "num_experts": experts}
+            {"topk_ids": _ids(s, tokens, 8, experts).to(dtype), "num_experts": experts}
             for (tokens, experts), dtype in itertools.product(
                 ((40, 8), (700, 600), (4100, 1000)), (torch.int32, torch.int64)
             )
         ),
-        {"ids": torch.full((40, 8), 3, dtype=torch.int32)},
-        {"ids": torch.full((40, 8), -(2**31), dtype=torch.int32)},
+        {"topk_ids": torch.full((40, 8), 3, dtype=torch.int32)},
+        {"topk_ids": torch.full((40, 8), -(2**31), dtype=torch.int32)},
     ]
 
 
@@ -295,7 +297,7 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
 
 def _dense(s: Sample, experts: int, columns: int, rows: int, tokens: int) -> dict[str, Any]:
     weights = {"gate_up": s.values(experts, 2 * rows, columns), "down": s.values(experts, columns, rows) / 4}
-    return {"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, experts)}
+    return {"x": _rows(s, tokens, columns), **weights, "topk_ids": _expert_ids(tokens, experts)}
 
 
 def _experts(s: Sample) -> list[dict[str, Any]]:
@@ -304,8 +306,8 @@ def _experts(s: Sample) -> list[dict[str, Any]]:
         *(_dense(s, 2, OFFSET if tokens < 10 else 2048, 4, tokens) for tokens in (1, 9, 40)),
         *(_dense(s, 3, 38, 7, tokens) for tokens in (1, 5, 20, 40)),
         *ACTIVATIONS,
-        {"ids": nobody},
-        {"ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
+        {"topk_ids": nobody},
+        {"topk_ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
     ]
 
 
@@ -318,14 +320,14 @@ def _transposed(s: Sample, *experts: int) -> list[dict[str, Any]]:
 
 def _expert_mm(s: Sample) -> list[dict[str, Any]]:
     changes = [
-        s.of(f"weight[2, 5, {columns}]", x=_rows(s, tokens, columns), ids=_expert_ids(tokens, 2))
+        s.of(f"weight[2, 5, {columns}]", x=_rows(s, tokens, columns), topk_ids=_expert_ids(tokens, 2))
         for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
     ]
     for width in (19, 32):  # stacks that the transposed product reads as they lie
         stored = s.values(2, 38, width).mT
-        changes.append({"weight": stored, "x": _rows(s, 9, 38), "ids": _expert_ids(9, 2)})
+        changes.append({"weight": stored, "x": _rows(s, 9, 38), "topk_ids": _expert_ids(9, 2)})
     nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
-    return changes + [{"ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
+    return changes + [{"topk_ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
 
 
 def _quantized_columns(s: Sample, least: int) -> int:
@@ -343,20 +345,24 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
         weights = s.quantized("gate_up_", 2 * inner, columns, (2,)) | s.quantized(
             "down_", columns, inner, (2,)
         )
-        changes.append({"x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2), **weights})
+        changes.append({"x": _rows(s, tokens, columns), "topk_ids": _expert_ids(tokens, 2), **weights})
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
     return [
         *changes,
         *ACTIVATIONS,
-        {"ids": _expert_ids(20, s.E)},
-        {"ids": nobody},
+        {"topk_ids": _expert_ids(20, s.E)},
+        {"topk_ids": nobody},
         {**s.routed, **s.norm, "logits": s.values(1, s.E, dtype=torch.float32)},
     ]
 
 
 def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
     return [
-        {**s.quantized("", 5, columns, (2,)), "x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2)}
+        {
+            **s.quantized("", 5, columns, (2,)),
+            "x": _rows(s, tokens, columns),
+            "topk_ids": _expert_ids(tokens, 2),
+        }
         for tokens, columns in _deep(s)
     ]
 
@@ -410,9 +416,9 @@ def _adapters(s: Sample) -> list[dict[str, Any]]:
 
 def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
     """The same, and pairs without an expert whose ids are 64 bits of ones."""
-    ids = s.ids.long() - 1
+    ids = s.topk_ids.long() - 1
     listed = torch.ops.moe_mps.moe_bucket(ids, s.E)
-    return [*_adapters(s), {"ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]
+    return [*_adapters(s), {"topk_ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]
 
 
 SIZES: Changes = {
@@ -478,7 +484,7 @@ SIZES: Changes = {
     "router_logits": _logits,
     "moe_bucket": _buckets,
     "moe_compute_ids_tpe": lambda s: [
-        {"ids": _ids(s, 700, 2, 9).int()},
-        {"ids": _ids(s, 9, 2, 900), "num_experts": 900},
+        {"topk_ids": _ids(s, 700, 2, 9).int()},
+        {"topk_ids": _ids(s, 9, 2, 900), "num_experts": 900},
     ],
 }

@@ -149,8 +149,8 @@ def calls(library: str) -> Iterator[Call]:
                 for tokens, wider in SIZES:
                     sizes = {"format": format or FORMAT, "tokens": tokens, "wider": wider}
                     arguments = sample_arguments(operator, "cpu", dtype, **sizes)
-                    if "ids" in arguments:
-                        arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
+                    if "topk_ids" in arguments:
+                        arguments["topk_ids"][-1], arguments["x"][-1] = E, torch.nan
                     yield Call(operator, dtype, arguments, f"{weights} on tensor units")
     finally:
         torch.ops.moe_mps._allow_tensor_units(library, False)

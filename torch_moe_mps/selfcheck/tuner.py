@@ -196,10 +196,10 @@ def _alike(name: str, arguments: Mapping[str, Any]) -> list[Callable[[], Tensor]
         if (logits := arguments.get("logits")) is not None:
             shifts = range(0, experts, max(1, arguments["top_k"]))[:MOST_COPIES]
             return [partial(call, **{**arguments, "logits": logits.roll(shift, -1)}) for shift in shifts]
-        ids = arguments["ids"]
+        ids = arguments["topk_ids"]
         shifts = range(0, experts, max(1, ids.shape[-1]))[:MOST_COPIES]
         moved = [torch.where(ids < 0, ids, (ids + shift) % experts) for shift in shifts]
-        return [partial(call, **{**arguments, "ids": item}) for item in moved]
+        return [partial(call, **{**arguments, "topk_ids": item}) for item in moved]
     size = sum(value.nbytes for value in arguments.values() if isinstance(value, Tensor))
     count = max(1, min(MOST_COPIES, math.ceil(BEYOND_CACHES / size)))
     return [partial(call, **(_copy(arguments) if number else arguments)) for number in range(count)]

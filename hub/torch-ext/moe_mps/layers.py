@@ -99,10 +99,10 @@ class MegaBlocksMoeMLP(nn.Module):
         options = {"scoring": "softmax_after_topk", "norm_topk_prob": False}
         weights, ids = ops.moe_router(logits, router.top_k, **options)
         # Two products, which read [E, H, N] where it lies: moe_experts would copy both stacks in each call.
-        rows = ops.expert_mm(x, gate_up, ids, None, True) + experts.gate_up_proj_bias[ids.long()]
+        rows = ops.expert_mm(x, ids, gate_up, None, True) + experts.gate_up_proj_bias[ids.long()]
         options = {"alpha": float(experts.alpha), "limit": float(experts.limit), "interleaved": True}
         rows = ops.expert_activation(rows, "swiglu_oai", **options)
-        rows = ops.expert_mm(rows, down, ids, None, True) + experts.down_proj_bias[ids.long()]
+        rows = ops.expert_mm(rows, ids, down, None, True) + experts.down_proj_bias[ids.long()]
         out = ops.moe_weighted_reduce(rows, weights)
         return out.view(hidden_states.shape), weights.to(x.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import MAX_TOP_K, Check
+from ._checks import ID_DTYPES, MAX_TOP_K, Check, dtype_name
 from ._declared import Declared
 from ._ops import add_op_namespace_prefix, ops
 from ._summands import ExpertSum
@@ -18,17 +18,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
 MOST = 4096  # signatures of an operator that are remembered
 
 
-def _of_routing(logits: Tensor, top_k: int, **_: Any) -> tuple[Tensor, Tensor]:
+def _of_routing(logits: Tensor, top_k: int, ids_dtype: str, **_: Any) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=ID_DTYPES[ids_dtype])
 
 
 def _of_residual_norm(residual: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-def _of_matrices(x: Tensor, weight: Tensor, ids: Tensor, transposed: bool, **_: Any) -> Tensor:
-    return x.new_empty((*ids.shape, weight.shape[2 if transposed else 1]))
+def _of_matrices(x: Tensor, weight: Tensor, topk_ids: Tensor, transposed: bool, **_: Any) -> Tensor:
+    return x.new_empty((*topk_ids.shape, weight.shape[2 if transposed else 1]))
 
 
 def _of_activation(x: Tensor, gated: bool, **_: Any) -> Tensor:
@@ -82,6 +82,8 @@ def operator(name: str) -> Callable[..., Any]:
         return _RESULTS[name](**given) if name in _RESULTS else declared.outputs(check, given)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("ids_dtype"), torch.dtype):
+            kwargs["ids_dtype"] = dtype_name(kwargs["ids_dtype"])
         given = {**defaults, **dict(zip(types, args)), **kwargs}
         if given.keys() != types.keys() or len(args) > len(types):
             raise TypeError(f"moe_mps::{name}: arguments must be {', '.join(types)}")

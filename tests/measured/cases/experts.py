@@ -124,12 +124,12 @@ class Experts(Case):
 
     def called(self, t, **others):
         if self.format == "dense":
-            return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["weights"], **others)
+            return ops().moe_experts(t["x"], t["weights"], t["ids"], t["gate_up"], t["down"], **others)
         matrices = [
             t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
         ]
         name = FORMATS[self.format].name
-        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["weights"], name, **others)
+        return ops().moe_experts_quantized(t["x"], t["weights"], t["ids"], *matrices, name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"], self.expected(before), self.dtype)
@@ -176,7 +176,7 @@ class Linear(Case):
 
     def call(self, t, **others):
         if self.format == "dense":
-            return ops().expert_mm(t["x"], t["weight"], t["ids"])
+            return ops().expert_mm(t["x"], t["ids"], t["weight"])
         parts = (t.get(f"weight_{part}") for part in ("packed", "scales", "biases"))
         matrix = (None if part is None else part[0] for part in parts)
         return ops().linear_quantized(t["x"], *matrix, FORMATS[self.format].name, **others)

@@ -395,7 +395,8 @@ class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"
         return f"tailed {super().name}"
 
     def inputs(self, values):
-        shapes = {"q": (self.heads, self.tokens), "k": (1, 127 + self.tokens), "k_tail": (1, self.entries)}
+        shapes = {"query": (self.heads, self.tokens), "key": (1, 127 + self.tokens)}
+        shapes["key_tail"] = 1, self.entries
         dtype, selected = DTYPES[self.dtype], (1, 1, self.tokens, self.top_k)
         tensors = {name: values.normal(1, *shape, self.width, dtype=dtype) for name, shape in shapes.items()}
         if self.top_k:
@@ -403,7 +404,7 @@ class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"
         return tensors
 
     def given(self, t):
-        both = {"v": t["k"], "v_tail": t["k_tail"], "scale": self.width**-0.5, "window": 128}
+        both = {"value": t["key"], "value_tail": t["key_tail"], "scale": self.width**-0.5, "window": 128}
         return t | both | {"tail_rate": 4, "position": 4 * self.entries - self.tokens}
 
 

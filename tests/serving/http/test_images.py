@@ -178,12 +178,24 @@ def test_positions_behind_an_image():
     assert (images_of(model, given(ids)).start, images_of(model, given(ids)).end) == (4, 8)
 
 
+# Sizes of an encoder of sound.
+SOUND = {
+    "d_model": 32,
+    "downsample_hidden_size": 16,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "encoder_layers": 2,
+    "output_dim": 32,
+}
+
+
 def test_sound_of_qwen3_omni():
     """Sounds of several prompts in one batch, by the part of the model that the server runs."""
     cls = transformers.Qwen3OmniMoeThinkerForConditionalGeneration
     config = tiny_models.build_config(cls.config_class)
     config.audio_token_id, config.image_token_id, config.video_token_id = 90, 92, 93
     config.vision_start_token_id = 91
+    config.audio_config.update(SOUND)
     model = cls(config).eval()
     tiny_models.randomise(model, 0)
     torch_moe_mps.accelerate(model)

@@ -9,22 +9,29 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "../metal/runtime.h"
 #include "device.h"
 #include "generator.h"
+#include "torch_memory.h"
 
 namespace simulator {
 namespace {
+
+void free_buffer(void* buffer) {
+  if (!torch_memory::give_back(buffer)) buffer_release(buffer);
+}
 
 class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, kMps};
-    void* buffer = buffer_new(bytes);
-    return {buffer, buffer, &buffer_release, kMps};
+    void* pooled = torch_memory::allocate(bytes);
+    void* buffer = pooled == nullptr ? buffer_new(bytes) : pooled;
+    return {buffer, buffer, &free_buffer, kMps};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &buffer_release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_buffer; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     synchronize();
     memcpy(buffer_contents(destination), buffer_contents(source), bytes);
@@ -49,9 +56,23 @@ class Events {
   void record(uint32_t id) {
     std::lock_guard<std::mutex> lock(mutex_);
     times_[id] = Clock::now();
+    told_.erase(id);
+  }
+  // Of an event's end the host is told once: by a wait for it, unless the GPU was there before, or by this
+  // call.
+  void tell(uint32_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    told_.insert(id);
   }
   double milliseconds(uint32_t start, uint32_t end) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!told_.insert(end).second) {
+      lock.unlock();
+      fail(
+          "elapsed_time: the host has waited for the end event before, by synchronize() or elapsed_time(), "
+          "and "
+          "waits for it again: on macOS that may last forever; wait with torch.mps.synchronize() instead");
+    }
     return std::chrono::duration<double, std::milli>(times_.at(end) - times_.at(start)).count();
   }
 
@@ -59,6 +80,7 @@ class Events {
   using Clock = std::chrono::steady_clock;
   std::mutex mutex_;
   std::map<uint32_t, Clock::time_point> times_;
+  std::set<uint32_t> told_;
   uint32_t last_ = 0;
 };
 Events& events() {
@@ -94,7 +116,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream&) const override { return !has_pending(); }
   void synchronizeStream(const c10::Stream&) const override { synchronize_host(); }
-  void synchronizeEvent(void*) const override { synchronize_host(); }
+  void synchronizeEvent(void* event) const override {
+    synchronize_host();
+    events().tell(event_id(event));
+  }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_host(); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     return events().milliseconds(event_id(start), event_id(end));
@@ -134,16 +159,30 @@ class Hooks final : public at::MPSHooksInterface {
   void commitStream() const override { commit(current_stream()); }
   void* getCommandBuffer() const override { return stream_command_buffer(); }
   void* getDispatchQueue() const override { return stream_queue(); }
-  void emptyCache() const override { synchronize_host(); }  // before it frees what is cached
-  size_t getCurrentAllocatedMemory() const override { return live_bytes(); }
-  size_t getDriverAllocatedMemory() const override { return live_bytes(); }
-  size_t getRecommendedMaxMemory() const override { return size_t{64} << 30; }
+  void emptyCache() const override {
+    synchronize_host();
+    torch_memory::release_free();
+  }
+  size_t getCurrentAllocatedMemory() const override {
+    return live_bytes() - torch_memory::current_bytes().free;
+  }
+  size_t getDriverAllocatedMemory() const override {
+    const torch_memory::Bytes bytes = torch_memory::current_bytes();
+    return live_bytes() - bytes.in_use - bytes.free + bytes.heaps;
+  }
+  size_t getRecommendedMaxMemory() const override {
+    const size_t recommended = torch_memory::current_bytes().recommended;
+    return recommended == 0 ? size_t{64} << 30 : recommended;
+  }
   size_t getMaxBufferLength() const override { return size_t{64} << 30; }
   uint32_t acquireEvent(bool) const override { return events().acquire(); }
   void releaseEvent(uint32_t id) const override { events().release(id); }
   void recordEvent(uint32_t id) const override { events().record(id); }
   void waitForEvent(uint32_t) const override {}
-  void synchronizeEvent(uint32_t) const override { synchronize_host(); }
+  void synchronizeEvent(uint32_t id) const override {
+    synchronize_host();
+    events().tell(id);
+  }
   bool queryEvent(uint32_t) const override { return !has_pending(); }
   double elapsedTimeOfEvents(uint32_t start, uint32_t end) const override {
     return events().milliseconds(start, end);

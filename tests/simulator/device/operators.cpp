@@ -116,6 +116,9 @@ void copy(const Tensor& source, const Tensor& destination, bool non_blocking) {
   if (is_read && source.expand_as(destination).strides() == destination.strides())
     check_alignment(destination);
   if (is_read && non_blocking && !dropping()) return copy_without_waiting(source, destination);
+  const bool is_written = !source.is_mps() && destination.is_mps() && !StandIn::is_there();
+  if (is_written && non_blocking && source.numel() > 0 && !dropping())
+    return copy_to_mps_without_waiting(source, destination);
   {
     const StandIn stand_in(!non_blocking && source.is_mps() != destination.is_mps());
     on_host(destination).copy_(on_host(source));

@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 
-void fill(char* data, size_t bytes) {
+void fill_with_nan(char* data, size_t bytes) {
   constexpr uint16_t kNan = 0x7fe5;  // in float32, float16 and bfloat16
   for (size_t i = 0; i < bytes; ++i) data[i] = reinterpret_cast<const char*>(&kNan)[i % sizeof(kNan)];
 }
@@ -31,7 +31,7 @@ std::unique_ptr<Poison> poison(const Tensor& tensor) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const bool is_whole = tensor.nbytes() == storage->nbytes() && tensor.storage_offset() == 0;
   if (!is_whole || !storage->resizable()) {
-    fill(static_cast<char*>(tensor.data_ptr()), tensor.nbytes());
+    fill_with_nan(static_cast<char*>(tensor.data_ptr()), tensor.nbytes());
     return nullptr;
   }
   const size_t page = sysconf(_SC_PAGESIZE), size = (tensor.nbytes() + page - 1) / page * page;
@@ -49,7 +49,7 @@ std::unique_ptr<Poison> poison(const Tensor& tensor) {
   };
   auto* owner = new Owner{pages, size, {}};
   owner->before = storage->set_data_ptr(c10::DataPtr(pages, owner, release, at::kCPU));
-  fill(static_cast<char*>(pages), size);
+  fill_with_nan(static_cast<char*>(pages), size);
   auto made = std::make_unique<Poison>(static_cast<char*>(pages), size);
   made->line = python_line();
   made->close();
@@ -176,6 +176,26 @@ void copy_without_waiting(const Tensor& source, const Tensor& destination) {
   say_if_read(*poisoned_memory);
   const std::string reports = take_reports();
   if (!reports.empty()) fail(reports);
+}
+
+void copy_to_mps_without_waiting(const Tensor& source, const Tensor& destination) {
+  const bool is_itself = source.scalar_type() == destination.scalar_type() && source.is_contiguous() &&
+                         source.sizes() == destination.sizes();
+  const Tensor read = is_itself ? source : source.to(destination.scalar_type(), false, true).contiguous();
+  const auto bytes = [read] {
+    return std::string(static_cast<const char*>(read.const_data_ptr()), read.nbytes());
+  };
+  const auto act = [read, into = host_view(destination), before = bytes(), bytes, line = python_line()] {
+    into.copy_(read);
+    if (bytes() == before) return;
+    report(
+        line +
+        ": the source of a copy to mps that does not block is changed before the GPU has read it; wait for "
+        "its command buffer first");
+  };
+  end_encoder();
+  record_copy(act, [] {}, current_stream());
+  commit_in_queue();
 }
 
 void torch_commits(CommandBuffer& buffer, StreamNumber stream, bool waits) {

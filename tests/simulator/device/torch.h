@@ -26,6 +26,11 @@ Aten aten(const std::string& name, const std::string& overload);
 // same strides; otherwise it blits into a temporary, which it reads at once.
 void copy_without_waiting(const at::Tensor& source, const at::Tensor& destination);
 
+// A copy from the CPU to mps that does not block. Torch keeps the source, which the GPU reads at the copy's
+// turn: a change before is a finding that names the line of the copy. Where types or strides differ, it is
+// another one of torch's own.
+void copy_to_mps_without_waiting(const at::Tensor& source, const at::Tensor& destination);
+
 // The GPU writes whole words: raises as torch does for a destination on the CPU that lies elsewhere.
 void check_alignment(const at::Tensor& destination);
 

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -38,7 +39,9 @@ struct State {
   bool failed = false;
   simulator_execute execute = nullptr;
   uint64_t seed = 0;
-  size_t most_threads = SIZE_MAX;  // of a pipeline, set by a test
+  std::atomic<bool> runs_alone = false;  // the GPU has a thread of its own
+  std::minstd_rand drawn;                // how late it, and who hears of it, is then
+  size_t most_threads = SIZE_MAX;        // of a pipeline, set by a test
   std::atomic<bool> dropping = false, validating = true;
 
   uint64_t commits = 0;
@@ -350,18 +353,20 @@ void tell(CommandBuffer& buffer) {
   buffer.object.reset();
 }
 
-// How long after a buffer's end its handlers are called where they are late.
+// How long after a buffer's end its handlers are called where they are late; at most, where it is drawn.
 constexpr std::chrono::microseconds kLate(200);
 
 // Calls a function late, on a thread of its own.
 void later(std::function<void()> call) {
+  std::chrono::microseconds late = kLate;
   {
     static const int forked = pthread_atfork(wait_for_handlers, nullptr, nullptr);
     std::lock_guard<std::mutex> lock(state().mutex);
     state().telling += forked + 1;
+    if (state().runs_alone) late = std::chrono::microseconds(state().drawn() % (kLate.count() + 1));
   }
-  std::thread([call = std::move(call)] {
-    std::this_thread::sleep_for(kLate);
+  std::thread([call = std::move(call), late] {
+    std::this_thread::sleep_for(late);
     call();
     std::lock_guard<std::mutex> lock(state().mutex);
     --state().telling;
@@ -508,7 +513,8 @@ void put_back(const Buffers& buffers, Buffers::const_iterator first) {
 //
 // `stands_in`: for an operator that the GPU would run; the host is not told what has ended. `stops`: where
 // the GPU would wait for an event, as the host does not.
-void run(const char* event, bool stands_in = false, bool stops = false) {
+// `is_alone`: on the GPU's own thread; the host hears of nothing but handlers and signals.
+void run(const char* event, bool stands_in = false, bool stops = false, bool is_alone = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
   {
@@ -545,7 +551,7 @@ void run(const char* event, bool stands_in = false, bool stops = false) {
     if (!buffer->visible.empty()) state().unseen.push_back(buffer);
     state().untold.push_back(buffer);
   }
-  if (!stops) host_hears(last_run());
+  if (!stops && !is_alone) host_hears(last_run());
   if (stands_in && !state().timed && state().seed % 4 < 2) return;
   if (state().timed || state().seed % 4 < 2) return tell_ended();
   Buffers ended;
@@ -658,7 +664,7 @@ void tell_failed() {
 }
 
 void tell_listeners(std::vector<std::function<void()>> blocks) {
-  if (state().seed % 4 < 2) {
+  if (state().seed % 4 < 2 && !state().runs_alone) {
     for (const auto& block : blocks) block();
     return;
   }
@@ -697,6 +703,7 @@ void commit(StreamNumber stream) {
     if (s.tracing) s.trace += "commit\n";
     commit_open(s, stream, By::kTorch);
   }
+  if (s.runs_alone) return later([] { run("", false, false, true); });
   if (s.seed % 2 == 1) run("", false, true);
 }
 
@@ -770,6 +777,13 @@ void simulator_set_executor(simulator_execute execute) {
 void simulator_set_schedule(uint64_t seed) {
   simulator::wait_for_handlers();
   state().seed = seed;
+}
+
+void simulator_run_alone(int on, uint64_t seed) {
+  simulator::wait_for_handlers();
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().runs_alone = on;
+  state().drawn.seed(static_cast<unsigned>(seed) + 1);
 }
 
 void simulator_commit_unseen(void) {
@@ -914,10 +928,10 @@ uint64_t simulator_commits(void) {
 }
 size_t simulator_live_buffers(void) {
   simulator::wait_for_handlers();
-  return simulator::live_buffers();
+  return simulator::live_buffers() - simulator::torch_memory::free_buffers();
 }
 long simulator_live_objects(void) {
   simulator::wait_for_handlers();
-  return simulator::live_objects();
+  return simulator::live_objects() - static_cast<long>(simulator::torch_memory::free_buffers());
 }
 }

@@ -12,6 +12,8 @@ typedef struct {
 
 void simulator_set_executor(simulator_execute execute);
 void simulator_set_schedule(uint64_t seed);
+// Whether the GPU has a thread of its own, which runs what is committed while the host goes on.
+void simulator_run_alone(int on, uint64_t seed);
 // Ends the buffer of the thread's stream as MPSGraph may, which tells no host code.
 void simulator_commit_unseen(void);
 // The most threads that pipelines allow from now on.

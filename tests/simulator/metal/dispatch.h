@@ -16,7 +16,6 @@ class WaitForQueue {
  public:
   WaitForQueue();
   ~WaitForQueue();
-  bool has_released() const { return state_ != nullptr; }
 
  private:
   void* state_;

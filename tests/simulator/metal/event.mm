@@ -177,12 +177,6 @@ void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber 
   const auto act = [awaited, value, line] {
     if (!awaited->has_reached(value)) simulator::tell_failed();
     if (!awaited->has_reached(value)) {
-      const simulator::WaitForQueue waiting;
-      if (waiting.has_released()) {
-        simulator::report(line +
-                          ": the GPU waits for an event, and for the GPU a thread that holds Python's lock: "
-                          "another one of Python's cannot signal the event");
-      }
       if (!awaited->wait(value, limit)) {
         simulator::report(line + ": the GPU waits for the value " + std::to_string(value) +
                           " of an event, and nobody signals it; it has " + std::to_string(awaited->value));

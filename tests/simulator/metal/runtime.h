@@ -98,7 +98,11 @@ std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is
 size_t live_buffers();
 size_t live_bytes();
 
-// --- torch (device/torch.cpp)
+// --- torch (device/torch.cpp, torch_memory.cpp)
+
+namespace torch_memory {
+size_t free_buffers();  // that no tensor has: torch keeps them
+}
 
 struct CommandBuffer;
 // What torch does to a buffer that it commits, and, with `waits`, waits for.

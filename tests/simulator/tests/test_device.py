@@ -8,6 +8,7 @@ import pytest
 import simulator
 import torch
 import torch.nn.functional as F
+from simulator.errors import SimulatorError
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -185,12 +186,23 @@ def test_events_and_streams():
     start.record()
     torch.ones(3, device="mps")
     end.record()
-    end.synchronize()
+    torch.mps.synchronize()
     assert end.query() and 0 <= start.elapsed_time(end) < 10_000
     event = torch.Event("mps")
     event.record()
     event.synchronize()
     torch.accelerator.current_stream().synchronize()
+
+
+@pytest.mark.parametrize("wait", [lambda start, end: end.synchronize(), torch.mps.Event.elapsed_time])
+def test_a_second_wait_for_an_event_is_found(wait):
+    start, end = torch.mps.Event(enable_timing=True), torch.mps.Event(enable_timing=True)
+    start.record(), end.record()
+    wait(start, end)
+    with pytest.raises(SimulatorError, match="the host has waited for the end event before"):
+        start.elapsed_time(end)
+    end.record()
+    assert start.elapsed_time(end) >= 0
 
 
 def test_pinned_memory():
@@ -202,6 +214,68 @@ def test_memory_statistics():
     x = torch.empty(1000, device="mps")
     assert torch.mps.current_allocated_memory() - before == x.nbytes
     torch.mps.empty_cache()
+
+
+MIB = 1 << 20
+
+
+def test_memory_is_recycled_with_what_is_in_it(simulated):
+    """A program that rests on new memory being NaN, or zero, is seen to: it has what was freed last."""
+    x = torch.full((100,), 7.0, device="mps")
+    with simulated.torch_memory():
+        before, live = torch.mps.current_allocated_memory(), simulated.live_buffers()
+        y = x + 1
+        assert torch.mps.current_allocated_memory() - before == 512 and simulated.live_buffers() == live + 1
+        del y
+        assert torch.mps.current_allocated_memory() == before and simulated.live_buffers() == live
+        recycled = torch.empty(100, device="mps")
+        assert (recycled == 8).all() and torch.empty(100, device="mps").isnan().all()
+    assert (recycled == 8).all()
+    del recycled
+    assert torch.empty(100, device="mps").isnan().all()
+    assert simulated.live_buffers() == live
+
+
+def test_the_driver_has_heaps_until_the_cache_is_emptied(simulated):
+    with simulated.torch_memory():
+        before = torch.mps.driver_allocated_memory()
+
+        def heaps() -> int:
+            return (torch.mps.driver_allocated_memory() - before) // MIB
+
+        kept = torch.empty(3, device="mps")
+        assert heaps() == 8
+        large = [torch.empty(size * MIB, dtype=torch.uint8, device="mps") for size in (1, 2, 9, 10, 500)]
+        assert heaps() == 8 + 32 + 1024
+        alone = torch.empty(599 * MIB + 1, dtype=torch.uint8, device="mps")
+        assert heaps() == 8 + 32 + 1024 + 600
+        del large, alone
+        assert heaps() == 8 + 32 + 1024 + 600
+        torch.mps.empty_cache()
+        assert heaps() == 8
+        del kept
+        torch.mps.empty_cache()
+        assert heaps() == 0
+
+
+def test_the_watermarks(simulated):
+    """From 1.4 of the recommended size on heaps are as small as can be; over 1.7 torch raises its error."""
+    with simulated.torch_memory(1024 * MIB):
+        assert torch.mps.recommended_max_memory() == 1024 * MIB
+        before = torch.mps.driver_allocated_memory()
+        first = torch.empty(600 * MIB, dtype=torch.uint8, device="mps")
+        second = torch.empty(100 * MIB, dtype=torch.uint8, device="mps")
+        assert torch.mps.driver_allocated_memory() - before == 1624 * MIB
+        third = torch.empty(100 * MIB, dtype=torch.uint8, device="mps")  # has room in the heap of 1 GiB
+        text = (
+            r"MPS backend out of memory \(MPS allocated: 1\.59 GiB, .*Tried to allocate 900\.00 MiB on shared"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            torch.empty(900 * MIB, dtype=torch.uint8, device="mps")
+        del first, second, third  # what is cached goes before that
+        assert torch.empty(900 * MIB, dtype=torch.uint8, device="mps").nbytes == 900 * MIB
+        torch.mps.empty_cache()
+        assert torch.mps.driver_allocated_memory() == before
 
 
 def test_save_load_deepcopy():

@@ -4,6 +4,8 @@ pass."""
 import ctypes
 import gc
 import re
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -525,6 +527,26 @@ def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, sched
         assert answered.result() and read == [3.0] and calls.first_of(z) == 7.0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
+    """The host hears of its end without a wait; both go on while one waits for the other."""
+    first, source = calls.signalled() + 1, torch.ones(100)
+    with simulated.own_gpu(seed):
+        y = calls.axpy(x, x, 2.0)
+        calls.watch("a"), calls.commit()
+        assert told(calls, 1) == ["a: 4"]
+        calls.wait_by_gpu(first)
+        z = calls.axpy(y, y, 1.0)
+        sent = source.to("mps", non_blocking=True)  # commits
+        calls.watch("b"), calls.commit()
+        source.fill_(3)  # while the GPU waits: it reads what is there once it goes on
+        calls.signal_by_host(first)
+        assert told(calls, 1) == ["b: 4"]
+        with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the source of a copy to mps"):
+            torch.mps.synchronize()
+        assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
+
+
 def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
     value = calls.signalled() + 7
     with simulated.event_limit(0.05):
@@ -539,16 +561,19 @@ def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
 
 
 @pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
-def test_a_wait_with_pythons_lock_is_found(calls, simulated, x, wait):
-    """Another thread of Python's would have to signal the event."""
-    first = calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(answering(calls, first, lambda: time.sleep(0.02)))
+def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait):
+    """As torch does there: a thread of Python's that would signal the event never runs."""
+    first, may_answer, interval = calls.signalled() + 1, threading.Event(), sys.getswitchinterval()
+    with ThreadPoolExecutor(1) as pool, simulated.event_limit(0.5):
+        answered = pool.submit(answering(calls, first, may_answer.wait))
         ask(calls, first)
-        with pytest.raises(
-            SimulatorError, match=r"test_host.py:\d+: the GPU waits for an event, and for the GPU"
-        ):
-            wait(x)  # in which torch keeps the lock
+        sys.setswitchinterval(1e6)
+        try:
+            may_answer.set()
+            with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the GPU waits for the value"):
+                wait(x)
+        finally:
+            sys.setswitchinterval(interval)
         assert answered.result()
     assert usable(calls)
 

@@ -1,5 +1,6 @@
 """What torch does on a Mac beside its kernels: copies to the CPU, and errors that it stores."""
 
+import contextlib
 import re
 
 import pytest
@@ -9,6 +10,8 @@ from simulator.errors import SimulatorError
 
 VERSIONS = ("2.13", "2.14", "2.15")
 SAYS = re.escape(f"{__file__}:") + r"\d+: a copy to the CPU that does not block is read before the GPU has"
+
+CHANGED = re.escape(f"{__file__}:") + r"\d+: the source of a copy to mps that does not block is changed"
 
 
 @pytest.fixture
@@ -65,6 +68,23 @@ def test_equal_strides_with_holes(x, simulated):
             held[::2].copy_(x[0, ::2], non_blocking=True)
             torch.mps.synchronize()
         assert held.tolist() == expected
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_a_source_that_changes_before_the_gpu_has_read_it(x, simulated, schedule):
+    """Torch keeps one that is freed, and copies one of another type or of other strides."""
+    simulated.set_schedule(schedule)
+    for source in (torch.arange(24.0), torch.arange(24), torch.arange(48.0)[::2]):
+        sent, expected = source.to("mps", torch.float32, non_blocking=True), source.float()
+        del source
+        assert torch.equal(sent.cpu(), expected)
+    for source in (torch.ones(24), torch.ones(24, dtype=torch.int64), torch.ones(48)[::2]):
+        sent = torch.empty(24, device="mps").copy_(source, non_blocking=True)
+        source.fill_(5)
+        is_late = source.is_contiguous() and source.dtype == torch.float32 and schedule % 2 == 0
+        with pytest.raises(SimulatorError, match=CHANGED) if is_late else contextlib.nullcontext():
+            torch.mps.synchronize()
+        assert (sent == (5 if is_late else 1)).all()
 
 
 def test_a_destination_between_words(x):

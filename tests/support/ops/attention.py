@@ -22,8 +22,8 @@ WHOLE = ("attention", "_attention_step")
 STEP = (
     "gate",
     "gate_activation",
-    "k_tail",
-    "v_tail",
+    "key_tail",
+    "value_tail",
     "tail_rate",
     "position",
     "dtype",
@@ -76,11 +76,11 @@ def draw__attention_step(d, may_have_tail: bool = True):
         most = keys // block if kind == "indices" else tail
         indices = torch.randint(-1, most + 2, shape, generator=d.generator).int()
     return {
-        "q": d.values(batch, heads, tokens, width, dtype=dtype),
-        **draw_cache(d, "k", (batch, key_heads, keys, width), dtype, quantised),
-        **draw_cache(d, "v", (batch, key_heads, keys, value_width), dtype, quantised),
+        "query": d.values(batch, heads, tokens, width, dtype=dtype),
+        **draw_cache(d, "key", (batch, key_heads, keys, width), dtype, quantised),
+        **draw_cache(d, "value", (batch, key_heads, keys, value_width), dtype, quantised),
         "scale": d.one(width**-0.5, 1.0),
-        "mask": mask,
+        "attn_mask": mask,
         "window": d.one(None, 1, 4, 128) if kind in ("order", "tail") else None,
         "lookahead": lookahead,
         "key_range": None if kind != "order" else d.maybe(lambda: key_range(d, batch, keys)),
@@ -96,7 +96,7 @@ def draw__attention_step(d, may_have_tail: bool = True):
 
 
 def tail_of(d, shape: tuple[int, ...], widths: tuple[int, int], dtype) -> dict[str, Any]:
-    names = zip(("k_tail", "v_tail"), widths, strict=True)
+    names = zip(("key_tail", "value_tail"), widths, strict=True)
     tail = {name: d.values(*shape, width, dtype=dtype) for name, width in names}
     return {**tail, "tail_rate": d.one(4, 1, 128), "position": d.one(30, 0, 3, 5000)}
 
@@ -149,9 +149,9 @@ def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
 
 def with_tail(a, seen: np.ndarray) -> np.ndarray:
     """How often a token sees the keys, [1, T, S], and those of the tail: [B, Hk or 1, T, S + N]."""
-    batch, _, tokens, _ = a.q.shape
+    batch, _, tokens, _ = a.query.shape
     shape = (batch, 1, tokens) if a.indices is None else a.indices.shape[:3]
-    of_tail = np.zeros((*shape, a.k_tail.shape[2]))
+    of_tail = np.zeros((*shape, a.key_tail.shape[2]))
     for place in np.ndindex(*shape):
         complete = min((a.position + place[2] + 1) // a.tail_rate, of_tail.shape[3])
         selected = range(complete) if a.indices is None else a.indices[place].tolist()
@@ -166,31 +166,31 @@ def expected_attention(a):
 
 
 def expected__attention_step(a):
-    tokens, keys = a.q.shape[2], a.k.shape[2]
+    tokens, keys = a.query.shape[2], a.key.shape[2]
     added = 0.0
-    if a.indices is not None and a.k_tail is None:
+    if a.indices is not None and a.key_tail is None:
         seen = np.zeros((*a.indices.shape[:3], keys))
         for place in np.ndindex(*a.indices.shape):
             first = a.indices[place].item() * a.index_block
             if first >= 0:
                 seen[place[:3]][first : first + a.index_block] += 1
-    elif a.mask is None:
+    elif a.attn_mask is None:
         seen = oracles_sequence.causal(tokens, keys, a.window, a.key_range, a.lookahead)
-    elif a.mask.dtype == torch.bool:
-        seen = a.mask.numpy()
-    elif a.mask.dtype == torch.int32:
-        seen = np.unpackbits(a.mask.numpy().view(np.uint8), axis=-1, bitorder="little")[..., :keys]
+    elif a.attn_mask.dtype == torch.bool:
+        seen = a.attn_mask.numpy()
+    elif a.attn_mask.dtype == torch.int32:
+        seen = np.unpackbits(a.attn_mask.numpy().view(np.uint8), axis=-1, bitorder="little")[..., :keys]
     else:
-        seen = (a.mask > torch.finfo(a.mask.dtype).min).numpy()
-        added = np.where(seen, exact(a.mask), 0.0)
-    k, k_size = cached(a.k, a.k_scales, a.k_biases)
-    v, v_size = cached(a.v, a.v_scales, a.v_biases)
-    if a.k_tail is not None:
+        seen = (a.attn_mask > torch.finfo(a.attn_mask.dtype).min).numpy()
+        added = np.where(seen, exact(a.attn_mask), 0.0)
+    k, k_size = cached(a.key, a.key_scales, a.key_biases)
+    v, v_size = cached(a.value, a.value_scales, a.value_biases)
+    if a.key_tail is not None:
         seen = with_tail(a, seen)
-        k, v = (np.concatenate((x, exact(t)), 2) for x, t in ((k, a.k_tail), (v, a.v_tail)))
+        k, v = (np.concatenate((x, exact(t)), 2) for x, t in ((k, a.key_tail), (v, a.value_tail)))
         k_size, v_size = abs(k), abs(v)
     options = (a.sinks, a.scale, seen, added, a.softcap, (k_size, v_size))
-    value, error = oracles_sequence.attention(a.q, k, v, *options)
+    value, error = oracles_sequence.attention(a.query, k, v, *options)
     if a.gate is not None:
         x = exact(a.gate)
         factor = np.logaddexp(0.0, x) if a.gate_activation == "softplus" else oracles.sigmoid(x)
@@ -228,8 +228,14 @@ def expected__rope_attention_(a):
     """What `_rope_cache_` rounds may be a neighbour of what is rounded here."""
     turned, keys, values = expected__rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
-    named = dict(zip("qkv", (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)), strict=True))
-    none = ("mask", "indices", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
+    named = dict(
+        zip(
+            ("query", "key", "value"),
+            (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)),
+            strict=True,
+        )
+    )
+    none = ("attn_mask", "indices", "key_tail", "key_scales", "key_biases", "value_scales", "value_biases")
     (out,) = expected__attention_step(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
     errors = (oracles.spacing(x, a.q.dtype) + each.error for x, each in ((q, turned), (k, keys), (v, values)))
     q_error, k_error, v_error = (np.broadcast_to(e, x.shape) for e, x in zip(errors, (q, k, v), strict=True))
@@ -254,35 +260,35 @@ def invalid__rope_attention_(zeros):
 def invalid_attention(zeros):
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
-        **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
-        **{"v": zeros(2, 2, 9, 8, dtype=torch.int32), "v_scales": scales, "v_biases": scales},
+        **{"query": zeros(2, 4, T, 32), "key_scales": scales, "key_biases": scales},
+        **{"value": zeros(2, 2, 9, 8, dtype=torch.int32), "value_scales": scales, "value_biases": scales},
     }
     mask = zeros(1, 1, T, 9)
     indices = zeros(2, 1, T, 4, dtype=torch.int32)
     return [
-        wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
+        wrong("value's head dimension must be between 1 and 512, got 513", value=zeros(2, 2, 9, 513)),
         wrong("between 1 and 1024", index_block=0, indices=indices),
         wrong("1 without indices", index_block=2),
         wrong("None beside indices, which hold it", window=4, indices=indices),
-        wrong("None beside indices, which hold it", mask=mask, indices=indices),
-        wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=mask),
+        wrong("None beside indices, which hold it", attn_mask=mask, indices=indices),
+        wrong("0 beside a mask or indices, which hold it", lookahead=1, attn_mask=mask),
         wrong("0 beside a mask or indices, which hold it", lookahead=1, indices=indices),
         wrong("above 0 and finite", softcap=0.0),
         wrong(
-            "k_scales must be of a last dimension of 16 / 32 or 64 or 128",
-            k=zeros(2, 2, 9, 4, dtype=torch.int32),
+            "key_scales must be of a last dimension of 16 / 32 or 64 or 128",
+            key=zeros(2, 2, 9, 4, dtype=torch.int32),
             **eight_bits,
         ),
     ]
 
 
 def invalid__attention_step(zeros):
-    beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
+    beside = {"key_tail": zeros(2, 2, 5, 16), "value_tail": zeros(2, 2, 5, 8)}
     indices = zeros(2, 1, T, 4, dtype=torch.int32)
     return [
         *invalid_attention(zeros),
-        wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
-        wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
+        wrong("key_tail must be None unless keys and values have a tail", key_tail=zeros(2, 2, 5, 16)),
+        wrong("value_tail must be None unless keys and values have a tail", value_tail=zeros(2, 2, 5, 8)),
         wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
         wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
         wrong("index_block must be between 1 and 1 beside a tail", index_block=2, **beside, indices=indices),

@@ -36,8 +36,8 @@ def draw__expert_activation_backward(d):
 
 def draw__moe_weighted_reduce_backward(d):
     given = draw_moe_weighted_reduce(d)
-    slots, weights = given["expert_out"], given["weights"]
-    return {"expert_out": slots, "weights": weights}
+    slots, weights = given["expert_out"], given["topk_weights"]
+    return {"expert_out": slots, "topk_weights": weights}
 
 
 def draw_weighted_sum_stacked(d):
@@ -53,7 +53,7 @@ def draw_moe_weighted_reduce(d):
     shared_out = d.maybe(lambda: d.values(tokens, width, dtype=dtype))
     shared_gate = None if shared_out is None else d.maybe(lambda: d.values(*d.one((tokens,), (tokens, 1))))
     return {
-        "weights": d.values(tokens, top_k),
+        "topk_weights": d.values(tokens, top_k),
         "expert_out": d.values(*shape, dtype=dtype),
         "shared_gate": shared_gate,
         "shared_out": shared_out,
@@ -121,7 +121,7 @@ def expected__expert_activation_backward(a):
 
 
 def expected__moe_weighted_reduce_backward(a):
-    dy, weights = exact(a.dy)[:, None], exact(a.weights)
+    dy, weights = exact(a.dy)[:, None], exact(a.topk_weights)
     slots = exact(a.expert_out).reshape(*weights.shape, dy.shape[-1])
     error = (8 + dy.shape[-1]) * FLOAT32_EPS * (abs(slots) * abs(dy)).sum(-1)
     of_slots = (weights[..., None] * dy).reshape(a.expert_out.shape)
@@ -129,15 +129,15 @@ def expected__moe_weighted_reduce_backward(a):
 
 
 def expected_weighted_sum_stacked(a):
-    return [weighted(exact(a.expert_out), exact(a.weights))]
+    return [weighted(exact(a.expert_out), exact(a.topk_weights))]
 
 
 def expected_weighted_sum_residual_stacked_(a):
-    return [weighted(exact(a.expert_out), exact(a.weights), exact(a.residual_))]
+    return [weighted(exact(a.expert_out), exact(a.topk_weights), exact(a.residual_))]
 
 
 def expected_weighted_sum_residual_norm_stacked_(a):
-    total = weighted(exact(a.expert_out), exact(a.weights), exact(a.residual_))
+    total = weighted(exact(a.expert_out), exact(a.topk_weights), exact(a.residual_))
     dtype = a.residual_.dtype
     error = total.error + oracles.spacing(total.value, dtype)
     rounded = oracles.round_to(total.value, dtype)
@@ -145,12 +145,12 @@ def expected_weighted_sum_residual_norm_stacked_(a):
 
 
 def expected_moe_weighted_reduce(a):
-    arguments = [given(x) for x in (a.weights, a.expert_out, a.shared_gate, a.shared_out, a.residual)]
+    arguments = [given(x) for x in (a.topk_weights, a.expert_out, a.shared_gate, a.shared_out, a.residual)]
     value = oracles.weighted_reduce(*arguments, a.gate_is_logit)
     sizes = [None if x is None else abs(x) for x in arguments]
     if a.gate_is_logit:
         sizes[2] = oracles.sigmoid(arguments[2]) * (1 + abs(arguments[2]))
-    return [summed(value, oracles.weighted_reduce(*sizes), a.weights.shape[1])]
+    return [summed(value, oracles.weighted_reduce(*sizes), a.topk_weights.shape[1])]
 
 
 def invalid_tail(zeros):

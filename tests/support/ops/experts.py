@@ -30,8 +30,8 @@ def layer_of_experts(d, sizes: tuple[int, ...]) -> tuple[tuple, dict[str, Any], 
     dtype = d.dtype()
     around = {
         "x": d.values(tokens, shape[3], dtype=dtype),
-        "ids": d.ids(tokens, slots, experts=shape[2]),
-        "weights": d.values(tokens, slots),
+        "topk_ids": d.ids(tokens, slots, experts=shape[2]),
+        "topk_weights": d.values(tokens, slots),
     }
     return shape, around, d.options_of_experts(shape, dtype)
 
@@ -43,7 +43,7 @@ def draw_expert_mm(d):
     return {
         "x": d.values(tokens, slots, hidden, dtype=dtype) if d.flag() else around["x"],
         "weight": d.values(experts, *matrix, dtype=dtype, scale=hidden**-0.5),
-        "ids": around["ids"],
+        "topk_ids": around["topk_ids"],
         "bias": d.maybe(lambda: d.values(experts, rows)),
         "transposed": transposed,
     }
@@ -56,7 +56,7 @@ def draw__expert_outer(d):
     return {
         "dy": d.values(tokens, slots, left, dtype=dtype),
         "x": d.values(*shape, dtype=dtype),
-        "ids": around["ids"],
+        "topk_ids": around["topk_ids"],
         "num_experts": experts,
     }
 
@@ -91,8 +91,8 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
                 input_rows(a),
                 gate_up,
                 down,
-                a.ids,
-                a.weights,
+                a.topk_ids,
+                a.topk_weights,
                 options,
                 rounded_weight=rounded_weight,
             )
@@ -102,21 +102,21 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
 
 def expected_expert_mm(a):
     weight = exact(a.weight).swapaxes(1, 2) if a.transposed else exact(a.weight)
-    return [estimated(oracles_experts.expert_mm(a.x, weight, a.ids, a.bias))]
+    return [estimated(oracles_experts.expert_mm(a.x, weight, a.topk_ids, a.bias))]
 
 
 def expected__expert_outer(a):
     left, right = exact(a.dy), exact(a.x)
     value = np.zeros((a.num_experts, left.shape[2], right.shape[-1]))
     size = np.zeros_like(value)
-    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.num_experts):
+    for e, t, k in oracles_experts.pairs_by_expert(a.topk_ids, a.num_experts):
         of_right = right[t, k] if right.ndim == 3 else right[t]
         value[e] = left[t, k].T @ of_right
         size[e] = abs(left[t, k]).T @ abs(of_right)
-    return [Expected(value, (8 + a.ids.numel()) * FLOAT32_EPS * size)]
+    return [Expected(value, (8 + a.topk_ids.numel()) * FLOAT32_EPS * size)]
 
 
-OF_TOKENS = ("x", "ids", "weights", "logits", "shared_out", "residual")
+OF_TOKENS = ("x", "topk_ids", "topk_weights", "logits", "shared_out", "residual")
 
 
 def in_rows(a) -> SimpleNamespace:

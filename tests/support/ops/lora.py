@@ -35,13 +35,13 @@ def draw_linear_lora(d):
 
 def draw_expert_lora(d):
     (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
-    dtype, ids = around["x"].dtype, around["ids"]
+    dtype, ids = around["x"].dtype, around["topk_ids"]
     listed = zip(("pair_order", "offsets"), packet("moe_bucket")(ids, experts), strict=True)
     return {
         "added": d.values(tokens, slots, rows, dtype=dtype),
         "x": d.values(tokens, slots, hidden, dtype=dtype) if d.flag() else around["x"],
         **draw_factors(d, experts, hidden, rows),
-        "ids": ids,
+        "topk_ids": ids,
         "num_experts": experts,
         **(dict(listed) if d.flag() else {"pair_order": None, "offsets": None}),
     }
@@ -49,7 +49,7 @@ def draw_expert_lora(d):
 
 def draw__expert_lora_backward(d):
     call = draw_expert_lora(d)
-    listed = packet("moe_bucket")(call["ids"], call["num_experts"])
+    listed = packet("moe_bucket")(call["topk_ids"], call["num_experts"])
     return {"dy": call.pop("added"), **call, **dict(zip(("pair_order", "offsets"), listed, strict=True))}
 
 
@@ -68,7 +68,7 @@ def of_experts(a) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, tuple]]:
     """For each expert with pairs: its A [r, H], its B [N, r], its rows, and their numbers (e, t, k)."""
     all_a, all_b, x = exact(a.a), exact(a.b), exact(a.x)
     rank = all_a.shape[0] // a.num_experts
-    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.num_experts):
+    for e, t, k in oracles_experts.pairs_by_expert(a.topk_ids, a.num_experts):
         rows = x[t, k] if x.ndim == 3 else x[t]
         yield all_a[e * rank : (e + 1) * rank], all_b[:, e :: a.num_experts], rows, (e, t, k)
 
@@ -77,7 +77,7 @@ def is_listed(a) -> bool:
     """Whether the list of pairs is that of the ids; with another one every result is right."""
     if a.pair_order is None:
         return True
-    order, offsets = packet("moe_bucket")(a.ids, a.num_experts)
+    order, offsets = packet("moe_bucket")(a.topk_ids, a.num_experts)
     return torch.equal(a.pair_order, order) and torch.equal(a.offsets, offsets)
 
 
@@ -99,7 +99,7 @@ def expected__expert_lora_backward(a):
             outs[0][t, k] = gradient @ own
             outs[1][e * rank : (e + 1) * rank] = gradient.T @ x
             outs[2][:, e :: a.num_experts] = sign(np.float64(a.scaling)) * (y.T @ (x @ own.T))
-    terms = 8 + math.sqrt(sum(a.a.shape) + sum(a.b.shape)) + a.ids.numel()
+    terms = 8 + math.sqrt(sum(a.a.shape) + sum(a.b.shape)) + a.topk_ids.numel()
     errors = [terms * FLOAT32_EPS * size for size in sizes]
     if a.x.ndim == 2:  # a slot may be rounded before it is added
         errors[0] = errors[0].sum(1) + roundoff(a.x.dtype) * sizes[0].sum(1)

@@ -38,7 +38,7 @@ def draw_expert_qmm(d):
     rows = d.one(8, 1, 33, 64)
     x = d.values(tokens, slots, hidden, dtype=around["x"].dtype) if d.flag() else around["x"]
     return {
-        **{"x": x, "ids": around["ids"], "format": form},
+        **{"x": x, "topk_ids": around["topk_ids"], "format": form},
         **draw_weight(d, "", experts, rows, hidden, form),
         "bias": d.maybe(lambda: d.values(experts, rows)),
     }
@@ -58,11 +58,11 @@ def draw_moe_experts_quantized(d):
     rows = 2 * inner if options["gated"] else inner
     if slots <= experts and d.flag():
         router = d.completed("moe_router", draw_moe_router(d, (experts, slots), tokens))
-        around |= {"ids": None, "weights": None}
+        around |= {"topk_ids": None, "topk_weights": None}
         around |= router
     matrices = draw_weight(d, "gate_up_", experts, rows, hidden, form)
     matrices |= draw_weight(d, "down_", experts, hidden, inner, down)
-    if around["ids"] is None and d.flag():
+    if around["topk_ids"] is None and d.flag():
         options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
         matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
     return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
@@ -74,7 +74,7 @@ def draw__expert_qmm_transposed(d):
     rows = d.one(8, 1, 33, 64)
     return {
         "dy": d.values(tokens, slots, rows, dtype=around["x"].dtype),
-        **{"ids": around["ids"], "format": form, "sums": d.flag()},
+        **{"topk_ids": around["topk_ids"], "format": form, "sums": d.flag()},
         **draw_weight(d, "", experts, rows, hidden, form),
     }
 
@@ -98,12 +98,12 @@ def flat_rows(a) -> Estimate:
 
 
 def expected_expert_qmm(a):
-    return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.ids, a.bias, rounded_weight=True))]
+    return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.topk_ids, a.bias, rounded_weight=True))]
 
 
 def expected__expert_qmm_transposed(a):
     matrices = dense(a).swapaxes(1, 2)
-    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=a.dy.dtype)
+    slots = oracles_experts.expert_mm(a.dy, matrices, a.topk_ids, dtype=a.dy.dtype)
     if not a.sums:
         return [estimated(slots)]
     deviation = np.sqrt((slots.deviation**2).sum(1))
@@ -115,8 +115,8 @@ def expected_moe_experts_quantized(a):
     sure: Any = True
     if a.logits is not None:
         weights, ids = expected_moe_router(a)
-        a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
-        a.ids, sure = torch.from_numpy(ids.value), ids.known
+        a = SimpleNamespace(**vars(a) | {"topk_weights": Estimate(weights.value, weights.error)})
+        a.topk_ids, sure = torch.from_numpy(ids.value), ids.known
     if a.shared_gate_up_packed is not None:
         other = {} if a.shared_activation is None else {"activation": a.shared_activation}
         shared = mlp(SimpleNamespace(**vars(a) | other), "shared_")
@@ -133,6 +133,7 @@ def mlp(a, prefix="") -> Estimate:
 
 def invalid_expert_qmm(zeros):
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
+    nvfp4 = mxfp4 | {"format": "nvfp4_global", "scales": zeros(E, I, 4, dtype=torch.uint8)}
     return [
         wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
         wrong("H, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
@@ -141,6 +142,16 @@ def invalid_expert_qmm(zeros):
             **mxfp4 | {"biases": zeros(E, I, 2)},
         ),
         wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
+        wrong("biases must be a tensor for format nvfp4_global, got None", **nvfp4),
+        wrong(
+            "biases must be of shape [E, N, 1] = (8, 32, 1), got (8, 32, 4)",
+            **nvfp4 | {"biases": zeros(E, I, 4, dtype=torch.int32)},
+        ),
+        wrong("biases must be int32, got float32", **nvfp4 | {"biases": zeros(E, I, 1)}),
+        wrong(
+            "scales must be int32",
+            **mxfp4 | {"format": "fp8_32", "packed": zeros(E, I, 16, dtype=torch.int32)},
+        ),
     ]
 
 
@@ -152,7 +163,7 @@ def invalid__expert_qmm_transposed(zeros):
 
 
 def invalid_moe_experts_quantized(zeros):
-    chosen = {"ids": None, "weights": None, "logits": zeros(T, E), "top_k": 2}
+    chosen = {"topk_ids": None, "topk_weights": None, "logits": zeros(T, E), "top_k": 2}
     weights = {
         name: tensor[0]
         for name, tensor in sample_arguments(

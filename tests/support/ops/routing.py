@@ -75,7 +75,7 @@ def draw_moe_gate(d):
 
 def draw_moe_bucket(d):
     experts = d.one(8, 1, 33, 1024)
-    return {"ids": d.ids(d.count(), d.one(1, 2, 8, 0), experts=experts), "num_experts": experts}
+    return {"topk_ids": d.ids(d.count(), d.one(1, 2, 8, 0), experts=experts), "num_experts": experts}
 
 
 def draw_moe_compute_ids_tpe(d):
@@ -179,14 +179,14 @@ def expected_moe_gate(a):
 
 
 def expected_moe_bucket(a):
-    lists, rest = oracles.pairs_of_experts(a.ids.numpy(), a.num_experts)
+    lists, rest = oracles.pairs_of_experts(a.topk_ids.numpy(), a.num_experts)
     offsets = np.cumsum([0, *map(len, lists)])
     return [Expected(np.array([p for pairs in lists for p in pairs] + rest)), Expected(offsets)]
 
 
 def expected_moe_compute_ids_tpe(a):
-    lists, _ = oracles.pairs_of_experts(a.ids.numpy(), a.num_experts)
-    pairs = a.ids.numel()
+    lists, _ = oracles.pairs_of_experts(a.topk_ids.numpy(), a.num_experts)
+    pairs = a.topk_ids.numel()
     padded = np.array([p + [-1] * (pairs - len(p)) for p in lists]).reshape(a.num_experts, pairs)
     counts = np.array([len(p) for p in lists])
     tiles = max(1, -(-counts.max() // 32))

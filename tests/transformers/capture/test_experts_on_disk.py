@@ -1,6 +1,5 @@
 """Captured tokens of models whose experts are on the disk: the GPU waits for them, the host does not."""
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -109,21 +108,15 @@ def test_events_of_a_token(simulated, load, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")
-def test_a_step_ahead(simulated, load, monkeypatch):
+def test_a_step_ahead(simulated, load):
     """The host encodes the next token while the disk is slow with the experts of this one."""
     resident, model = load(), load(experts_memory="1GB")
-    preadv = os.preadv
-
-    def slow(*args):
-        time.sleep(0.005)
-        return preadv(*args)
-
-    monkeypatch.setattr(os, "preadv", slow)
     ids = prompt(1, 9).to("mps")
     expected = generate(resident, ids)
-    for schedule in range(3):
-        simulated.set_schedule(schedule)
-        assert torch.equal(generate(model, ids), expected)
+    with simulated.reads(lambda file, offset, size: (time.sleep(0.005), size)[1]):
+        for schedule in range(3):
+            simulated.set_schedule(schedule)
+            assert torch.equal(generate(model, ids), expected)
     assert is_captured(model) and expert_pools(model).counters.misses > 0
 
 
@@ -174,7 +167,7 @@ def test_threads_that_share_a_model(load, captured, monkeypatch):
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")
-def test_an_error_of_the_disk_ends_one_answer(simulated, load, monkeypatch):
+def test_an_error_of_the_disk_ends_one_answer(simulated, load):
     """In a captured token, with one error where it is read; the next answer is right."""
     resident, model = load(), load(experts_memory="1GB")
     ids = prompt(1, 9).to("mps")
@@ -187,10 +180,7 @@ def test_an_error_of_the_disk_ends_one_answer(simulated, load, monkeypatch):
         def fails(*args):
             raise OSError(5, "Input/output error")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", fails)
-            with pytest.raises(
-                torch.AcceleratorError, match=r"experts of model.layers.* cannot be read: .*Input/out"
-            ):
-                talk.tokens(8)
+        says = r"experts of model.layers.* cannot be read: .*Input/out"
+        with simulated.reads(fails), pytest.raises(torch.AcceleratorError, match=says):
+            talk.tokens(8)
     assert torch.equal(generate(model, ids), expected)

@@ -166,4 +166,4 @@ def test_libraries_of_formats(simulated):
     format = calls.FORMATS[0]
     names = tensor_units.libraries([torch.float16], [format])
     assert names == [f"tensor_units_{name}_f16" for name in ("dense", str(format))]
-    assert len(tensor_units.libraries(calls.DTYPES, calls.FORMATS)) == 2 * (1 + 46)
+    assert len(tensor_units.libraries(calls.DTYPES, calls.FORMATS)) == 2 * (1 + 49)

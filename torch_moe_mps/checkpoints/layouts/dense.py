@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._faults import release_cache
 from ...ops._checks import Check
-from ...quantization import Format, QuantizedWeight
+from ...quantization import QuantizedWeight
 from ...transformers.basics.report import QuantizationReport
 from ..gguf.reading import Dense, checked_file
 from ..quantize.streaming import QuantizeParameters
@@ -58,17 +58,11 @@ class StreamingLayout(Layout):
         Args:
             wanted: weights to quantise. Targets that have the format asked for already stay.
         """
-        dropped = {name for name, target in self.targets.items() if self.is_float8(target)}
+        dropped = {name for name, target in self.targets.items() if _is_float8(target)}
         dropped |= {name for name, other in tied_pairs(tied_layers(self.model)) if other in dropped}
         for name in dropped & self.targets.keys():
-            formats = self.targets[name].formats
-            is_same = name in wanted and wanted[name].formats == formats
-            if not (is_same and all(map(is_mxfp8, formats.values()))):
+            if name not in wanted or wanted[name].formats != self.targets[name].formats:
                 del self.targets[name]
-
-    def is_float8(self, target: Target) -> bool:
-        """True if the checkpoint has the weights of a target in 8-bit floats."""
-        return all(map(is_mxfp8, target.formats.values()))
 
     @property
     def operation(self) -> QuantizeParameters:
@@ -144,8 +138,9 @@ class DenseLayout(StreamingLayout):
         return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
 
 
-def is_mxfp8(format: Format) -> bool:
-    return format.mode == "mxfp8"
+def _is_float8(target: Target) -> bool:
+    """True if the checkpoint has the weights of a target in 8-bit floats."""
+    return all(format.number_type == "e4m3" for format in target.formats.values())
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:

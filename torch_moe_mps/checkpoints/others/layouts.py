@@ -2,8 +2,7 @@
 
 Integers stand for (q - zero) * scale, which is q * scale + bias with bias = -zero * scale: exact where zero
 is a power of two, as without zero points, else rounded once to the scales' dtype. The packed codes of
-compressed-tensors, and of GPTQ once transposed, are ours bit for bit. Floating-point codes
-keep their bits where a format's scales can hold their multipliers; elsewhere the values are requantised.
+compressed-tensors, and of GPTQ once transposed, are ours bit for bit, as floating-point codes are.
 """
 
 import functools
@@ -16,9 +15,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...ops._checks import Check
-from ...ops._formats import e4m3, pack, unpack
+from ...ops._formats import pack, unpack
 from ...quantization import Format, QuantizedWeight
-from ...quantization.formats import ErrorSums, quantize_stack
+from ...quantization.formats import ErrorSums
 from ..layouts.checking import check_tensor
 from ..layouts.files import tensors_in
 from ..quantize.weights import as_int32
@@ -28,6 +27,7 @@ _CHECK = Check("load")
 # Scales of activations, keys and values, which are not read.
 UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$|\.qscale_act$"
 _GROUPS = (128, 64, 32)
+_FP8_GROUPS = (128, 32)
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in an int32, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # ends of e8m0
 _AT_ONCE = 1 << 18  # values whose magnitudes are added up at a time
@@ -74,22 +74,19 @@ class Matrix(NamedTuple):
         read: makes the weight of them, and adds what that changes to the sums.
         format: of the weight.
         again: where the format rests on the values of scales, the same matrix in the format for any.
-        values: float32 [rows, columns], where the format holds others.
-        is_float8: whether the checkpoint has 8-bit floats.
     """
 
     names: tuple[str, ...]
     read: Callable[[list[Tensor], ErrorSums], QuantizedWeight]
     format: Format
     again: Callable[[], "Matrix"] | None = None
-    values: Callable[[list[Tensor]], Tensor] | None = None
-    is_float8: bool = False
 
     def dense(self, tensors: list[Tensor]) -> Tensor:
-        """Dequantised values of the tensors."""
-        if self.values is not None:
-            return self.values(tensors)
-        return self.read(tensors, ErrorSums()).values(slice(None))
+        """Dequantised values of the tensors, in float32."""
+        weight = self.read(tensors, ErrorSums())
+        if weight.packed.dim() == 2:
+            return weight.values(slice(None))
+        return torch.stack([weight.values(expert) for expert in range(len(weight.packed))])
 
 
 def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
@@ -178,13 +175,17 @@ class Stored:
         parts = (part for part, tensor in self.declared.items() if tensor.needed and part != "g_idx")
         return Matrix(tuple(map(self.name, parts)), made, format)
 
-    def _affine(self) -> Format:
-        """Group-wise affine format whose groups divide the blocks of the scales."""
+    def _group(self, sizes: Sequence[int]) -> int:
+        """The first group size that divides the columns and the blocks of the scales."""
         size = min(self.scheme.block[1] or self.columns, self.columns)
-        fits = [group for group in _GROUPS if size % group == 0 and self.columns % group == 0]
+        fits = [group for group in sizes if size % group == 0 and self.columns % group == 0]
         if not fits:
             _CHECK.fail(self.module, "in groups of a multiple of 32 columns", size)
-        return Format(self.scheme.bits, fits[0])
+        return fits[0]
+
+    def _affine(self) -> Format:
+        """Group-wise affine format whose groups divide the blocks of the scales."""
+        return Format(self.scheme.bits, self._group(_GROUPS))
 
     def _spread(self, scales: Tensor, group_size: int) -> Tensor:
         """Scales [rows, columns / group_size], repeated from blocks to groups."""
@@ -278,63 +279,43 @@ class Stored:
         return self._made(read, format)
 
     def _nvfp4(self) -> Matrix:
-        """NVFP4, whose scales times the matrix's factor no format holds: requantised."""
-        divides, format = self.scheme.codes == "weight_packed", Format(6, 32)
-        factor = "weight_global_scale" if divides else "weight_scale_2"
+        """NVFP4 with a factor of the matrix, which divides the scales of compressed-tensors."""
+        divides, format = self.scheme.codes == "weight_packed", Format.named("nvfp4_global")
+        name = "weight_global_scale" if divides else "weight_scale_2"
+        if not 2.0**-100 <= (value := float(self.read(name))) <= 2.0**100:  # beyond, values leave float32
+            _CHECK.fail(self.files.label(self.name(name)), "between 2^-100 and 2^100", f"{value:g}")
 
-        def wanted(scales: Tensor, factor: Tensor) -> Tensor:
-            scales, factor = scales.float(), factor.float()
-            return scales / factor if divides else scales * factor
+        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, factor: Tensor) -> QuantizedWeight:
+            scales = self._finite("weight_scale", scales)
+            factor = factor.float().reciprocal() if divides else factor.float()
+            factors = factor.view(1, 1).expand(self.rows, 1).contiguous().view(torch.int32)
+            return QuantizedWeight(packed.contiguous().view(torch.int32), scales, factors, format)
 
-        whole = self.read(factor)
-        if not 2.0**-100 <= (value := float(whole)) <= 2.0**100:  # beyond, scales leave 16 bits
-            _CHECK.fail(self.files.label(self.name(factor)), "between 2^-100 and 2^100", f"{value:g}")
-        if not bool(wanted(self.read("weight_scale"), whole).isfinite().all()):
-            _CHECK.fail(self.files.label(self.name("weight_scale")), "finite", "NaN")
+        return self._made(read, format)
 
-        def values(tensors: list[Tensor]) -> Tensor:
-            codes = unpack(tensors[0].contiguous().view(torch.int32), Format(mode="nvfp4"))
-            return (codes.unflatten(-1, (-1, 16)) * wanted(*tensors[1:]).unsqueeze(-1)).flatten(-2)
-
-        def read(errors: ErrorSums, *tensors: Tensor) -> QuantizedWeight:
-            return _again(values([*tensors]), format, errors)
-
-        return self._made(read, format)._replace(values=values)
-
-    def _fp8(self, may_keep: bool = True) -> Matrix:
-        """FP8 with a scale a block: mxfp8 where scales are powers of two, else requantised."""
+    def _fp8(self, may_be_mx: bool = True) -> Matrix:
+        """FP8 with a scale a block: mxfp8 where scales are powers of two, else with float32 scales."""
         part = self.scheme.scale
         if (wide := self.scheme.block[1] or self.columns) % 32 and wide < self.columns:
             _CHECK.fail(self.files.label(self.name(part)), "for blocks of a multiple of 32 columns", wide)
-        result = self._for_groups(self.read(part))
-        exact = may_keep and bool((result.frexp().mantissa == 0.5).all())
-        exact = exact and bool(((result >= _LEAST) & (result <= _MOST)).all())
-        format = Format(mode="mxfp8") if exact else Format(8, 32)
-
-        def finite(codes: Tensor) -> Tensor:
-            codes = codes.contiguous().view(torch.uint8)
-            if bool(((codes & 0x7F) == 0x7F).any()):
-                _CHECK.fail(self.files.label(self.name("weight")), "finite", "NaN")
-            return codes
-
-        def values(tensors: list[Tensor]) -> Tensor:
-            groups = e4m3(finite(tensors[0])).unflatten(-1, (-1, 32))
-            return (groups * self._for_groups(tensors[1]).unsqueeze(-1)).flatten(-2)
+        stored = _floats(self.read(part))
+        is_mx = may_be_mx and bool((stored.frexp().mantissa == 0.5).all())
+        is_mx = is_mx and bool(((stored >= _LEAST) & (stored <= _MOST)).all())
+        format = Format(mode="mxfp8") if is_mx else Format.named(f"fp8_{self._group(_FP8_GROUPS)}")
 
         def read(errors: ErrorSums, codes: Tensor, scales: Tensor) -> QuantizedWeight:
-            if not exact:
-                return _again(values([codes, scales]), format, errors)
-            exponents = (self._for_groups(scales).log2() + 127).to(torch.uint8)
-            return QuantizedWeight(finite(codes).view(torch.int32), exponents, None, format)
+            scales = self._spread(_floats(scales), format.group_size).contiguous()
+            scales = (scales.log2() + 127).to(torch.uint8) if is_mx else scales.view(torch.int32)
+            return QuantizedWeight(self._finite("weight", codes).view(torch.int32), scales, None, format)
 
-        matrix = self._made(read, format)
-        again = functools.partial(self._fp8, may_keep=False)
-        return matrix._replace(again=again, values=values, is_float8=True)
+        return self._made(read, format)._replace(again=functools.partial(self._fp8, may_be_mx=False))
 
-    def _for_groups(self, scales: Tensor) -> Tensor:
-        """float32 scales for each 32 columns; uint8 scales are exponents."""
-        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-        return self._spread(scales, 32)
+    def _finite(self, part: str, codes: Tensor) -> Tensor:
+        """The bytes of e4m3 numbers. Raises: ValueError for NaN."""
+        codes = codes.contiguous().view(torch.uint8)
+        if bool(((codes & 0x7F) == 0x7F).any()):
+            _CHECK.fail(self.files.label(self.name(part)), "finite", "NaN")
+        return codes
 
 
 class StackedExperts:
@@ -381,12 +362,7 @@ class StackedExperts:
             added = None if biases[0] is None else torch.stack(biases)
             return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, result[0].format)
 
-        def values(tensors: list[Tensor]) -> Tensor:
-            pairs = zip(self.experts, result, strict=True)
-            return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
-
-        is_float8 = all(matrix.is_float8 for matrix in result)
-        return Matrix(names, read, result[0].format, values=values, is_float8=is_float8)
+        return Matrix(names, read, result[0].format)
 
 
 class _Expert(TensorFiles):
@@ -423,9 +399,9 @@ class _Expert(TensorFiles):
         return tensor.mT.contiguous() if self._turned and tensor.dim() == 2 else tensor
 
 
-def _again(values: Tensor, format: Format, errors: ErrorSums) -> QuantizedWeight:
-    """Requantises float32 values, via bfloat16."""
-    return quantize_stack(values.bfloat16().unsqueeze(0), format, errors).map(lambda tensor: tensor[0])
+def _floats(scales: Tensor) -> Tensor:
+    """Scales in float32; uint8 scales are exponents."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def _awq_codes(packed: Tensor) -> Tensor:

@@ -257,11 +257,6 @@ class OthersLayout(StreamingLayout):
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def is_float8(self, target: Target) -> bool:
-        """True if all matrices of a target are 8-bit floats."""
-        matrices = [part.matrix for p in target.formats for part in self._parts[f"{target.name}.{p}"]]
-        return bool(matrices) and all(matrix.is_float8 for matrix in matrices)
-
     def conversions(self, others: list) -> list:
         """Converters of quantised weights, once targets have them, in front of the others."""
         rows = [self._row(name, parts) for name, parts in self._parts.items()]

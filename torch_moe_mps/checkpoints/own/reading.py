@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ...quantization import Format, QuantizedWeight, dequantize
@@ -20,8 +21,6 @@ from .config import QuantizationConfig
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
-
-_MXFP8 = Format(mode="mxfp8")
 
 
 class OwnLayout(StreamingLayout):
@@ -61,12 +60,13 @@ class OwnLayout(StreamingLayout):
         ]
 
     def _dequantized(self, target: Target, parameter: str) -> NamedConverter:
-        """Converter of MXFP8 in our layout to a dense parameter, which a recipe may quantise."""
+        """Converter of 8-bit floats in our layout to a dense parameter, which a recipe may quantise."""
         packed, scales, _ = (f"{target.name}.{part}" for part in quantized_names(parameter))
         is_transposed = target.experts.is_transposed if target.kind == "experts" else target.is_transposed
 
         def read(tensors: list[Tensor]) -> list[Tensor]:
-            values = dequantize(QuantizedWeight(tensors[0], tensors[1], None, _MXFP8))
+            weight = QuantizedWeight(tensors[0], tensors[1], None, target.formats[parameter])
+            values = dequantize(weight, torch.float32)
             return [values.mT if is_transposed else values]
 
         operations = [Operation(read), Cast(), self.operation]

@@ -50,6 +50,9 @@ void wait_for_room(at::mps::MPSStream* stream, size_t most);
 // Waits for all that is encoded on the stream, and hears of it. Outside of blocks of the stream's queue.
 void finish(at::mps::MPSStream* stream);
 
+// Waits for a buffer of a stream, as Python has it, and for those before it. Raises their fault.
+void wait_for_buffer(int64_t stream, int64_t number);
+
 // Whether the GPU has not finished all that it was given, on any stream. From any thread.
 bool has_incomplete_work();
 

@@ -206,12 +206,6 @@ void finish_up_to(at::mps::MPSStream* stream, int64_t number) {
   hear_up_to(stream, number);  // Metal may tell of a later buffer first
 }
 
-// The same. Raises the buffers' fault.
-void wait_for_buffer(int64_t stream, int64_t number) {
-  finish_up_to(reinterpret_cast<at::mps::MPSStream*>(stream), number);
-  raise_fault();
-}
-
 // Waits for all that is encoded on the current stream.
 void finish_current() {
   finish(at::mps::getCurrentMPSStream());
@@ -260,6 +254,11 @@ Work& watch_work(at::mps::MPSStream* stream) {
   Work& work = watched(stream);
   work.operators.push_back(current_operator);
   return work;
+}
+
+void wait_for_buffer(int64_t stream, int64_t number) {
+  finish_up_to(reinterpret_cast<at::mps::MPSStream*>(stream), number);
+  raise_fault();
 }
 
 size_t incomplete_buffers(at::mps::MPSStream* stream) {

@@ -23,7 +23,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softp
 MAX_INDEX_BLOCK = 1024  # keys of an index
 MAX_POSITION = 2**31 - 1
 WORD = 32  # keys of a mask of bits
-SCALES = ("k_scales", "k_biases", "v_scales", "v_biases")
+SCALES = ("key_scales", "key_biases", "value_scales", "value_biases")
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -34,7 +34,7 @@ def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
     if not fits or tuple(mask.shape[2:]) != expected[2:]:
         last = "ceil(S / 32)" if is_bits else "S"
         shape = f"[B or 1, Hk or 1, T, {last}], with B, Hk, T, {last} = {expected}"
-        check.fail("mask", f"of shape {shape}", tuple(mask.shape))
+        check.fail("attn_mask", f"of shape {shape}", tuple(mask.shape))
 
 
 def _check_indices(check: Check, indices: Tensor | None, block: int, **others: object) -> None:
@@ -64,55 +64,59 @@ def _check_quantized(
     return columns
 
 
-def _check_keys(check: Check, q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, ...]) -> int:
+def _check_keys(
+    check: Check, query: Tensor, key: Tensor, value: Tensor, scales: tuple[Tensor | None, ...]
+) -> int:
     """The elements of a head of values."""
     heads, width = check.dims("Hq D")
-    key_columns, value_width = width, v.shape[3]
+    key_columns, value_width = width, value.shape[3]
     if all(tensor is None for tensor in scales):
-        check.dtype("k", k, (q.dtype,))
-        check.dtype("v", v, (q.dtype,))
+        check.dtype("key", key, (query.dtype,))
+        check.dtype("value", value, (query.dtype,))
     else:
         key_columns = width * CACHE_BITS // 32
-        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, *scales[:2])
+        columns = _check_quantized(check, ("key", "key_scales", "key_biases"), key, *scales[:2])
         if columns != width:
-            check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
-        value_width = _check_quantized(check, ("v", "v_scales", "v_biases"), v, *scales[2:])
-    check.shape("k", k, (*k.shape[:3], key_columns), "[B, Hk, S, D]")
-    if heads % k.shape[1]:
-        check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
-    check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
+            check.fail("key", f"of {key_columns} words a key, for D = {width}", tuple(key.shape))
+        value_width = _check_quantized(check, ("value", "value_scales", "value_biases"), value, *scales[2:])
+    check.shape("key", key, (*key.shape[:3], key_columns), "[B, Hk, S, D]")
+    if heads % key.shape[1]:
+        check.fail("key", f"of a number of heads that divides Hq = {heads}", tuple(key.shape))
+    check.between("value's head dimension", value_width, 1, MAX_VALUE_HEAD)
     return value_width
 
 
-def _meta_attention_step(check, q, k, v, mask, indices, k_tail, v_tail, lookahead, gate, **given):
-    value_width = _check_keys(check, q, k, v, tuple(given[name] for name in SCALES))
-    if mask is not None:
-        _check_mask(check, mask, q, k)
+def _meta_attention_step(
+    check, query, key, value, attn_mask, indices, key_tail, value_tail, lookahead, gate, **given
+):
+    value_width = _check_keys(check, query, key, value, tuple(given[name] for name in SCALES))
+    if attn_mask is not None:
+        _check_mask(check, attn_mask, query, key)
     index_block, softcap, dtype = (given[name] for name in ("index_block", "softcap", "dtype"))
-    if k_tail is None or v_tail is None:
-        check.none("unless keys and values have a tail", True, k_tail=k_tail, v_tail=v_tail)
+    if key_tail is None or value_tail is None:
+        check.none("unless keys and values have a tail", True, key_tail=key_tail, value_tail=value_tail)
         order = {name: given[name] for name in ("window", "key_range")}
-        _check_indices(check, indices, index_block, mask=mask, **order)
+        _check_indices(check, indices, index_block, attn_mask=attn_mask, **order)
     else:
         if lookahead != 0:
             check.fail("lookahead", "0 beside a tail", lookahead)
-        check.between("position", given["position"], 0, MAX_POSITION - q.shape[2])
+        check.between("position", given["position"], 0, MAX_POSITION - query.shape[2])
         _check_indices(check, indices, index_block)
         check.between("index_block", index_block, 1, 1, " beside a tail")
-    if lookahead > 0 and not (indices is None and mask is None):
+    if lookahead > 0 and not (indices is None and attn_mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     if gate is not None and gate.shape[3] != 1:
         check.shape("gate", gate, (*gate.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
-    wanted = q.dtype if dtype is None else NAMED_DTYPES[dtype]
-    wider = () if q.dtype == torch.float32 else (torch.float32,)
-    check.among_dtypes("dtype", wanted, (q.dtype, *wider))
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=wanted)
+    wanted = query.dtype if dtype is None else NAMED_DTYPES[dtype]
+    wider = () if query.dtype == torch.float32 else (torch.float32,)
+    check.among_dtypes("dtype", wanted, (query.dtype, *wider))
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value_width), dtype=wanted)
 
 
 def _meta_attention(check, **given):
-    return _meta_attention_step(check, **given, **dict.fromkeys(("gate", "k_tail", "v_tail", "dtype")))
+    return _meta_attention_step(check, **given, **dict.fromkeys(("gate", "key_tail", "value_tail", "dtype")))
 
 
 def seen_in_order(
@@ -192,27 +196,28 @@ def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: floa
 
 
 KEYS_AND_QUERIES = (
-    f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any mask[_, _, T, _]:mask "
-    "key_range[B, 2]:int32 sinks[Hq] k_scales[B, Hk, S, _]:q k_biases[B, Hk, S, _]:q "
-    "v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q indices[B, 1, T, K]|[B, Hk, T, K]:int32"
+    f"query[B, Hq, T, D<={MAX_HEAD}] key[B, Hk>=1, S, _]:any value[B, Hk, S, Dv]:any "
+    "attn_mask[_, _, T, _]:mask key_range[B, 2]:int32 sinks[Hq] indices[B, 1, T, K]|[B, Hk, T, K]:int32 "
+    "key_scales[B, Hk, S, _]:query key_biases[B, Hk, S, _]:query value_scales[B, Hk, S, _]:query "
+    "value_biases[B, Hk, S, _]:query"
 )
 _LEAST: dict[str, Any] = {"window": 1, "lookahead": 0}
-_APART = "window key_range not beside mask (beside a mask, which holds it)"
+_APART = "window key_range not beside attn_mask (beside a mask, which holds it)"
 
 
 @operator(
-    f"{KEYS_AND_QUERIES} gate[B, T, Hq, _]:q k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v",
+    f"{KEYS_AND_QUERIES} gate[B, T, Hq, _]:query key_tail[B, Hk, N, D]:key value_tail[B, Hk, N, Dv]:value",
     _meta_attention_step,
     allowed=_LEAST | {"gate_activation": tuple(GATES), "tail_rate": range(1, MAX_POSITION + 1)},
-    dependences=("mask key_range k_scales not beside k_tail (beside a tail)", _APART),
+    dependences=("attn_mask key_range key_scales not beside key_tail (beside a tail)", _APART),
 )
 def _attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
     *,
-    mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     window: int | None = None,
     lookahead: int = 0,
     key_range: Tensor | None = None,
@@ -220,14 +225,14 @@ def _attention_step(
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
     index_block: int = 1,
-    k_scales: Tensor | None = None,
-    k_biases: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    v_biases: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    key_biases: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    value_biases: Tensor | None = None,
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
-    k_tail: Tensor | None = None,
-    v_tail: Tensor | None = None,
+    key_tail: Tensor | None = None,
+    value_tail: Tensor | None = None,
     tail_rate: int = 1,
     position: int = 0,
     dtype: str | None = None,
@@ -237,57 +242,58 @@ def _attention_step(
     out *= gate_activation(gate), where there is a gate
 
     Args:
-        q, k, v, scale, mask, window, lookahead, key_range, softcap, sinks, indices, index_block, k_scales,
-            k_biases, v_scales, v_biases: as for `attention`.
-        gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `q`; any strides.
+        query, key, value, scale, attn_mask, window, lookahead, key_range, softcap, sinks, indices,
+            index_block, key_scales, key_biases, value_scales, value_biases: as for `attention`.
+        gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `query`; any strides.
         gate_activation: "sigmoid" or "softplus".
-        k_tail, v_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `q`, strides free: further keys and
-            values, each of which stands for `tail_rate` neighbouring tokens, as DeepSeek-V4 compresses them.
-            A token sees a key of the tail if it comes after all of these tokens or is the last of them, and
-            the same keys of `k` as without a tail. `indices`, if there are some, select keys of the tail
-            and not of `k`. Not beside a mask, a `key_range`, or keys of 8 bits.
+        key_tail, value_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `query`, strides free: further
+            keys and values, each of which stands for `tail_rate` neighbouring tokens, as DeepSeek-V4
+            compresses them. A token sees a key of the tail if it comes after all of these tokens or is the
+            last of them, and the same keys of `key` as without a tail. `indices`, if there are some, select
+            keys of the tail and not of `key`. Not beside a mask, a `key_range`, or keys of 8 bits.
         tail_rate: at least 1.
         position: the number of tokens before the new ones. New token t sees the first
-            (position + t + 1) // tail_rate keys of the tail, however many of them `k` still holds.
-        dtype: of the result: "float32", or the name of the dtype of `q` (also None).
+            (position + t + 1) // tail_rate keys of the tail, however many of them `key` still holds.
+        dtype: of the result: "float32", or the name of the dtype of `query` (also None).
 
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
     """
-    tokens, keys = q.shape[2], k.shape[2]
-    keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
-    own = (window, key_range, softcap, sinks, indices, k_tail)
-    is_torchs = q.is_cpu and all(option is None for option in own)
-    if indices is not None and k_tail is None:
+    tokens, keys = query.shape[2], key.shape[2]
+    keys_, values = values_in(key, key_scales, key_biases), values_in(value, value_scales, value_biases)
+    own = (window, key_range, softcap, sinks, indices, key_tail)
+    is_torchs = query.is_cpu and all(option is None for option in own)
+    if indices is not None and key_tail is None:
         bias = _times_selected(indices, index_block, keys).log_()
     else:
+        mask = attn_mask
         if mask is None:
-            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device, lookahead)
+            mask = seen_in_order(tokens, keys, keys, window, key_range, query.device, lookahead)
         elif mask.dtype == torch.int32:
             mask = bits_as_bool(mask, keys)
         bias = _added(mask)
-    if k_tail is not None and v_tail is not None:
-        seen = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
+    if key_tail is not None and value_tail is not None:
+        seen = _seen_of_tail(indices, tokens, key_tail.shape[2], tail_rate, position, query.device)
         shape = torch.broadcast_shapes(bias.shape[:3], seen.shape[:3])
         bias = torch.cat((bias.expand(*shape, -1), seen.expand(*shape, -1)), 3)
-        keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
-    out = _by_torch(q, keys_, values, bias, scale) if is_torchs else None
+        keys_, values = torch.cat((keys_, key_tail.float()), 2), torch.cat((values, value_tail.float()), 2)
+    out = _by_torch(query, keys_, values, bias, scale) if is_torchs else None
     if out is None:
-        out = _attended(q, keys_, values, bias, scale, softcap, sinks)
+        out = _attended(query, keys_, values, bias, scale, softcap, sinks)
     if gate is not None:
         out = out * GATES[gate_activation](gate.float())
-    return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
+    return out.to(query.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
 @operator(KEYS_AND_QUERIES, _meta_attention, allowed=_LEAST, dependences=(_APART,))
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
     *,
-    mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     window: int | None = None,
     lookahead: int = 0,
     key_range: Tensor | None = None,
@@ -295,16 +301,16 @@ def attention(
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
     index_block: int = 1,
-    k_scales: Tensor | None = None,
-    k_biases: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    v_biases: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    key_biases: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    value_biases: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention over a KV cache, with windows, sinks, soft caps and sparse keys.
 
-    score[s] = cap(scale * q . k[s]) + mask[s]
+    score[s] = cap(scale * query . key[s]) + attn_mask[s]
     cap(x) = softcap * tanh(x / softcap) where it is given
-    out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
+    out = sum_s exp(score[s]) * value[s] / (exp(sink) + sum_s exp(score[s])), without sinks: no exp(sink)
 
     For one new token over a long cache, for a few, and for a prompt: no tensor of T x S is made. Keys and
     values are read once for all the queries of a key head while these are up to 16 (8 where the values have
@@ -312,13 +318,13 @@ def attention(
     h // (Hq / Hk). Arithmetic is in float32, rounded once; the same input gives the same bits.
 
     Args:
-        q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
-        k: [B, Hk, S, D] in the dtype of `q`; Hk divides Hq. Strides are free: a slice of a cache is read
-            where it lies.
-        v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 512.
+        query: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
+        key: [B, Hk, S, D] in the dtype of `query`; Hk divides Hq. Strides are free: a slice of a cache is
+            read where it lies.
+        value: [B, Hk, S, Dv] in the dtype of `query`, Dv up to 512.
         scale: of the scores.
-        mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which
-            is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
+        attn_mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes,
+            which is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
             int32, a bit for each key, the lowest bit first: 1 where the token sees it. Keys that no
             token sees are not read. Without a mask the new tokens are the last T of S; each sees itself and
             what lies before it.
@@ -334,14 +340,14 @@ def attention(
             value.
         indices: [B, Hk or 1, T, K] int32: the only keys that a token sees, in any order, whatever its own
             place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
-            a row up. One that occurs twice counts twice. None beside mask, window and key_range.
+            a row up. One that occurs twice counts twice. None beside attn_mask, window and key_range.
         index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
-        k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of 32, 64
-            or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
-            `k` is [B, Hk, S, D / 4] int32 or uint32.
-        v_scales, v_biases: the same for the values, which are quantised where the keys are.
+        key_scales, key_biases: [B, Hk, S, D / group] in the dtype of `query`, for keys of 8 bits in groups of
+            32, 64 or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode
+            "affine". Then `key` is [B, Hk, S, D / 4] int32 or uint32.
+        value_scales, value_biases: the same for the values, which are quantised where the keys are.
 
-    Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
+    Returns: [B, T, Hq, Dv] in the dtype of `query`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap or device that does not fit.
 
@@ -352,8 +358,8 @@ def attention(
         [1.0, 2.0]
     """
     return inspect.unwrap(_attention_step)(
-        *(q, k, v, scale),
-        mask=mask,
+        *(query, key, value, scale),
+        attn_mask=attn_mask,
         window=window,
         lookahead=lookahead,
         key_range=key_range,
@@ -361,10 +367,10 @@ def attention(
         sinks=sinks,
         indices=indices,
         index_block=index_block,
-        k_scales=k_scales,
-        k_biases=k_biases,
-        v_scales=v_scales,
-        v_biases=v_biases,
+        key_scales=key_scales,
+        key_biases=key_biases,
+        value_scales=value_scales,
+        value_biases=value_biases,
     )
 
 
@@ -402,7 +408,7 @@ def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
     turned = check_rope_cache(check, q, k, v, keys_, values_, **given)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = dict.fromkeys((*SCALES, "mask", "indices", "k_tail", "v_tail", "dtype"))
+    none = dict.fromkeys((*SCALES, "attn_mask", "indices", "key_tail", "value_tail", "dtype"))
     return _meta_attention_step(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
 
 
@@ -545,8 +551,8 @@ def write_cache_quantized_(
 
 
 def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
-    arguments = {"q": s.values(2, heads, tokens, whole_groups(s.D))}
-    for name, width in (("k", whole_groups(s.D)), ("v", whole_groups(s.V))):
+    arguments = {"query": s.values(2, heads, tokens, whole_groups(s.D))}
+    for name, width in (("key", whole_groups(s.D)), ("value", whole_groups(s.V))):
         arguments[name] = s.codes(2, 2, keys, width // 4)
         arguments[f"{name}_scales"] = s.values(2, 2, keys, width // 32) / 128
         arguments[f"{name}_biases"] = s.values(2, 2, keys, width // 32)
@@ -562,16 +568,16 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
     return [
         {"sinks": None, "window": 4, "softcap": 20.0},
         {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=s.device)},
-        s.of("q[2, 4, 9, D]", window=3, lookahead=2),
-        s.of("mask[2, 1, T, 9]"),
-        {"mask": s.values(1, 1, s.T, 9) > 0.0},
-        {"mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
+        s.of("query[2, 4, 9, D]", window=3, lookahead=2),
+        s.of("attn_mask[2, 1, T, 9]"),
+        {"attn_mask": s.values(1, 1, s.T, 9) > 0.0},
+        {"attn_mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
         {"indices": selected},
-        s.of("q[2, 36, T, D]", indices=selected, sinks=None),
+        s.of("query[2, 36, T, D]", indices=selected, sinks=None),
         {"indices": selected, **_in_8_bits(s, s.T, 9)},
         {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
-        s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V]"),
-        s.of("q[1, 32, 1, D] k[1, 2, 9, D] v[1, 2, 9, V]", sinks=None),
+        s.of("query[2, 4, 20, D] key[2, 2, 300, D] value[2, 2, 300, V]"),
+        s.of("query[1, 32, 1, D] key[1, 2, 9, D] value[1, 2, 9, V]", sinks=None),
         _in_8_bits(s, s.T, 9),
         _in_8_bits(s, 20, 300),
     ]
@@ -579,18 +585,18 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
 
 def _more_steps(s: Sample) -> list[dict[str, Any]]:
     selected = _selected(s)
-    compressed = s.of("k_tail[2, 2, 6, D] v_tail[2, 2, 6, V]", tail_rate=2, position=7)
+    compressed = s.of("key_tail[2, 2, 6, D] value_tail[2, 2, 6, V]", tail_rate=2, position=7)
     one_gate = {"gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"}
     return [
-        s.of("mask[2, 1, T, 9] gate[2, T, 4, V]", dtype="float32"),
-        {"mask": s.values(1, 1, s.T, 9) > 0.0, **one_gate},
-        s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V] gate[2, 20, 4, V]"),
+        s.of("attn_mask[2, 1, T, 9] gate[2, T, 4, V]", dtype="float32"),
+        {"attn_mask": s.values(1, 1, s.T, 9) > 0.0, **one_gate},
+        s.of("query[2, 4, 20, D] key[2, 2, 300, D] value[2, 2, 300, V] gate[2, 20, 4, V]"),
         {"indices": selected, **one_gate},
-        s.of("q[2, 36, T, D]", indices=selected, sinks=None),
+        s.of("query[2, 36, T, D]", indices=selected, sinks=None),
         compressed,
         compressed | {"indices": selected, "position": 20},  # 8 is no key of the tail
-        compressed | s.of("q[2, 36, T, D]", sinks=None),
-        compressed | s.of("q[2, 36, T, D]", indices=selected, sinks=None, window=2),
+        compressed | s.of("query[2, 36, T, D]", sinks=None),
+        compressed | s.of("query[2, 36, T, D]", indices=selected, sinks=None, window=2),
         _in_8_bits(s, s.T, 9) | one_gate,
         _in_8_bits(s, 20, 300) | {"gate": s.values(2, 20, 4, whole_groups(s.V))},
         {"indices": selected, **_in_8_bits(s, s.T, 9), **one_gate},
@@ -599,8 +605,8 @@ def _more_steps(s: Sample) -> list[dict[str, Any]]:
 
 
 def _attended_sample(s: Sample) -> dict[str, Any]:
-    caches = f"k[2, 2, {s.T + 6}, D] v[2, 2, {s.T + 6}, V] sinks[4]"
-    return s.of(caches, q=s.q.transpose(1, 2), scale=0.25)
+    caches = f"key[2, 2, {s.T + 6}, D] value[2, 2, {s.T + 6}, V] sinks[4]"
+    return s.of(caches, query=s.q.transpose(1, 2), scale=0.25)
 
 
 def _written(s: Sample) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from .._sample import Calls, Changes
 from .norms import normed
 
 
-def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
-    """sum_s weights[..., s] * slots[..., s, :] in float32, s ascending."""
-    weights = wide(weights).unsqueeze(-1)
+def _sum_over_slots(slots: Tensor, topk_weights: Tensor) -> Tensor:
+    """sum_s topk_weights[..., s] * slots[..., s, :] in float32, s ascending."""
+    topk_weights = wide(topk_weights).unsqueeze(-1)
     total = torch.zeros_like(slots[..., 0, :], dtype=torch.promote_types(slots.dtype, torch.float32))
     for s in range(slots.shape[-2]):
-        total += weights[..., s, :] * slots[..., s, :]
+        total += topk_weights[..., s, :] * slots[..., s, :]
     return total
 
 
@@ -136,16 +136,16 @@ def expert_activation(
 # Weighted sums over the slots
 
 
-SLOTS = "expert_out[..., S>=1, H] weights[..., S]"
+SLOTS = "expert_out[..., S>=1, H] topk_weights[..., S]"
 
 
 @operator(f"{SLOTS} -> [..., H]:expert_out")
-def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of expert outputs: sum_s weights[..., s] * expert_out[..., s, :], s ascending.
+def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
+    """Weighted sum of expert outputs: sum_s topk_weights[..., s] * expert_out[..., s, :], s ascending.
 
     Args:
         expert_out: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
-        weights: [..., S], any of the three dtypes.
+        topk_weights: [..., S], any of the three dtypes.
 
     Returns: [..., H] in the dtype of `expert_out`.
 
@@ -160,19 +160,19 @@ def weighted_sum_stacked(expert_out: Tensor, weights: Tensor) -> Tensor:
         >>> ops.weighted_sum_stacked(expert_out, torch.tensor([[0.5, 0.25]])).tolist()
         [[2.0, -3.0]]
     """
-    return _sum_over_slots(expert_out, weights).to(expert_out.dtype)
+    return _sum_over_slots(expert_out, topk_weights).to(expert_out.dtype)
 
 
 @operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
-def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place.
 
-        residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
+        residual_ += sum_s topk_weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
 
     Args:
         residual_: [..., H], the dtype of `expert_out`; updated in place, whatever its strides. It must not
             overlap itself (as an expanded tensor does) nor the other arguments.
-        expert_out, weights: as for weighted_sum_stacked.
+        expert_out, topk_weights: as for weighted_sum_stacked.
 
     Returns: `residual_`. `torch.ops.moe_mps` itself returns nothing.
 
@@ -187,22 +187,22 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, weight
         >>> ops.weighted_sum_residual_stacked_(residual, expert_out, torch.tensor([[0.5, 0.25]])).tolist()
         [[3.0, -2.0]]
     """
-    return residual_.copy_(residual_.float() + _sum_over_slots(expert_out, weights))
+    return residual_.copy_(residual_.float() + _sum_over_slots(expert_out, topk_weights))
 
 
 @operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out")
 def weighted_sum_residual_norm_stacked_(
-    residual_: Tensor, expert_out: Tensor, weights: Tensor, norm_weight: Tensor, norm_eps: float
+    residual_: Tensor, expert_out: Tensor, topk_weights: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place, and its RMSNorm.
 
-        residual_ += sum_s weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
+        residual_ += sum_s topk_weights[..., s] * expert_out[..., s, :]      s ascending, rounded once
         result = residual_ * rsqrt(mean(residual_^2) + norm_eps) * norm_weight
 
     In 16 bit residual_ is rounded first, and the norm is taken of the rounded values.
 
     Args:
-        residual_, expert_out, weights: as for weighted_sum_residual_stacked_.
+        residual_, expert_out, topk_weights: as for weighted_sum_residual_stacked_.
         norm_weight: [H], any of the three dtypes.
         norm_eps: added to the mean of squares.
 
@@ -223,7 +223,7 @@ def weighted_sum_residual_norm_stacked_(
         >>> residual.tolist()
         [[2.0, -2.0]]
     """
-    residual_.copy_(residual_.float() + _sum_over_slots(expert_out, weights))
+    residual_.copy_(residual_.float() + _sum_over_slots(expert_out, topk_weights))
     return normed(residual_, norm_weight, norm_eps).to(residual_.dtype)
 
 
@@ -267,37 +267,41 @@ class ExpertSum(NamedTuple):
         return total
 
 
-def _meta_weighted_reduce_backward(check, weights, expert_out, **_):
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    return expert_out.new_empty(expert_out.shape), weights.new_empty(weights.shape, dtype=dtype)
+def _meta_weighted_reduce_backward(check, topk_weights, expert_out, **_):
+    dtype = torch.promote_types(topk_weights.dtype, torch.float32)
+    return expert_out.new_empty(expert_out.shape), topk_weights.new_empty(topk_weights.shape, dtype=dtype)
 
 
 @operator(
-    "weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out",
+    "topk_weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out",
     _meta_weighted_reduce_backward,
     doubles=True,
 )
-def _moe_weighted_reduce_backward(dy: Tensor, expert_out: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of moe_weighted_reduce: weights[t, k] * dy[t], and dy[t] . expert_out[t, k].
+def _moe_weighted_reduce_backward(
+    dy: Tensor, expert_out: Tensor, topk_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of moe_weighted_reduce: topk_weights[t, k] * dy[t], and dy[t] . expert_out[t, k].
 
     Args:
         dy: [T, H], the dtype of `expert_out`: the gradient of the output.
-        expert_out, weights: as for moe_weighted_reduce.
+        expert_out, topk_weights: as for moe_weighted_reduce.
 
-    Returns: the gradient of `expert_out`, in its shape and dtype, and of `weights`, [T, K] in float32.
+    Returns: the gradient of `expert_out`, in its shape and dtype, and of `topk_weights`, [T, K] in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
     rows = wide(dy).unsqueeze(1)
-    products = (wide(expert_out).reshape(*weights.shape, dy.shape[1]) * rows).sum(-1)
-    slots = (wide(weights).unsqueeze(-1) * rows).to(expert_out.dtype)
-    return slots.reshape(expert_out.shape), products.to(torch.promote_types(weights.dtype, torch.float32))
+    products = (wide(expert_out).reshape(*topk_weights.shape, dy.shape[1]) * rows).sum(-1)
+    slots = (wide(topk_weights).unsqueeze(-1) * rows).to(expert_out.dtype)
+    return slots.reshape(expert_out.shape), products.to(
+        torch.promote_types(topk_weights.dtype, torch.float32)
+    )
 
 
 def _reduce_backward(grad, asked, given):
-    weights = given["weights"]
-    slots, products = torch.ops.moe_mps._moe_weighted_reduce_backward(grad, given["expert_out"], weights)
-    return {"expert_out": slots, "weights": products.to(weights.dtype)}
+    topk_weights = given["topk_weights"]
+    slots, products = torch.ops.moe_mps._moe_weighted_reduce_backward(grad, given["expert_out"], topk_weights)
+    return {"expert_out": slots, "topk_weights": products.to(topk_weights.dtype)}
 
 
 def _check_weighted_reduce(check, **given):
@@ -305,18 +309,18 @@ def _check_weighted_reduce(check, **given):
 
 
 @operator(
-    f"weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
+    f"topk_weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
     _check_weighted_reduce,
     backward=Backward(
         _reduce_backward,
-        dict.fromkeys(("weights", "expert_out"), ("weights", "expert_out")),
+        dict.fromkeys(("topk_weights", "expert_out"), ("topk_weights", "expert_out")),
         unless=("shared_gate", "shared_out", "residual"),
     ),
     doubles=True,
 )
 def moe_weighted_reduce(
     expert_out: Tensor,
-    weights: Tensor,
+    topk_weights: Tensor,
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
@@ -324,17 +328,17 @@ def moe_weighted_reduce(
 ) -> Tensor:
     """Weighted sum over slots, with the shared expert and the residual.
 
-    sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], added in this order.
+    sum_k topk_weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], added in this order.
 
     Args:
         expert_out: [T, K, H] or [T * K, H], float32, float16 or bfloat16: the experts' outputs.
-        weights: [T, K], any of the three dtypes: the routing weights.
+        topk_weights: [T, K], any of the three dtypes: the routing weights.
         shared_gate: [T] or [T, 1], any of the three dtypes: g. Without it g is 1.
         shared_out: [T, H] in the dtype of `expert_out`: the shared expert's output.
         residual: [T, H], or T rows of any leading shape, in the dtype of `expert_out`.
         gate_is_logit: g = sigmoid(shared_gate) instead of shared_gate.
 
-    Returns: [T, H] in the dtype of `expert_out`. Gradients reach `weights` and `expert_out` where it
+    Returns: [T, H] in the dtype of `expert_out`. Gradients reach `topk_weights` and `expert_out` where it
         adds nothing else.
 
     Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
@@ -342,11 +346,11 @@ def moe_weighted_reduce(
     Stands for the source kernel moe_weighted_reduce_f32; docs/operators.md has the differences.
 
     Example:
-        >>> expert_out, weights = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.5, 0.25]])
+        >>> expert_out, topk_weights = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.5, 0.25]])
         >>> ops.moe_weighted_reduce(expert_out, weights, residual=torch.tensor([[10.0]])).tolist()
         [[11.0]]
     """
-    total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
+    total = _sum_over_slots(expert_out.reshape(*topk_weights.shape, expert_out.shape[-1]), topk_weights)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
     return around.added_to(total).to(expert_out.dtype)
 
@@ -358,12 +362,12 @@ CALLS: Calls = {
         "x": s.values(s.T, s.K, 2 * s.I),
         "dy": s.values(s.T, s.K, s.I),
     },
-    "_moe_weighted_reduce_backward": lambda s: s.of("expert_out[T, K, H]", weights=s.weights),
+    "_moe_weighted_reduce_backward": lambda s: s.of("expert_out[T, K, H]", topk_weights=s.topk_weights),
     **dict.fromkeys(
         ("weighted_sum_stacked", "weighted_sum_residual_stacked_", "moe_weighted_reduce"),
-        lambda s: {"weights": s.weights},
+        lambda s: {"topk_weights": s.topk_weights},
     ),
-    "weighted_sum_residual_norm_stacked_": lambda s: {"weights": s.weights, "norm_eps": 1e-6},
+    "weighted_sum_residual_norm_stacked_": lambda s: {"topk_weights": s.topk_weights, "norm_eps": 1e-6},
 }
 # Options of expert_activation, each with a formula or an order of rows of its own.
 _OPTIONS: list[dict] = [

@@ -26,8 +26,9 @@ PAIRS_AT_ONCE = 512
 
 
 # Slots of tokens, and the tensors around the experts.
-IDS = f"ids[T, K<={MAX_TOP_K}]:id"
-AROUND = f"x[..., H] ids[..., K<={MAX_TOP_K}]:id weights[..., K] norm_weight[H] {ADDED_TO_ROWS.format('x')}"
+IDS = f"topk_ids[T, K<={MAX_TOP_K}]:id"
+ROUTED = f"topk_ids[..., K<={MAX_TOP_K}]:id topk_weights[..., K]"
+AROUND = f"x[..., H] {ROUTED} norm_weight[H] {ADDED_TO_ROWS.format('x')}"
 
 
 class Groups(NamedTuple):
@@ -58,17 +59,19 @@ class Groups(NamedTuple):
             yield Groups(experts, counts, self.pairs[first : first + filled])
 
 
-def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
-    experts = ids.reshape(-1).tolist()  # Python has sorted few numbers before torch begins
+def group_by_expert(topk_ids: Tensor, num_experts: int) -> Groups:
+    experts = topk_ids.reshape(-1).tolist()  # Python has sorted few numbers before torch begins
     pairs = [pair for pair, expert in enumerate(experts) if 0 <= expert < num_experts]
     pairs.sort(key=experts.__getitem__)
     counts = Counter(map(experts.__getitem__, pairs))
-    return Groups([*counts], [*counts.values()], torch.tensor(pairs, dtype=torch.int64, device=ids.device))
+    return Groups(
+        [*counts], [*counts.values()], torch.tensor(pairs, dtype=torch.int64, device=topk_ids.device)
+    )
 
 
-def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(rows: Tensor, groups: Groups, topk_ids: Tensor, bias: Tensor | None) -> Tensor:
     """rows + the bias of their experts, in float32; `rows` itself without a bias."""
-    return rows if bias is None else rows + wide(bias[ids.reshape(-1)[groups.pairs]])
+    return rows if bias is None else rows + wide(bias[topk_ids.reshape(-1)[groups.pairs]])
 
 
 class Product(NamedTuple):
@@ -100,15 +103,15 @@ class Product(NamedTuple):
 
 
 def project_slots(
-    x: Tensor, ids: Tensor, shape: Sequence[int], product: Product, bias: Tensor | None
+    x: Tensor, topk_ids: Tensor, shape: Sequence[int], product: Product, bias: Tensor | None
 ) -> Tensor:
     """[T, K, N]: product + bias for every pair, zero for sentinels. `shape` of the stack begins with E, N."""
     source = x.flatten(end_dim=-2)
-    out = x.new_zeros(ids.numel(), shape[1])
-    for groups in group_by_expert(ids, shape[0]).chunks(PAIRS_AT_ONCE):
-        rows = source[groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]]
-        out[groups.pairs] = add_bias(product(rows, groups), groups, ids, bias).to(x.dtype)
-    return out.view(*ids.shape, shape[1])
+    out = x.new_zeros(topk_ids.numel(), shape[1])
+    for groups in group_by_expert(topk_ids, shape[0]).chunks(PAIRS_AT_ONCE):
+        rows = source[groups.pairs if x.dim() == 3 else groups.pairs // topk_ids.shape[1]]
+        out[groups.pairs] = add_bias(product(rows, groups), groups, topk_ids, bias).to(x.dtype)
+    return out.view(*topk_ids.shape, shape[1])
 
 
 class Mlp(NamedTuple):
@@ -120,10 +123,10 @@ class Mlp(NamedTuple):
     down_bias: Tensor | None
     activation: Activation
 
-    def rows(self, x: Tensor, groups: Groups, ids: Tensor) -> Tensor:
-        rows = add_bias(self.gate_up(x, groups), groups, ids, self.gate_up_bias)
+    def rows(self, x: Tensor, groups: Groups, topk_ids: Tensor) -> Tensor:
+        rows = add_bias(self.gate_up(x, groups), groups, topk_ids, self.gate_up_bias)
         rows = self.activation.apply(rows).to(x.dtype)
-        return add_bias(self.down(rows, groups), groups, ids, self.down_bias).float()
+        return add_bias(self.down(rows, groups), groups, topk_ids, self.down_bias).float()
 
     def row(self, x: Tensor, expert: int) -> Tensor:
         """[1, H] -> [1, H], in float32: one expert of a single token."""
@@ -140,25 +143,31 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def combine_experts(
-    x: Tensor, norm: InputNorm, ids: Tensor, weights: Tensor, num_experts: int, mlp: Mlp, around: ExpertSum
+    x: Tensor,
+    norm: InputNorm,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    mlp: Mlp,
+    around: ExpertSum,
 ) -> Tensor:
-    """sum_k weights * mlp(norm(x)) + g * shared_out + residual, in float32, rounded once.
+    """sum_k topk_weights * mlp(norm(x)) + g * shared_out + residual, in float32, rounded once.
 
     A token's terms are added in ascending order of expert, whatever the other tokens do.
     """
     leading = x.shape
-    x, ids, weights = as_rows(norm.applied_to(x)), as_rows(ids), as_rows(weights)
+    x, topk_ids, topk_weights = as_rows(norm.applied_to(x)), as_rows(topk_ids), as_rows(topk_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if len(x) == 1:  # grouping would cost more than it saves
-        chosen = zip(ids[0].tolist(), weights[0].tolist(), strict=True)
+        chosen = zip(topk_ids[0].tolist(), topk_weights[0].tolist(), strict=True)
         for expert, scale in sorted(chosen, key=itemgetter(0)):
             if 0 <= expert < num_experts:
                 total += mlp.row(x, expert).mul_(scale)
         return around.added_to(total).to(x.dtype).view(leading)
-    scales = weights.reshape(-1, 1)
-    for groups in group_by_expert(ids, num_experts).chunks(PAIRS_AT_ONCE):
-        tokens = groups.pairs // ids.shape[1]
-        total.index_add_(0, tokens, mlp.rows(x[tokens], groups, ids).mul_(scales[groups.pairs]))
+    scales = topk_weights.reshape(-1, 1)
+    for groups in group_by_expert(topk_ids, num_experts).chunks(PAIRS_AT_ONCE):
+        tokens = groups.pairs // topk_ids.shape[1]
+        total.index_add_(0, tokens, mlp.rows(x[tokens], groups, topk_ids).mul_(scales[groups.pairs]))
     return around.added_to(total).to(x.dtype).view(leading)
 
 
@@ -168,27 +177,27 @@ def _dense_product(weight: Tensor, transposed: bool) -> Product:
     return Product(matrices.__getitem__, matrices.shape[2])
 
 
-def _meta_expert_mm(check, x, weight, ids, bias, transposed):
+def _meta_expert_mm(check, x, weight, topk_ids, bias, transposed):
     experts, rows, hidden = weight.mT.shape if transposed else weight.shape
     if hidden != x.shape[-1]:
         layout = "[E, H, N]" if transposed else "[E, N, H]"
         check.fail("weight", f"of shape {layout} with H = {x.shape[-1]} as in x", tuple(weight.shape))
     if bias is not None:
         check.shape("bias", bias, (experts, rows), "[E, N]")
-    return x.new_empty(*ids.shape, rows)
+    return x.new_empty(*topk_ids.shape, rows)
 
 
 def _mm_backward(grad, asked, given):
-    x, weight, ids, transposed = (given[name] for name in ("x", "weight", "ids", "transposed"))
+    x, weight, topk_ids, transposed = (given[name] for name in ("x", "weight", "topk_ids", "transposed"))
     ops, gradients = torch.ops.moe_mps, {}
     if "x" in asked:
-        gradients["x"] = ops.expert_mm(grad, weight, ids, None, not transposed)
+        gradients["x"] = ops.expert_mm(grad, topk_ids, weight, None, not transposed)
         if len(x.shape) == 2:
             gradients["x"] = (
                 gradients["x"].sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
             )
     if "weight" in asked:
-        outer = ops._expert_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
+        outer = ops._expert_outer(grad, x, topk_ids, weight.shape[0]).to(weight.dtype)
         gradients["weight"] = outer.mT if transposed else outer
     return gradients
 
@@ -196,22 +205,22 @@ def _mm_backward(grad, asked, given):
 @operator(
     f"{IDS} x[T, H]|[T, K, H] weight[E, _, _]:x bias[E, _]",
     _meta_expert_mm,
-    backward=Backward(_mm_backward, {"x": ("weight", "ids"), "weight": ("x", "ids")}),
+    backward=Backward(_mm_backward, {"x": ("weight", "topk_ids"), "weight": ("x", "topk_ids")}),
     doubles=True,
 )
 def expert_mm(
-    x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
+    x: Tensor, topk_ids: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     """Matrix product of each token with the weights of its experts.
 
-    out[t, k] = weight[ids[t, k]] @ x[t] + bias[ids[t, k]], or with x[t, k] if `x` has a row per slot.
+    out[t, k] = weight[e] @ x[t] + bias[e] with e = topk_ids[t, k], or with x[t, k] if `x` has a row per slot.
 
     Args:
         x: [T, H] or [T, K, H], float32, float16 or bfloat16.
+        topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
         weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. On Metal a stack whose memory
             is [E, N, H], one behind the other, or without a bias [E, H, N], is read where it lies; any other
             is copied in each call.
-        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.
 
@@ -221,14 +230,14 @@ def expert_mm(
 
     Example:
         >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two experts, [E, N, H] = [2, 1, 2]
-        >>> ops.expert_mm(torch.tensor([[5.0, 7.0]]), weight, torch.tensor([[1, 0]])).tolist()
+        >>> ops.expert_mm(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]), weight).tolist()
         [[[7.0], [5.0]]]
     """
     shape = weight.mT.shape if transposed else weight.shape
-    return project_slots(x, ids, shape, _dense_product(weight, transposed), bias)
+    return project_slots(x, topk_ids, shape, _dense_product(weight, transposed), bias)
 
 
-def _meta_expert_outer(check, dy, x, ids, num_experts):
+def _meta_expert_outer(check, dy, x, topk_ids, num_experts):
     dtype = torch.promote_types(dy.dtype, torch.float32)
     return dy.new_empty(num_experts, dy.shape[2], x.shape[-1], dtype=dtype)
 
@@ -239,7 +248,7 @@ def _meta_expert_outer(check, dy, x, ids, num_experts):
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     doubles=True,
 )
-def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+def _expert_outer(dy: Tensor, x: Tensor, topk_ids: Tensor, num_experts: int) -> Tensor:
     """The gradient of the weight of expert_mm: out[e] = sum over the pairs of e dy[t, k] x[t, k]^T.
 
     Where `x` has one row for each token, it is x[t].
@@ -247,7 +256,7 @@ def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tenso
     Args:
         dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
         x: [T, H] or [T, K, H] in the dtype of `dy`: the input.
-        ids: [T, K] with K <= 64, int32 or int64. A pair of an id outside [0, num_experts) counts for nothing.
+        topk_ids: [T, K] with K <= 64, int32 or int64. A pair with an id outside of [0, E) counts for nothing.
         num_experts: E, between 1 and 1024.
 
     Returns: [E, N, H], float32; zeros for an expert without pairs. On Metal a sum goes over the pairs in
@@ -257,8 +266,8 @@ def _expert_outer(dy: Tensor, x: Tensor, ids: Tensor, num_experts: int) -> Tenso
     """
     left, right = wide(dy).flatten(end_dim=1), wide(x).flatten(end_dim=-2)
     out = left.new_zeros(num_experts, dy.shape[2], x.shape[-1])
-    groups = group_by_expert(ids, num_experts)
-    rows = groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]
+    groups = group_by_expert(topk_ids, num_experts)
+    rows = groups.pairs if x.dim() == 3 else groups.pairs // topk_ids.shape[1]
     parts = zip(left[groups.pairs].split(groups.counts), right[rows].split(groups.counts), strict=True)
     for expert, (of_dy, of_x) in zip(groups.experts, parts, strict=True):
         torch.mm(of_dy.t(), of_x, out=out[expert])
@@ -289,10 +298,10 @@ def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **give
 )
 def moe_experts(
     x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -312,20 +321,20 @@ def moe_experts(
 ) -> Tensor:
     """Combined output of a layer's experts, from the hidden states:
 
-        h[t, k] = act(gate_up[e] @ norm(x[t]) + gate_up_bias[e])          with e = ids[t, k]
+        h[t, k] = act(gate_up[e] @ norm(x[t]) + gate_up_bias[e])          with e = topk_ids[t, k]
         y[t, k] = down[e] @ h[t, k] + down_bias[e]
-        out[t]  = sum_k weights[t, k] * y[t, k] + g[t] * shared_out[t] + residual[t]
+        out[t]  = sum_k topk_weights[t, k] * y[t, k] + g[t] * shared_out[t] + residual[t]
 
     h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too.
 
     Args:
         x: [..., H], float32, float16 or bfloat16.
+        topk_weights: [..., K], float32, float16 or bfloat16.
+        topk_ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) adds nothing and reads nothing.
         gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. On
             Metal a stack whose memory is [E, 2I, H], one behind the other, is read where it lies; any other
             is copied in each call; so is `down`, [E, H, I].
         down: [E, H, I] in the dtype of `x`, or [E, I, H] with `transposed`.
-        ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) adds nothing and reads nothing.
-        weights: [..., K], float32, float16 or bfloat16.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H], float32, float16 or bfloat16.
         activation: with gate and up the two halves of the first product,
             silu, gelu (exact), gelu_tanh, relu, relu2 (relu squared): act(gate) * up;
@@ -352,8 +361,9 @@ def moe_experts(
 
     Example:
         >>> gate_up, down = torch.ones(2, 2, 4), torch.ones(2, 4, 1)  # two experts, H = 4, I = 1
-        >>> ids, weights = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]])
-        >>> ops.moe_experts(torch.ones(1, 4), gate_up, down, ids, weights, activation="relu").tolist()
+        >>> topk_weights, topk_ids = torch.tensor([[0.5, 0.25]]), torch.tensor([[0, 1]])
+        >>> x = torch.ones(1, 4)
+        >>> ops.moe_experts(x, topk_weights, topk_ids, gate_up, down, activation="relu").tolist()
         [[12.0, 12.0, 12.0, 12.0]]
     """
     products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
@@ -361,15 +371,15 @@ def moe_experts(
     mlp = Mlp(*products, gate_up_bias, down_bias, options)
     norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, ids, weights, gate_up.shape[0], mlp, around)
+    return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around)
 
 
 CALLS: Calls = {
-    "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "ids": s.ids},
-    "_expert_outer": lambda s: s.of("dy[T, K, I] x[T, H]", ids=s.ids, num_experts=s.E),
+    "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "topk_ids": s.topk_ids},
+    "_expert_outer": lambda s: s.of("dy[T, K, I] x[T, H]", topk_ids=s.topk_ids, num_experts=s.E),
     "moe_experts": lambda s: {
         **{"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)},
-        **{"ids": s.ids, "weights": s.weights},
+        **{"topk_weights": s.topk_weights, "topk_ids": s.topk_ids},
     },
 }
 CHANGES: Changes = {

@@ -333,7 +333,7 @@ CALLS: Calls = {
         **s.quantized("down_", s.H, s.I, ()),
     },
     "embedding_quantized": lambda s: {
-        **{"tokens": s.ids, "format": s.format.name, "dtype": dtype_name(s.dtype)},
+        **{"tokens": s.topk_ids, "format": s.format.name, "dtype": dtype_name(s.dtype)},
         **s.quantized("", s.E, s.H, ()),
     },
 }

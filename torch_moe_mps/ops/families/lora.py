@@ -69,9 +69,9 @@ def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
     return Product(matrices.__getitem__, matrices.shape[2])
 
 
-def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
+def _inner(x: Tensor, a: Tensor, topk_ids: Tensor, experts: int) -> Tensor:
     """[T, K, r]: the product with A."""
-    return project_slots(wide(x), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
+    return project_slots(wide(x), topk_ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
 def _meta_expert_lora(check, added, a, b, offsets, num_experts, scaling, **_):
@@ -82,13 +82,13 @@ def _meta_expert_lora(check, added, a, b, offsets, num_experts, scaling, **_):
 
 
 def _lora_backward(grad, asked, given):
-    names = ("x", "a", "b", "ids", "pair_order", "offsets", "num_experts", "scaling")
+    names = ("x", "topk_ids", "a", "b", "pair_order", "offsets", "num_experts", "scaling")
     gradients = {"added": grad}
     if asked != ["added"]:
         if given["pair_order"] is None:
             given |= zip(
                 ("pair_order", "offsets"),
-                torch.ops.moe_mps.moe_bucket(given["ids"], given["num_experts"]),
+                torch.ops.moe_mps.moe_bucket(given["topk_ids"], given["num_experts"]),
                 strict=True,
             )
         dx, da, db = torch.ops.moe_mps._expert_lora_backward(grad, *(given[name] for name in names))
@@ -96,7 +96,7 @@ def _lora_backward(grad, asked, given):
     return gradients
 
 
-_READ = ("x", "a", "b", "ids", "pair_order", "offsets")
+_READ = ("x", "topk_ids", "a", "b", "pair_order", "offsets")
 
 
 @operator(
@@ -110,9 +110,9 @@ _READ = ("x", "a", "b", "ids", "pair_order", "offsets")
 def expert_lora(
     added: Tensor,
     x: Tensor,
+    topk_ids: Tensor,
     a: Tensor,
     b: Tensor,
-    ids: Tensor,
     num_experts: int,
     pair_order: Tensor | None = None,
     offsets: Tensor | None = None,
@@ -120,17 +120,17 @@ def expert_lora(
 ) -> Tensor:
     """The output of expert_mm or expert_qmm plus a LoRA adapter of each expert:
 
-    out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = ids[t, k], or with x[t, k]
+    out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = topk_ids[t, k], or with x[t, k]
 
     Args:
         added: [T, K, N], float32, float16 or bfloat16: the experts' output.
         x: [T, H] or [T, K, H] in the dtype of `added`: their input.
+        topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) gives `added` alone.
         a: [r E, H], float32, float16 or bfloat16, with r <= 256; row e r + i is row i of a_e.
         b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e. Where columns lie one after
             another, strides (1, N), a pair reads only its expert's columns.
-        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) gives `added` alone.
         num_experts: E, between 1 and 1024.
-        pair_order, offsets: what moe_bucket makes of `ids`, so that pairs of an expert read its factors
+        pair_order, offsets: what moe_bucket makes of `topk_ids`, so that pairs of an expert read its factors
             together; None for few pairs.
         scaling: a finite number.
 
@@ -142,13 +142,17 @@ def expert_lora(
     In models with adapters on experts.
 
     Example:
-        >>> x, ids = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
+        >>> x, topk_ids = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
         >>> a, b = torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor([[2.0, 5.0]])  # rank 1, two experts
-        >>> ops.expert_lora(torch.zeros(1, 2, 1), x, a, b, ids, num_experts=2).tolist()
+        >>> ops.expert_lora(torch.zeros(1, 2, 1), x, topk_ids, a, b, num_experts=2).tolist()
         [[[10.0], [6.0]]]
     """
     outer = project_slots(
-        _inner(x, a, ids, num_experts), ids, (num_experts, len(b)), _of_expert(b, num_experts, True), None
+        _inner(x, a, topk_ids, num_experts),
+        topk_ids,
+        (num_experts, len(b)),
+        _of_expert(b, num_experts, True),
+        None,
     )
     return (wide(added) + outer * scaling).to(added.dtype)
 
@@ -168,9 +172,9 @@ def _meta_backward(check, x, a, b, offsets, num_experts, scaling, **_):
 def _expert_lora_backward(
     dy: Tensor,
     x: Tensor,
+    topk_ids: Tensor,
     a: Tensor,
     b: Tensor,
-    ids: Tensor,
     pair_order: Tensor,
     offsets: Tensor,
     num_experts: int,
@@ -184,7 +188,8 @@ def _expert_lora_backward(
 
     Args:
         dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
-        x, a, b, ids, pair_order, offsets, num_experts, scaling: as for expert_lora, `x` in the dtype of `dy`.
+        x: [T, H] or [T, K, H] in the dtype of `dy`.
+        topk_ids, a, b, pair_order, offsets, num_experts, scaling: as for expert_lora.
 
     Returns: dx and da like x and a, and db [r E, N], the columns of b one after another; computed in float32,
         rounded once. On Metal sums go over the pairs in ascending order, and dx of a slot is rounded before
@@ -192,15 +197,15 @@ def _expert_lora_backward(
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
-    inner = _inner(x, a, ids, num_experts)
+    inner = _inner(x, a, topk_ids, num_experts)
     matrices = wide(b).unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [E, N, r]
     of_b = Product(matrices.__getitem__, matrices.shape[2])
-    own = project_slots(wide(dy), ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
+    own = project_slots(wide(dy), topk_ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
     of_a = Product(wide(a).unflatten(0, (num_experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
-    dx = project_slots(own, ids, (num_experts, a.shape[1]), of_a, None)
+    dx = project_slots(own, topk_ids, (num_experts, a.shape[1]), of_a, None)
     outer = torch.ops.moe_mps._expert_outer
-    da = outer(own, wide(x), ids, num_experts).flatten(0, 1)
-    db = outer(wide(dy), inner, ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling
+    da = outer(own, wide(x), topk_ids, num_experts).flatten(0, 1)
+    db = outer(wide(dy), inner, topk_ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling
     return (dx.sum(1) if x.dim() == 2 else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
 
 
@@ -209,11 +214,11 @@ def _factors(s, experts, rank=3):
 
 
 def _of_experts(s):
-    return {**_factors(s, s.E), "ids": s.ids, "num_experts": s.E, "scaling": 0.5}
+    return {**_factors(s, s.E), "topk_ids": s.topk_ids, "num_experts": s.E, "scaling": 0.5}
 
 
 def _listed(s):
-    return dict(zip(("pair_order", "offsets"), torch.ops.moe_mps.moe_bucket(s.ids, s.E), strict=True))
+    return dict(zip(("pair_order", "offsets"), torch.ops.moe_mps.moe_bucket(s.topk_ids, s.E), strict=True))
 
 
 CALLS: Calls = {

@@ -29,29 +29,29 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return Product(lambda expert: matrix(expert).t(), weight.packed.shape[1], in_float32=True)
 
 
-def _check_expert_qmm_transposed(check, dy, packed, scales, biases, ids, format, sums):
+def _check_expert_qmm_transposed(check, dy, packed, scales, biases, topk_ids, format, sums):
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     columns = weight.format.columns(packed.shape[2])
     weight.check(check, "", (*packed.shape[:2], columns), "E, N, H")
-    return dy.new_empty(*(ids.shape[:1] if sums else ids.shape), columns)
+    return dy.new_empty(*(topk_ids.shape[:1] if sums else topk_ids.shape), columns)
 
 
 @operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed, doubles=True)
 def _expert_qmm_transposed(
     dy: Tensor,
+    topk_ids: Tensor,
     packed: Tensor,
     scales: Tensor,
     biases: Tensor | None,
-    ids: Tensor,
     format: str,
     sums: bool = False,
 ) -> Tensor:
-    """The gradient of the input of expert_qmm: dx[t, k] = dy[t, k] @ dequantised(ids[t, k]).
+    """The gradient of the input of expert_qmm: dx[t, k] = dy[t, k] @ dequantised(topk_ids[t, k]).
 
     Args:
         dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
-        scales, biases, ids, format: as for expert_qmm.
+        topk_ids, scales, biases, format: as for expert_qmm.
         sums: the slots of a token are added: the gradient of an input that has one row for each token.
 
     Returns: [T, K, H], or with `sums` [T, H], in the dtype of `dy`; dequantised and accumulated in float32,
@@ -62,14 +62,14 @@ def _expert_qmm_transposed(
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
     product = Product(decoded_experts(weight), shape[1])
-    out = project_slots(wide(dy), ids, shape, product, None)
+    out = project_slots(wide(dy), topk_ids, shape, product, None)
     return (out.sum(1) if sums else out).to(dy.dtype)
 
 
 def _qmm_backward(grad, asked, given):
     weight, sums = [given[name] for name in TENSORS], len(given["x"].shape) == 2
     backward = torch.ops.moe_mps._expert_qmm_transposed
-    return {"x": backward(grad, *weight, given["ids"], given["format"], sums)}
+    return {"x": backward(grad, given["topk_ids"], *weight, given["format"], sums)}
 
 
 def _check_expert_qmm(check, packed, scales, biases, format, **_):
@@ -80,35 +80,38 @@ def _check_expert_qmm(check, packed, scales, biases, format, **_):
 @operator(
     f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x",
     _check_expert_qmm,
-    backward=Backward(_qmm_backward, {"x": (*TENSORS, "ids")}, frozen=TENSORS),
+    backward=Backward(_qmm_backward, {"x": (*TENSORS, "topk_ids")}, frozen=TENSORS),
     doubles=True,
 )
 def expert_qmm(
     x: Tensor,
+    topk_ids: Tensor,
     packed: Tensor,
     scales: Tensor,
     biases: Tensor | None,
-    ids: Tensor,
     format: str,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """expert_mm with quantised weights: out[t, k] = dequantised(ids[t, k]) @ x[t] + bias[ids[t, k]].
+    """expert_mm with quantised weights: out[t, k] = dequantised(e) @ x[t] + bias[e], e = topk_ids[t, k].
 
     Args:
         x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN where
             the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
+        topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
-        scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8
-            and nvfp4. Types of GGUF have int16, the bits of a float16, for each group or for 256 values; or,
-            uint8 [E, N, H * n / 256], a stream of n bytes of small integers for 256 values.
-            _weight_formats.py says which, and an error the shape that it should have.
+        scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8,
+            nvfp4 and nvfp4_global; int32, the bits of a float32, in fp8_32 and fp8_128. Types of GGUF have
+            int16, the bits of a float16, for each group or for 256 values; or, uint8 [E, N, H * n / 256], a
+            stream of n bytes of small integers for 256 values. _weight_formats.py says which, and an error
+            the shape that it should have.
         biases: like `scales` in affine formats and where a type of GGUF adds a float16 to a group; int16
-            [E, N, H * n / 256], the bits of n float16 factors, beside a stream; else None.
-        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
+            [E, N, H * n / 256], the bits of n float16 factors, beside a stream; int32 [E, N, 1], the bits of
+            a float32 factor for each row, in nvfp4_global: the global scale of its matrix; else None.
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
-            groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16; or a type of
-            GGUF, such as "q4_k", whose values _weight_formats.py defines. H must be a multiple of the group
-            size, and of 256 where scales are small integers, and in codebook formats.
+            groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" and "nvfp4_global" in groups of
+            16; "fp8_32" and "fp8_128"; or a type of GGUF, such as "q4_k", whose values _weight_formats.py
+            defines. H must be a multiple of the group size, and of 256 where scales are small integers, and
+            in codebook formats.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
@@ -119,11 +122,11 @@ def expert_qmm(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> w = quantize(torch.stack([torch.eye(32), 2 * torch.eye(32)]), mode="mxfp4")
-        >>> ops.expert_qmm(torch.ones(1, 32), *w, torch.tensor([[1, 0]]), "mxfp4")[..., 0].tolist()
+        >>> ops.expert_qmm(torch.ones(1, 32), torch.tensor([[1, 0]]), *w, "mxfp4")[..., 0].tolist()
         [[2.0, 1.0]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
-    return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
+    return project_slots(x, topk_ids, packed.shape, _quantized_product(weight), bias)
 
 
 MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part in TENSORS)
@@ -159,7 +162,7 @@ def _check_moe_experts_quantized(check, x, **arguments):
         **{"sum_eps": 0.0, "sum_min": 0.0},
     },
     dependences=(
-        "ids weights only without logits",
+        "topk_weights topk_ids only without logits",
         "shared_gate_up_packed not without logits",
         "shared_activation not without shared_gate_up_packed",
         "shared_out gate_up_bias down_bias not beside shared_gate_up_packed",
@@ -167,14 +170,14 @@ def _check_moe_experts_quantized(check, x, **arguments):
 )
 def moe_experts_quantized(
     x: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
     gate_up_packed: Tensor,
     gate_up_scales: Tensor,
     gate_up_biases: Tensor | None,
     down_packed: Tensor,
     down_scales: Tensor,
     down_biases: Tensor | None,
-    ids: Tensor | None,
-    weights: Tensor | None,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
@@ -230,9 +233,10 @@ def moe_experts_quantized(
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
         x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
             norm_weight, norm_eps, norm_weight_offset: as for moe_experts.
-        ids, weights: as for moe_experts; None with logits.
-        logits: [..., E], float32, float16 or bfloat16; moe_router makes ids and weights of them. On Metal the
-            first product of one token selects among up to 512 experts itself, which saves a dispatch.
+        topk_weights, topk_ids: as for moe_experts; None with logits.
+        logits: [..., E], float32, float16 or bfloat16; moe_router makes topk_weights and topk_ids of them.
+            On Metal the first product of one token selects among up to 512 experts itself, which saves a
+            dispatch.
         top_k, scoring, correction_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits,
             norm_topk_prob, sum_eps, sum_min, scaling_factor, per_expert_scale: as for moe_router; by default
             without logits.
@@ -251,8 +255,8 @@ def moe_experts_quantized(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> gate_up, down = (quantize(torch.eye(32).repeat(2, n, 1), mode="mxfp4") for n in (2, 1))
-        >>> x, ids, weights = torch.full((1, 32), 3.0), torch.tensor([[0, 1]]), torch.tensor([[0.5, 1.0]])
-        >>> out = ops.moe_experts_quantized(x, *gate_up, *down, ids, weights, "mxfp4", activation="relu")
+        >>> x, chosen = torch.full((1, 32), 3.0), (torch.tensor([[0.5, 1.0]]), torch.tensor([[0, 1]]))
+        >>> out = ops.moe_experts_quantized(x, *chosen, *gate_up, *down, "mxfp4", activation="relu")
         >>> out[0, :2].tolist()  # 1.5 * relu(3) * 3
         [13.5, 13.5]
     """
@@ -263,7 +267,7 @@ def moe_experts_quantized(
     mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, options)
     norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
     if logits is not None:
-        weights, ids = moe_router(
+        topk_weights, topk_ids = moe_router(
             logits,
             top_k,
             scoring=scoring,
@@ -279,7 +283,7 @@ def moe_experts_quantized(
             scaling_factor=scaling_factor,
             per_expert_scale=per_expert_scale,
         )
-    assert ids is not None and weights is not None
+    assert topk_ids is not None and topk_weights is not None
     if shared_gate_up_packed is not None and shared_down_packed is not None:
         assert shared_gate_up_scales is not None and shared_down_scales is not None
         matrices = (
@@ -290,19 +294,21 @@ def moe_experts_quantized(
             options = options._replace(activation=shared_activation, alpha=None, limit=None)
         shared_out = mlp_outputs(x, norm, *matrices, options)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, ids, weights, gate_up_packed.shape[0], mlp, around)
+    return combine_experts(x, norm, topk_weights, topk_ids, gate_up_packed.shape[0], mlp, around)
 
 
 CALLS: Calls = {
-    "expert_qmm": lambda s: s.of("x[T, H]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name),
+    "expert_qmm": lambda s: s.of(
+        "x[T, H]", **s.quantized("", s.I, s.H), topk_ids=s.topk_ids, format=s.format.name
+    ),
     "_expert_qmm_transposed": lambda s: s.of(
-        "dy[T, K, I]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name, sums=True
+        "dy[T, K, I]", **s.quantized("", s.I, s.H), topk_ids=s.topk_ids, format=s.format.name, sums=True
     ),
     "moe_experts_quantized": lambda s: {
-        **s.of("x[T, H]", ids=s.ids, format=s.format.name),
+        **s.of("x[T, H]", topk_ids=s.topk_ids, format=s.format.name),
         **s.quantized("gate_up_", 2 * s.I, s.H),
         **s.quantized("down_", s.H, s.I),
-        "weights": s.weights,
+        "topk_weights": s.topk_weights,
     },
 }
 CHANGES: Changes = {

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
-from .._registry import operator
+from .._checks import FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
+from .._registry import DtypeName, operator
 from .._sample import Calls, Changes
 from .norms import InputNorm, normed
 
@@ -39,12 +39,12 @@ def _select(choice: Tensor, count: int) -> Tensor:
     return choice.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _divide_by_sum(weights: Tensor, eps: float = 0.0, minimum: float = 0.0) -> Tensor:
+def _divide_by_sum(topk_weights: Tensor, eps: float = 0.0, minimum: float = 0.0) -> Tensor:
     """weights / max(sum + eps, minimum); a denominator of 0 counts as 1."""
-    total = weights.sum(-1, keepdim=True) + eps
+    total = topk_weights.sum(-1, keepdim=True) + eps
     if minimum > 0.0:
         total = total.clamp(min=minimum)
-    return weights / torch.where(total == 0.0, 1.0, total)
+    return topk_weights / torch.where(total == 0.0, 1.0, total)
 
 
 def _group_scores(choice: Tensor, num_groups: int, kind: str) -> Tensor:
@@ -71,7 +71,7 @@ def _check_top_k(check: Check, top_k: int, **_: Any) -> None:
 
 
 # Weights and ids.
-SELECTED = "[..., top_k]:float32 [..., top_k]:int32"
+SELECTED = "[..., top_k]:float32 [..., top_k]:ids_dtype"
 
 
 def _check_router(check, top_k, num_groups, top_groups, group_score, masked_score, **_):
@@ -123,7 +123,10 @@ class Router(NamedTuple):
 @operator(
     f"logits[..., E<={MAX_EXPERTS}] correction_bias[E] per_expert_scale[E] -> {SELECTED}",
     _check_router,
-    allowed={"scoring": SCORINGS, "group_score": GROUP_SCORES, "sum_eps": 0.0, "sum_min": 0.0},
+    allowed={
+        **{"scoring": SCORINGS, "group_score": GROUP_SCORES, "sum_eps": 0.0, "sum_min": 0.0},
+        "ids_dtype": ID_DTYPES,
+    },
 )
 def moe_router(
     logits: Tensor,
@@ -141,16 +144,17 @@ def moe_router(
     sum_min: float = 0.0,
     scaling_factor: float = 1.0,
     per_expert_scale: Tensor | None = None,
+    ids_dtype: DtypeName = "int32",
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts of each token and their weights, for every scoring that the models use.
 
-        scores = scoring(logits)                    softmax | sigmoid | sqrtsoftplus, over all E
-        choice = scores + correction_bias           logits + it with bias_on_logits or softmax_after_topk
+        scores   = scoring(logits)             softmax | sigmoid | sqrtsoftplus, over all E
+        choice   = scores + correction_bias    logits + it with bias_on_logits or softmax_after_topk
         choice of experts outside the top_groups best of num_groups groups = masked_score
-        ids    = the top_k largest choices, descending, ties to the lower id
-        w      = scores[ids]                        softmax(logits[ids]) with softmax_after_topk
-        w      = w / max(sum(w) + sum_eps, sum_min)      with norm_topk_prob
-        w      = w * scaling_factor * per_expert_scale[ids]
+        topk_ids = the top_k largest choices, descending, ties to the lower id
+        w        = scores[topk_ids]            softmax(logits[topk_ids]) with softmax_after_topk
+        w        = w / max(sum(w) + sum_eps, sum_min)      with norm_topk_prob
+        w        = w * scaling_factor * per_expert_scale[topk_ids]
 
     Args:
         logits: [..., E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
@@ -169,11 +173,13 @@ def moe_router(
         sum_eps, sum_min: added to that sum, then its lower bound. A denominator of 0 counts as 1.
         scaling_factor: multiplies the weights.
         per_expert_scale: [E], any of the three dtypes; multiplies the weights by expert.
+        ids_dtype: of topk_ids, torch.int32 or torch.int64; or its name, "int32" or "int64".
 
     Without a correction_bias and a masked_score the logits themselves are compared: they order as the
     scores do.
 
-    Returns: weights [..., top_k] float32 and ids [..., top_k] int32, in descending order of choice.
+    Returns: topk_weights [..., top_k] float32 and topk_ids [..., top_k] in `ids_dtype`, in descending order
+        of choice.
 
     Raises: ValueError for a dtype, shape, count, name or device that does not fit.
 
@@ -195,24 +201,26 @@ def moe_router(
     if num_groups > 1:
         group_scores = _group_scores(compared if group_score == "max" else choice, num_groups, group_score)
         compared = _mask_groups(compared, group_scores, top_groups, masked_score)
-    ids = _select(compared, top_k)
-    weights = scores.gather(-1, ids)
+    topk_ids = _select(compared, top_k)
+    topk_weights = scores.gather(-1, topk_ids)
     if scoring == "softmax_after_topk":
-        weights = torch.softmax(weights, -1)
+        topk_weights = torch.softmax(topk_weights, -1)
     if norm_topk_prob:
-        weights = _divide_by_sum(weights, sum_eps, sum_min)
+        topk_weights = _divide_by_sum(topk_weights, sum_eps, sum_min)
     if scaling_factor != 1.0:
-        weights = weights * scaling_factor
+        topk_weights = topk_weights * scaling_factor
     if per_expert_scale is not None:
-        weights = weights * per_expert_scale.float()[ids]
-    return weights, ids.int()
+        topk_weights = topk_weights * per_expert_scale.float()[topk_ids]
+    return topk_weights, topk_ids.to(ID_DTYPES[ids_dtype])
 
 
 # The named routers of the sources
 
 
-@operator(f"logits[..., E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k)
-def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
+@operator(f"logits[..., E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k, allowed={"ids_dtype": ID_DTYPES})
+def moe_router_topk_softmax(
+    logits: Tensor, top_k: int, norm_topk_prob: bool, *, ids_dtype: DtypeName = "int32"
+) -> tuple[Tensor, Tensor]:
     """Top-k experts and their weights by softmax over all; with norm_topk_prob the weights sum to 1.
 
     Logits are compared, not probabilities, which saturate: of eight logits, 0 at id 2, -200 at 6, -250 at 1
@@ -223,8 +231,10 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
             lowest.
         top_k: experts per token, 1 to min(E, 64); E is at most 1024.
         norm_topk_prob: make the weights of a token sum to 1.
+        ids_dtype: of topk_ids, torch.int32 or torch.int64; or its name, "int32" or "int64".
 
-    Returns: weights [..., top_k] float32, descending, and ids [..., top_k] int32; ties go to the lower id.
+    Returns: topk_weights [..., top_k] float32, descending, and topk_ids [..., top_k] in `ids_dtype`; ties go
+        to the lower id.
 
     Raises: ValueError for a dtype, shape or count that does not fit.
 
@@ -236,19 +246,28 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
         >>> ops.moe_router_topk_softmax(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), top_k=2, norm_topk_prob=True)
         (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
-    return moe_router(logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, sum_eps=0.0)
+    return moe_router(
+        logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, sum_eps=0.0, ids_dtype=ids_dtype
+    )
 
 
 def _scaled_softmax_of_selected(
-    logits: Tensor, per_expert_scale: Tensor, top_k: int
+    logits: Tensor, per_expert_scale: Tensor, top_k: int, ids_dtype: DtypeName
 ) -> tuple[Tensor, Tensor]:
     x = _finite(logits)
-    ids = _select(x, top_k)
-    return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
+    topk_ids = _select(x, top_k)
+    topk_weights = torch.softmax(x.gather(-1, topk_ids), -1) * per_expert_scale.float()[topk_ids]
+    return topk_weights, topk_ids.to(ID_DTYPES[ids_dtype])
 
 
-@operator(f"logits[..., E<={MAX_EXPERTS}] per_expert_scale[E] -> {SELECTED}", _check_top_k)
-def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+@operator(
+    f"logits[..., E<={MAX_EXPERTS}] per_expert_scale[E] -> {SELECTED}",
+    _check_top_k,
+    allowed={"ids_dtype": ID_DTYPES},
+)
+def fused_moe_routing(
+    logits: Tensor, per_expert_scale: Tensor, top_k: int, *, ids_dtype: DtypeName = "int32"
+) -> tuple[Tensor, Tensor]:
     """Top-k experts and their softmax weights, which sum to 1, times per_expert_scale[id].
 
     Probabilities over all experts, divided by the sum of the selected, are the softmax over the selected
@@ -259,9 +278,10 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
             and lowest.
         per_expert_scale: [E], any of the three dtypes.
         top_k: experts per token, 1 to min(E, 64); E is at most 1024.
+        ids_dtype: of topk_ids, torch.int32 or torch.int64; or its name, "int32" or "int64".
 
-    Returns: weights [..., top_k] float32 and ids int32 of the same shape, in descending order of the logits;
-        ties go to the lower id.
+    Returns: topk_weights [..., top_k] float32 and topk_ids [..., top_k] in `ids_dtype`, in descending order
+        of the logits; ties go to the lower id.
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
@@ -275,7 +295,7 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
         >>> ops.fused_moe_routing(logits, scale, top_k=2)
         (tensor([1., 2.]), tensor([1, 2], dtype=torch.int32))
     """
-    return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
+    return _scaled_softmax_of_selected(logits, per_expert_scale, top_k, ids_dtype)
 
 
 def _meta_router_logits(check, x, weight, dtype, factor, **_):
@@ -326,6 +346,7 @@ def router_logits(
 @operator(
     f"x[..., H] weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
     _check_top_k,
+    allowed={"ids_dtype": ID_DTYPES},
 )
 def moe_gate(
     x: Tensor,
@@ -335,13 +356,15 @@ def moe_gate(
     top_k: int,
     norm_eps: float,
     renormalize_after_scale: bool,
+    *,
+    ids_dtype: DtypeName = "int32",
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts and weights of a whole gate: RMSNorm, router matmul, softmax over them, per-expert scale.
 
-        logits = (rms(x) * norm_weight) @ weight^T        rms(x) = x * rsqrt(mean(x^2) + norm_eps)
-        ids    = the top_k largest logits, descending, ties to the lower id
-        w      = softmax(logits[ids]) * per_expert_scale[ids]
-        w      = w / sum(w)             with renormalize_after_scale; a sum of 0 counts as 1
+        logits   = (rms(x) * norm_weight) @ weight^T      rms(x) = x * rsqrt(mean(x^2) + norm_eps)
+        topk_ids = the top_k largest logits, descending, ties to the lower id
+        w        = softmax(logits[topk_ids]) * per_expert_scale[topk_ids]
+        w        = w / sum(w)           with renormalize_after_scale; a sum of 0 counts as 1
 
     Args:
         x: [..., H], float32, float16 or bfloat16. The normed values stay in float32, they are not rounded.
@@ -351,51 +374,55 @@ def moe_gate(
         top_k: experts per token, 1 to min(E, 64).
         norm_eps: added to the mean of squares.
         renormalize_after_scale: the source kernel divides by the sum again, Gemma 4 does not.
+        ids_dtype: of topk_ids, torch.int32 or torch.int64; or its name, "int32" or "int64".
 
-    Returns: weights [..., top_k] float32 and ids [..., top_k] int32. NaN logits count as the lowest float32.
+    Returns: topk_weights [..., top_k] float32 and topk_ids [..., top_k] in `ids_dtype`. NaN logits count as
+        the lowest float32.
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
     Stands for the source kernel moe_gate; docs/operators.md has the differences.
 
     Example:
-        >>> x, weight = torch.tensor([[2.0, 2.0]]), torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]])
-        >>> ones = torch.ones(3)
-        >>> weights, ids = ops.moe_gate(x, weight, ones[:2], ones, 2, 0.0, renormalize_after_scale=False)
-        >>> weights.tolist(), ids.tolist()
+        >>> weight, ones = torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]]), torch.ones(3)
+        >>> gate = torch.tensor([[2.0, 2.0]]), weight, ones[:2], ones
+        >>> topk_weights, topk_ids = ops.moe_gate(*gate, 2, 0.0, renormalize_after_scale=False)
+        >>> topk_weights.tolist(), topk_ids.tolist()
         ([[0.5, 0.5]], [[1, 2]])
     """
     logits = normed(x, norm_weight, norm_eps) @ weight.float().T
-    weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
-    return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
+    topk_weights, topk_ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k, ids_dtype)
+    return (_divide_by_sum(topk_weights) if renormalize_after_scale else topk_weights), topk_ids
 
 
 # Sorting the pairs p = t * K + k by expert
 
 
-def _sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sort_pairs(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs in stable order by expert, the expert of each (E for sentinels), where each expert begins."""
-    flat = ids.flatten().long()
+    flat = topk_ids.flatten().long()
     experts = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
     experts, order = experts.sort(stable=True)
-    offsets = torch.searchsorted(experts, torch.arange(num_experts + 1, device=ids.device))
+    offsets = torch.searchsorted(experts, torch.arange(num_experts + 1, device=topk_ids.device))
     return order, experts, offsets
 
 
-def _meta_bucket(check, ids, num_experts):
-    pairs = ids.shape[0] * ids.shape[1]
-    return ids.new_empty(pairs, dtype=torch.int32), ids.new_empty(num_experts + 1, dtype=torch.int32)
+def _meta_bucket(check, topk_ids, num_experts):
+    pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    return topk_ids.new_empty(pairs, dtype=torch.int32), topk_ids.new_empty(
+        num_experts + 1, dtype=torch.int32
+    )
 
 
-@operator("ids[T, K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
-def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+@operator("topk_ids[T, K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
+def moe_bucket(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Pairs p = t * K + k sorted by expert, and each expert's offset: a compressed moe_compute_ids_tpe.
 
     Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts)
     follow behind offsets[num_experts], ascending.
 
     Args:
-        ids: [T, K] int32 or int64.
+        topk_ids: [T, K] int32 or int64.
         num_experts: E, 1 to 1024.
 
     Returns: pair_order [T * K] int32 and offsets [E + 1] int32.
@@ -412,24 +439,24 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         >>> pair_order.tolist(), offsets.tolist()
         ([1, 0, 2, 3], [0, 1, 3, 4])
     """
-    order, _, offsets = _sort_pairs(ids, num_experts)
+    order, _, offsets = _sort_pairs(topk_ids, num_experts)
     return order.int(), offsets.int()
 
 
 @operator(
-    "ids[T, K]:id -> [num_experts]:int32 [num_experts, T*K]:int32 [3]:int32 [3]:int32",
+    "topk_ids[T, K]:id -> [num_experts]:int32 [num_experts, T*K]:int32 [3]:int32 [3]:int32",
     allowed={
         "num_experts": range(1, MAX_EXPERTS + 1),
         **dict.fromkeys(("gate_up_rows", "down_rows"), range(1, 2**31)),
     },
 )
 def moe_compute_ids_tpe(
-    ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
+    topk_ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pairs p = t * K + k of each expert, their counts, and the indirect-dispatch grids of two matmuls.
 
     Args:
-        ids: [T, K] int32 or int64; ids outside [0, num_experts) are in no list.
+        topk_ids: [T, K] int32 or int64; ids outside [0, num_experts) are in no list.
         num_experts: E, 1 to 1024.
         gate_up_rows, down_rows: rows of an expert's gate/up and down matrices.
 
@@ -449,15 +476,15 @@ def moe_compute_ids_tpe(
     docs/operators.md has the differences.
 
     Example:
-        >>> ids = torch.tensor([[1, 0], [1, 2]])
-        >>> tpe, ids_by_expert, gate_up_args, _ = ops.moe_compute_ids_tpe(ids, 3, 128, 64)
+        >>> topk_ids = torch.tensor([[1, 0], [1, 2]])
+        >>> tpe, ids_by_expert, gate_up_args, _ = ops.moe_compute_ids_tpe(topk_ids, 3, 128, 64)
         >>> tpe.tolist(), ids_by_expert[1].tolist(), gate_up_args.tolist()
         ([1, 2, 1], [0, 2, -1, -1], [1, 2, 3])
     """
-    order, experts, offsets = _sort_pairs(ids, num_experts)
+    order, experts, offsets = _sort_pairs(topk_ids, num_experts)
     tpe = offsets.diff()
-    places = torch.arange(experts.numel(), device=ids.device) - offsets[experts]
-    ids_by_expert = ids.new_full((num_experts, experts.numel()), -1, dtype=torch.int32)
+    places = torch.arange(experts.numel(), device=topk_ids.device) - offsets[experts]
+    ids_by_expert = topk_ids.new_full((num_experts, experts.numel()), -1, dtype=torch.int32)
     routed = slice(int(offsets[-1]))
     ids_by_expert[experts[routed], places[routed]] = order[routed].int()
     tiles = ((tpe.max() + PAIRS_PER_TILE - 1) // PAIRS_PER_TILE).clamp(min=1)
@@ -480,9 +507,9 @@ CALLS: Calls = {
         **{"per_expert_scale": s.values(s.E).abs(), "top_k": s.K},
         **{"norm_eps": 1e-6, "renormalize_after_scale": True},
     },
-    "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
+    "moe_bucket": lambda s: {"topk_ids": s.topk_ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
-        **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}
+        **{"topk_ids": s.topk_ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}
     },
 }
 CHANGES: Changes = {
@@ -498,8 +525,8 @@ CHANGES: Changes = {
     "fused_moe_routing": lambda s: [{"logits": s.values(s.E)}],
     "moe_gate": lambda s: [{"renormalize_after_scale": False}],
     "moe_bucket": lambda s: [
-        {"ids": torch.zeros(0, s.K, dtype=torch.int64, device=s.device)},
-        {"ids": s.ids.long()},
+        {"topk_ids": torch.zeros(0, s.K, dtype=torch.int64, device=s.device)},
+        {"topk_ids": s.topk_ids.long()},
     ],
-    "moe_compute_ids_tpe": lambda s: [{"ids": s.ids.long()}],
+    "moe_compute_ids_tpe": lambda s: [{"topk_ids": s.topk_ids.long()}],
 }

@@ -1,6 +1,7 @@
 """Slots of experts that are not all in memory: where the experts of a layer lie, by the layer's pool."""
 
 import atexit
+import functools
 import itertools
 import os
 import threading
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..._extension import host_library
-from ..._text import first_line
 from .._checks import Check
 from .._registry import operator
 from .._sample import Calls, Changes
@@ -48,7 +48,7 @@ class SlotPool(Protocol):
     """Experts of one layer in memory, by slots."""
 
     def slots(self, ids: Tensor) -> Tensor:
-        """Slots of experts, which lie in them when this returns.
+        """Slots of experts, which lie in them when this returns. The CPU asks it; a GPU asks the host.
 
         Args:
             ids: [n], int32 on the CPU, as the router chose them; -1 for a negative one.
@@ -60,28 +60,25 @@ class SlotPool(Protocol):
 
 _pools: dict[int, "weakref.ref[SlotPool]"] = {}
 _numbers = itertools.count(RESIDENT + 1)
-_starting = threading.Lock()
-_thread: threading.Thread | None = None
 
 
-def register_pool(pool: SlotPool, name: str, limit: float = LIMIT, file: str = "") -> int:
-    """Number of a pool for `_expert_slots`. The pool is not kept: its number ends with it.
+def new_number() -> int:
+    """A number for a pool, by which `_expert_slots` calls it."""
+    return next(_numbers)
 
-    For a GPU one thread calls all pools, in the order of the GPU's requests. When it calls `slots`, the GPU
-    has finished all that was encoded before the request, and waits for the answer. `slots` must not call
-    operators on mps, and should release Python's lock while it reads.
 
-    Args:
-        name: of the layer, for errors.
-        limit: seconds that an answer to a GPU may take from when the ids are there.
-        file: that the pool reads, for errors.
-    """
-    number = next(_numbers)
+def register_pool(pool: SlotPool, number: int) -> None:
+    """Makes a number that of a pool, which the host has under it, too. It ends with the pool."""
     _pools[number] = weakref.ref(pool)
     if host_library() is not None:
-        torch.ops.moe_mps._add_slot_pool(number, name, limit, file)
+        _close_at_exit()
     weakref.finalize(pool, release_pool, number).atexit = False
-    return number
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """A process ends, although a disk that a GPU waits for is silent."""
+    atexit.register(torch.ops.moe_mps._close_slot_requests)
 
 
 def using(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,42 +116,9 @@ def _slots_of(number: int, ids: Tensor) -> Tensor:
     return pool.slots(ids)
 
 
-def _check_pool(check: Check, number: int) -> None:
-    if number != RESIDENT and number not in _pools:
-        check.fail("pool", "the number of a pool of slots", number)
-
-
-def _start() -> None:
-    """Starts the thread that answers the GPU, if there is none."""
-    global _thread
-    with _starting:
-        if _thread is None and host_library() is not None:
-            _thread = threading.Thread(target=_answer, name="slots of experts", daemon=True)
-            _thread.start()
-            atexit.register(_close, _thread)
-
-
-def _answer() -> None:
-    operators = torch.ops.moe_mps
-    while True:
-        request, number, ids = operators._next_slot_request()
-        if request == 0:
-            return
-        try:
-            operators._answer_slot_request(request, _slots_of(number, ids))
-        except BaseException as error:  # it ends the step that asked
-            operators._fail_slot_request(request, first_line(error) or type(error).__name__)
-
-
-def _close(thread: threading.Thread) -> None:
-    torch.ops.moe_mps._close_slot_requests()
-    thread.join(timeout=1.0)  # a disk may never answer
-
-
 def _meta_expert_slots(check: Check, ids: Tensor, pool: int) -> None:
-    _check_pool(check, pool)
-    if ids.device.type == "mps":
-        _start()
+    if pool != RESIDENT and pool not in _pools:
+        check.fail("pool", "the number of a pool of slots", pool)
 
 
 @operator("ids[...]:id -> [...]:int32", _meta_expert_slots)
@@ -167,7 +131,7 @@ def _expert_slots(ids: Tensor, pool: int) -> Tensor:
 
     Args:
         ids: experts, int32 or int64.
-        pool: its number, by `register_pool`.
+        pool: its number, as of `new_number`.
 
     Returns: slots, int32, in the shape of `ids`.
 
@@ -177,5 +141,5 @@ def _expert_slots(ids: Tensor, pool: int) -> Tensor:
     return _slots_of(pool, flat.cpu()).view(ids.shape).to(ids.device)
 
 
-CALLS: Calls = {"_expert_slots": lambda s: {"ids": s.ids, "pool": RESIDENT}}
-CHANGES: Changes = {"_expert_slots": lambda s: [{"ids": s.ids.t()}, {"ids": s.ids.long()}]}
+CALLS: Calls = {"_expert_slots": lambda s: {"ids": s.topk_ids, "pool": RESIDENT}}
+CHANGES: Changes = {"_expert_slots": lambda s: [{"ids": s.topk_ids.t()}, {"ids": s.topk_ids.long()}]}

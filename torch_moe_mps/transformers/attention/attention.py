@@ -320,13 +320,13 @@ def attend(
         ]
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
     key, value = _first(key, seen), _first(value, seen)
-    asked: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range}
+    asked: dict[str, Any] = {"attn_mask": mask, "window": window, "key_range": key_range}
     asked |= {"indices": indices, "index_block": block if block > 1 else None, "lookahead": lookahead or None}
     asked |= {"softcap": softcap, "sinks": sinks}
     options = {name: arguments for name, arguments in asked.items() if arguments is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
-        options |= {"k_scales": key.scales, "k_biases": key.biases}
-        options |= {"v_scales": value.scales, "v_biases": value.biases}
+        options |= {"key_scales": key.scales, "key_biases": key.biases}
+        options |= {"value_scales": value.scales, "value_biases": value.biases}
         key, value = key.packed, value.packed
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if dtype is None:

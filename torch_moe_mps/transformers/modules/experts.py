@@ -342,7 +342,7 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         options |= _biases(self)
     if form is not None and len(first) > len(self.down_proj):
         first = first[: len(self.down_proj)]
-    out = moe_experts(hidden_states, first, self.down_proj, top_k_index, top_k_weights, **options)
+    out = moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
     return _with_identity(self, out, hidden_states, top_k_index, top_k_weights)
 
 
@@ -402,7 +402,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    out = moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
+    out = moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
     return _with_identity(self, out, x, ids, weights)
 
 
@@ -447,17 +447,17 @@ def _multiplied(
 ) -> Tensor:
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
-        return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
+        return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
     formats = formats_of(self)
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
     biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
     outs = [
-        ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, bias_part)
+        ops.expert_qmm(x, ids, *_packed(self, name), formats[name].name, bias_part)
         for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
-        out = ops.expert_lora(out, x, a, b, ids, self.num_experts, *buckets, scaling=scaling)
+        out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
     return out
 
 

@@ -290,7 +290,7 @@ class GroupedLinear(QuantizedLinear):
         stacks = [None if each is None else each.unflatten(0, (self.n_groups, -1)) for each in weights]
         rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         ids = self.group_ids.expand(len(rows), -1)
-        compute = partial(ops.expert_qmm, rows, *stacks, ids, self.format.name)
+        compute = partial(ops.expert_qmm, rows, ids, *stacks, self.format.name)
         out = with_cache(compute, self, *weights) if x.is_cpu else compute()
         return out.view(*x.shape[:-1], out.shape[-1])
 

@@ -201,7 +201,7 @@ def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Ten
     if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
         options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
     first = first[: len(second)]
-    out: Tensor = moe_experts(x, first, second, ids, weights, transposed=form.is_transposed, **options)
+    out: Tensor = moe_experts(x, weights, ids, first, second, transposed=form.is_transposed, **options)
     return with_identity(out, x, ids, weights, len(second)) if form.has_identity else out
 
 

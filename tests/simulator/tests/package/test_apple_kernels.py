@@ -18,7 +18,7 @@ from simulator.shaderlib import kernels_of
 from simulator.testing import linux_only
 from support.oracles_experts import SEARCHED, numbers_of
 from support.pinned import assert_pinned, pinned
-from support.quantized_layers import GGUF_FORMATS, place, random_quantized
+from support.quantized_layers import GGUF_FORMATS, OTHERS, place, random_quantized
 from support.sweep import in_sweep
 
 from torch_moe_mps.ops._checks import dtype_name
@@ -136,7 +136,7 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
     q, k, v, scale = call.args
     call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
-    options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
+    options = {"key_tail": k.clone(), "value_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
     yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
@@ -185,9 +185,9 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         pairs = ops.moe_bucket(ids, experts)
         work = tokens * slots * rank * (hidden + rows)
         listed = pairs if tokens > 1 else (None, None)
-        call = functools.partial(ops.expert_lora, *around, *factors, ids, experts, *listed)
+        call = functools.partial(ops.expert_lora, *around, ids, *factors, experts, *listed)
         yield f"expert_lora of {tokens} tokens", call, {}, work
-    call = functools.partial(ops._expert_lora_backward, *around, *factors, ids, *pairs, experts)
+    call = functools.partial(ops._expert_lora_backward, *around, ids, *factors, *pairs, experts)
     yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
 
 
@@ -337,7 +337,7 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
     }
     operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
-    call = functools.partial(operator, x, *gate_up, *down, ids, weights, *format_, **options)
+    call = functools.partial(operator, x, weights, ids, *gate_up, *down, *format_, **options)
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 
 
@@ -370,7 +370,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     bits, group, mode = numbers_of(name)
 
     def stack(experts: int, rows: int, inputs: int) -> tuple:
-        if name in GGUF_FORMATS:
+        if name in (*OTHERS, *GGUF_FORMATS):
             return tuple(place(random_quantized(experts, rows, inputs, name, dtype, 0), "mps"))
         words = torch.randint(-(2**31), 2**31, (experts, rows, inputs * bits // 32), dtype=torch.int64)
         shape = (experts, rows, inputs // group)
@@ -452,6 +452,7 @@ KINDS += [
         "mxfp4",
         "mxfp8",
         "nvfp4",
+        *OTHERS,
         *GGUF_FORMATS,
     )
 ]
@@ -594,7 +595,7 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 # The group that always runs; the others do in the sweep.
 ALWAYS = ("rope",)
-FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
+FORMATS = {"mlx": ("affine", "mx", "nv", "fp"), "gguf_blocks": ("q",), "gguf_codebooks": ("iq", "tq")}
 
 
 @pytest.mark.pinned

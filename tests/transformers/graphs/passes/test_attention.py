@@ -46,7 +46,9 @@ def a_cache_that_is_read_between(x, keys, values):
 
 def a_mask(x, keys, values):
     mask = torch.ones(1, 1, 1, KEYS, dtype=torch.bool).tril()
-    return ops.attention(turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25, mask=mask)
+    return ops.attention(
+        turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25, attn_mask=mask
+    )
 
 
 def other_keys(x, keys, values):

@@ -24,7 +24,7 @@ MATRICES, SHARED, WIDER = matrices(E), matrices(), matrices(inner=2 * I)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return ops.moe_experts_quantized(x, *MATRICES, ids, weights, "affine4_32")
+    return ops.moe_experts_quantized(x, weights, ids, *MATRICES, "affine4_32")
 
 
 def routed(x: Tensor, logits: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-// Codes that are small floats: mxfp4, mxfp8, nvfp4.
+// Codes that are small floats: mxfp4, mxfp8, nvfp4, fp8.
 #pragma once
 #include "matmul/formats/half_codes.h"
 #include "matmul/formats/packed_rows.h"
@@ -47,11 +47,13 @@ struct E4M3 {
 // Scales as a power of two for the codes, in half, and a factor. 2^(scale - 127) is no normal float for 0:
 // its codes are halved instead.
 struct ScaleE8M0 {
+  typedef uchar Stored;
   static float of_codes(uchar scale) { return scale == 0 ? 0.5f : 1.0f; }
   static float factor(uchar scale) { return as_type<float>(max(uint(scale), 1u) << 23); }
 };
 
 struct ScaleE4M3 {
+  typedef uchar Stored;
   static float of_codes(uchar) { return 1.0f; }
   static float factor(uchar scale) {
     const uint bits = uint(scale & 0x80) << 8 | uint(scale & 0x7f) << 7;
@@ -59,13 +61,20 @@ struct ScaleE4M3 {
   }
 };
 
-// Floats of 4 or 8 bits with a scale of 8 bits: mxfp4, mxfp8, nvfp4.
+struct ScaleFP32 {
+  typedef float Stored;
+  static float of_codes(float) { return 1.0f; }
+  static float factor(float scale) { return scale; }
+};
+
+// Floats of 4 or 8 bits with a scale for each group.
 template <typename T, typename Code, typename CodeScale, int kGroup>
 struct FloatCodes {
   typedef T Element;
   typedef PackedRows<Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
-  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kGroups = 1;
+  static constant constexpr int kValues = kGroup < 32 ? kGroup : 32, kTileValues = 16, kPackSize = 8,
+                                kGroups = 1;
   static constant constexpr int kPlaceBytes = 0;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
@@ -73,15 +82,16 @@ struct FloatCodes {
   template <int N>
   struct Chunk {
     Words<N * Code::kBits / 32> words;
-    uchar scale;
+    typename CodeScale::Stored scale;
   };
 
   Rows rows;
-  device const uchar* scales;
+  device const typename CodeScale::Stored* scales;
 
   FloatCodes(device const uchar* packed, device const uchar* scales_, device const uchar*, uint expert,
              constant MatmulParams& params)
-      : rows(packed, expert, params), scales(scales_ + rows.first_unit) {}
+      : rows(packed, expert, params),
+        scales(reinterpret_cast<device const typename CodeScale::Stored*>(scales_) + rows.first_unit) {}
 
   Row row(uint number) const { return rows.row(number); }
   template <int N>
@@ -118,5 +128,41 @@ struct FloatCodes {
     const half2 codes = code_pairs(chunk, number / kCodePairs).v[number % kCodePairs];
     const float factor = CodeScale::factor(chunk.scale);
     return float2(float(codes.x) * factor, float(codes.y) * factor);
+  }
+};
+
+// Rows in format W with a float factor each, in the place of biases.
+template <typename W>
+struct ScaledRows : W {
+  struct Row {
+    typename W::Row codes;
+    float factor;
+  };
+  template <int N>
+  struct Chunk {
+    typename W::template Chunk<N> codes;
+    float factor;
+  };
+
+  device const float* factors;
+
+  ScaledRows(device const uchar* packed, device const uchar* scales, device const uchar* biases, uint expert,
+             constant MatmulParams& params)
+      : W(packed, scales, biases, expert, params),
+        factors(reinterpret_cast<device const float*>(biases) + ulong(expert) * params.rows) {}
+
+  Row row(uint number) const { return {W::row(number), factors[number]}; }
+  template <int N>
+  Chunk<N> load(Row row, uint column, uint left) const {
+    return {W::template load<N>(row.codes, column, left), row.factor};
+  }
+
+  static Pack<W::kPackSize> codes(Chunk<W::kValues> chunk, int pack) { return W::codes(chunk.codes, pack); }
+  static void add_dot(Chunk<W::kValues> chunk, int group, float dot, InputSums sums, thread float& total) {
+    W::add_dot(chunk.codes, group, dot * chunk.factor, sums, total);
+  }
+  template <int N>
+  static float2 values(Chunk<N> chunk, int number) {
+    return W::values(chunk.codes, number) * chunk.factor;
   }
 };

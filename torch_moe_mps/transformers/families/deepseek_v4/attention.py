@@ -97,8 +97,8 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
         window=layer.sliding_window,
         sinks=layer.sinks,
         indices=indices,
-        k_tail=entries,
-        v_tail=entries,
+        key_tail=entries,
+        value_tail=entries,
         tail_rate=compressor.compress_rate,
         position=position,
     )

@@ -45,7 +45,7 @@ def options_of_gate(router: fx.Node) -> dict[str, Any] | None:
     """Logits, by a call in front of it, and options of a moe_gate, which experts take in its place."""
     if not is_call(router, ours.moe_gate) or arguments(router)["renormalize_after_scale"]:
         return None
-    hidden, weight, norm, scale, top_k, eps, _ = arguments(router).values()
+    hidden, weight, norm, scale, top_k, eps, *_ = arguments(router).values()
     factor = 1.0
     if is_call(norm, aten.mul) and not isinstance(norm.args[1], fx.Node):
         norm, factor = norm.args

@@ -37,6 +37,7 @@ _EXPERTS = (
 # Arguments that have to be equal for an MLP and experts.
 _ALIKE = ("format", "gate_up_bias", "down_bias", "gated", "interleaved", *InputNorm._fields)
 _ROUTERS = (ours.moe_router, ours.moe_gate)
+ROUTED = ("topk_weights", "topk_ids")  # results of a router, arguments of experts
 # Functions of a router's call that give what `_options_of` does, for other routers than ours.
 OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
 
@@ -45,7 +46,7 @@ def hand_routing_over(graph: fx.Graph) -> None:
     """Experts read the weights and ids of a router as its operator gives them, not their casts."""
     for call in calls(graph, *_EXPERTS):
         passed = arguments(call)
-        uncast = {name: _of_router(passed[name]) for name in ("ids", "weights") if name in passed}
+        uncast = {name: _of_router(passed[name]) for name in ROUTED if name in passed}
         new = {name: value for name, value in uncast.items() if value is not None}
         if new:
             call.replace_all_uses_with(changed(call, call, **new))
@@ -62,8 +63,8 @@ def scale_in_router(graph: fx.Graph) -> None:
         if not is_call(experts, ours.moe_experts, ours.moe_experts_quantized):
             continue
         passed = arguments(experts)
-        weights: Any = passed["weights"]
-        router = weights.args[0] if weights.target is ITEM and weights.args[1] == 0 else None
+        weights: Any = passed["topk_weights"]
+        router: Any = weights.args[0] if weights.target is ITEM and weights.args[1] == 0 else None
         is_alone = passed["residual"] is passed["shared_out"] is None and [*weights.users] == [experts]
         if is_alone and is_call(router, ours.moe_router):
             scaled = arguments(router)["scaling_factor"] * factor
@@ -72,10 +73,10 @@ def scale_in_router(graph: fx.Graph) -> None:
 
 
 def choose_in_experts(graph: fx.Graph) -> None:
-    """F(IDS, WEIGHTS) of a router -> F(LOGITS): for one token, the experts' first product chooses them"""
+    """F(WEIGHTS, IDS) of a router -> F(LOGITS): for one token, the experts' first product chooses them"""
     for call in calls(graph, ours.moe_experts_quantized):
         passed = arguments(call)
-        ids, weights = passed["ids"], passed["weights"]
+        weights, ids = (passed[name] for name in ROUTED)
         if ids is None or ids.target is not ITEM or weights.target is not ITEM:
             continue
         router: Any = ids.args[0]
@@ -85,7 +86,7 @@ def choose_in_experts(graph: fx.Graph) -> None:
         if options is None or any(reader is not call for item in router.users for reader, _ in readers(item)):
             continue
         if is_unchanged(options["logits"], router, call):
-            new = options | {"ids": None, "weights": None}
+            new = options | dict.fromkeys(ROUTED)
             call.replace_all_uses_with(changed(call, call, **new))
 
 
@@ -140,7 +141,7 @@ def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
 def _options_of(router: fx.Node) -> dict[str, Any] | None:
     """The logits of a router and its options; None if experts have no such."""
     if is_call(router, ours.moe_router):
-        return arguments(router)
+        return {name: value for name, value in arguments(router).items() if name != "ids_dtype"}
     known = (read(router) for read in OPTIONS_OF)
     return next((options for options in known if options is not None), None)
 

@@ -128,7 +128,7 @@ def _prefix(layer_type: str | None) -> str:
 
 
 def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor, axes: tuple[int, ...] | None = None) -> bool:
-    dtypes = x.dtype in ACTIVATION_DTYPES and position_ids.dtype in ID_DTYPES
+    dtypes = x.dtype in ACTIVATION_DTYPES and position_ids.dtype in ID_DTYPES.values()
     ranks = x.dim() in _RANKS
     devices = x.device == position_ids.device == frequencies.device
     shapes = position_ids.dim() == 2 or (

@@ -1,0 +1,120 @@
+// Experts on a disk: where they lie in files, and the threads that read them. Plain C++: it knows no Metal
+// and no Python, whose lock no thread of it takes.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace moe_mps {
+
+// Why experts cannot be read; no text for no fault.
+struct ReadFault {
+  std::string why;
+  int error = 0;  // of the system; 0 for a file that is not what it was
+};
+
+// Rows of a tensor behind each other in an open file.
+struct StoredRows {
+  int64_t file, offset, stride, rows;
+};
+
+// A tensor of a layer's experts: bytes of one, its parts, and the dtype in the files, where 16 bits may be
+// others.
+struct StoredTensor {
+  int64_t size;
+  c10::ScalarType dtype, stored;
+  std::vector<StoredRows> parts;
+};
+
+struct StoredLayer {
+  std::string name;
+  int64_t experts;
+  std::vector<StoredTensor> tensors;
+  std::vector<uint32_t> checksums;  // of each expert; none where the files have none
+  std::unique_ptr<std::atomic<bool>[]> is_checked;
+};
+
+// An expert that is read into memory: the memory of each of its tensors.
+struct ExpertRead {
+  int64_t layer, expert;
+  std::vector<char*> to;
+  std::function<void(const ReadFault&)> done;  // by the thread that ends the last read
+  std::atomic<int64_t> left = 0;               // reads
+  std::mutex mutex;
+  ReadFault fault;  // the first one
+};
+
+// What a model has asked of its disk.
+struct DiskCounters {
+  std::atomic<int64_t> hits = 0, misses = 0, layers = 0, bytes_read = 0, nanoseconds = 0;
+};
+
+class Disk : public std::enable_shared_from_this<Disk> {
+ public:
+  // `files` are open, and stay so. Reads are of `piece` bytes at most, `depth` of them at once.
+  Disk(std::string path, std::vector<std::string> names, const std::vector<int64_t>& files, int64_t depth,
+       int64_t piece);
+  Disk(const Disk&) = delete;
+  Disk& operator=(const Disk&) = delete;
+  ~Disk();
+
+  void add_layer(StoredLayer layer) { layers_.push_back(std::move(layer)); }
+  const StoredLayer& layer(int64_t number) const { return layers_.at(static_cast<size_t>(number)); }
+  const std::string& path() const { return path_; }
+
+  // Raises RuntimeError in a fork, which has no threads, and whose locks may be another thread's.
+  void require_own_process() const;
+  // Begins to read experts.
+  void read(const std::vector<std::shared_ptr<ExpertRead>>& reads);
+  // Runs a call by one thread, in order, which may wait for reads.
+  void run_in_turn(std::function<void()> call);
+  // Threads end behind what was begun.
+  void close();
+  // Reads that have ended.
+  int64_t ended() const { return ended_; }
+
+  DiskCounters counters;
+
+ private:
+  struct Extent {
+    int64_t file, offset;
+    char* to;
+    int64_t size;
+  };
+  using Extents = std::vector<Extent>;
+  struct Calls {
+    std::deque<std::function<void()>> waiting;
+    std::condition_variable changed;
+    int64_t threads = 0, most;
+  };
+
+  void submit(Calls& calls, std::function<void()> call);
+  void run(Calls& calls);
+  Extents extents(const ExpertRead& read) const;
+  ReadFault fill(const ExpertRead& read, const Extents& extents) const;
+  void finish_piece(ExpertRead& read, const ReadFault& fault);
+  ReadFault checked(const ExpertRead& read);
+  std::string of(const ExpertRead& read, int64_t file) const;
+
+  std::string path_;
+  std::vector<std::string> names_;
+  std::vector<int> files_;
+  std::deque<StoredLayer> layers_;
+  int64_t depth_, piece_;
+  std::mutex mutex_;
+  Calls reads_, turns_;
+  bool is_closed_ = false;
+  std::atomic<int64_t> ended_ = 0;
+  int process_;
+};
+
+}  // namespace moe_mps

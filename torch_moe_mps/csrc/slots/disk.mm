@@ -1,0 +1,236 @@
+#include "disk.h"
+
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace moe_mps {
+namespace {
+
+// CRC-32 as zlib has it, eight bytes at a time.
+struct Crc {
+  std::array<std::array<uint32_t, 256>, 8> table;
+
+  Crc() {
+    for (uint32_t i = 0; i < 256; ++i) {
+      uint32_t value = i;
+      for (int bit = 0; bit < 8; ++bit) value = value & 1 ? value >> 1 ^ 0xEDB88320u : value >> 1;
+      table[0][i] = value;
+    }
+    for (size_t k = 1; k < table.size(); ++k)
+      for (size_t i = 0; i < 256; ++i) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 0xFF];
+  }
+
+  uint32_t operator()(uint32_t before, const char* bytes, int64_t size) const {
+    uint32_t crc = ~before;
+    for (; size >= 8; bytes += 8, size -= 8) {
+      uint64_t word;
+      std::memcpy(&word, bytes, 8);
+      word ^= crc;
+      crc = 0;
+      for (size_t k = 0; k < 8; ++k) crc ^= table[7 - k][word >> 8 * k & 0xFF];
+    }
+    for (; size > 0; ++bytes, --size) crc = crc >> 8 ^ table[0][(crc ^ static_cast<uint8_t>(*bytes)) & 0xFF];
+    return ~crc;
+  }
+};
+
+}  // namespace
+
+Disk::Disk(std::string path, std::vector<std::string> names, const std::vector<int64_t>& files, int64_t depth,
+           int64_t piece)
+    : path_(std::move(path)), names_(std::move(names)), depth_(depth), piece_(piece), process_(getpid()) {
+  for (const int64_t file : files) {
+    const int own = fcntl(static_cast<int>(file), F_DUPFD_CLOEXEC, 0);  // a late read outlives the caller's
+    TORCH_CHECK(own >= 0, "moe_mps: ", path_, " cannot be read: ", std::generic_category().message(errno));
+    files_.push_back(own);
+  }
+  reads_.most = depth;
+  turns_.most = 1;
+}
+
+Disk::~Disk() {
+  for (const int file : files_) ::close(file);
+}
+
+void Disk::close() {
+  if (getpid() != process_) return;  // its threads are the other process's
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_closed_ = true;
+  reads_.changed.notify_all();
+  turns_.changed.notify_all();
+}
+
+void Disk::require_own_process() const {
+  TORCH_CHECK(getpid() == process_, path_, ": a fork cannot read experts on the disk: load the model in it");
+}
+
+void Disk::submit(Calls& calls, std::function<void()> call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  calls.waiting.push_back(std::move(call));
+  if (calls.threads < calls.most) {
+    ++calls.threads;
+    std::thread([self = shared_from_this(), &calls] { self->run(calls); }).detach();
+  }
+  calls.changed.notify_one();
+}
+
+void Disk::run(Calls& calls) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    calls.changed.wait(lock, [&] { return is_closed_ || !calls.waiting.empty(); });
+    if (calls.waiting.empty()) return;
+    std::function<void()> call = std::move(calls.waiting.front());
+    calls.waiting.pop_front();
+    lock.unlock();
+    call();
+    call = nullptr;  // what it keeps is freed before the next one comes
+    lock.lock();
+  }
+}
+
+void Disk::run_in_turn(std::function<void()> call) {
+  submit(turns_, std::move(call));
+}
+
+std::string Disk::of(const ExpertRead& read, int64_t file) const {
+  return c10::str(names_[static_cast<size_t>(file)], ": expert ", read.expert, " of ",
+                  layer(read.layer).name);
+}
+
+Disk::Extents Disk::extents(const ExpertRead& read) const {
+  Extents result;
+  const std::vector<StoredTensor>& tensors = layer(read.layer).tensors;
+  for (size_t number = 0; number < tensors.size(); ++number) {
+    int64_t row = read.expert;
+    for (const StoredRows& part : tensors[number].parts) {
+      if (row < part.rows) {
+        result.push_back({part.file, part.offset + row * part.stride, read.to[number], tensors[number].size});
+        break;
+      }
+      row -= part.rows;
+    }
+  }
+  return result;
+}
+
+ReadFault Disk::fill(const ExpertRead& read, const Extents& extents) const {
+  for (size_t first = 0; first < extents.size();) {
+    const int64_t file = extents[first].file;
+    int64_t offset = extents[first].offset, end = offset;
+    std::vector<iovec> rest;
+    for (; first < extents.size() && extents[first].file == file && extents[first].offset == end; ++first) {
+      rest.push_back({extents[first].to, static_cast<size_t>(extents[first].size)});
+      end += extents[first].size;
+    }
+    for (size_t begun = 0; offset < end;) {
+      ssize_t count = preadv(files_[static_cast<size_t>(file)], rest.data() + begun,
+                             static_cast<int>(rest.size() - begun), offset);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) {
+        const int error = errno;
+        return {c10::str(of(read, file), ": ", std::generic_category().message(error)), error};
+      }
+      if (count == 0) return {of(read, file) + " is truncated"};
+      offset += count;
+      while (begun < rest.size() && static_cast<size_t>(count) >= rest[begun].iov_len)
+        count -= static_cast<ssize_t>(rest[begun++].iov_len);
+      if (count > 0) {
+        rest[begun].iov_base = static_cast<char*>(rest[begun].iov_base) + count;
+        rest[begun].iov_len -= static_cast<size_t>(count);
+      }
+    }
+  }
+  return {};
+}
+
+ReadFault Disk::checked(const ExpertRead& read) {
+  StoredLayer& about = layers_.at(static_cast<size_t>(read.layer));
+  const auto expert = static_cast<size_t>(read.expert);
+  if (!about.checksums.empty() && !about.is_checked[expert]) {
+    static const Crc crc;
+    uint32_t sum = 0;
+    for (size_t n = 0; n < read.to.size(); ++n) sum = crc(sum, read.to[n], about.tensors[n].size);
+    if (sum != about.checksums[expert])
+      return {of(read, 0) + " has another checksum than it was written with"};
+    about.is_checked[expert] = true;
+  }
+  for (size_t n = 0; n < read.to.size(); ++n) {
+    const StoredTensor& tensor = about.tensors[n];
+    if (tensor.stored == tensor.dtype) continue;
+    const int64_t count = tensor.size / static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    const at::Tensor given = at::from_blob(read.to[n], {count}, tensor.dtype);
+    given.copy_(at::from_blob(read.to[n], {count}, tensor.stored).clone());
+  }
+  return {};
+}
+
+void Disk::finish_piece(ExpertRead& read, const ReadFault& fault) {
+  if (!fault.why.empty()) {
+    const std::lock_guard<std::mutex> lock(read.mutex);
+    if (read.fault.why.empty()) read.fault = fault;
+  }
+  if (--read.left > 0) return;
+  if (read.fault.why.empty()) read.fault = checked(read);
+  if (read.fault.why.empty())
+    for (const StoredTensor& tensor : layer(read.layer).tensors) counters.bytes_read += tensor.size;
+  read.done(read.fault);
+}
+
+void Disk::read(const std::vector<std::shared_ptr<ExpertRead>>& reads) {
+  if (reads.empty()) return;
+  int64_t size = 0;
+  for (const StoredTensor& tensor : layer(reads[0]->layer).tensors) size += tensor.size;
+  const auto count = static_cast<int64_t>(reads.size());
+  // One call reads several small experts.
+  const int64_t together =
+      std::max<int64_t>(1, std::min(piece_ / std::max<int64_t>(1, size), (count + depth_ - 1) / depth_));
+  using Piece = std::pair<std::shared_ptr<ExpertRead>, Extents>;
+  std::vector<std::vector<Piece>> calls;
+  for (const std::shared_ptr<ExpertRead>& read : reads) {
+    std::vector<Extents> pieces(1);
+    int64_t room = piece_;
+    for (Extent rest : extents(*read)) {
+      while (rest.size > 0) {
+        const int64_t taken = std::min(rest.size, room);
+        pieces.back().push_back({rest.file, rest.offset, rest.to, taken});
+        rest.offset += taken;
+        rest.to += taken;
+        rest.size -= taken;
+        room -= taken;
+        if (room == 0) {
+          pieces.emplace_back();
+          room = piece_;
+        }
+      }
+    }
+    if (pieces.size() > 1 && pieces.back().empty()) pieces.pop_back();
+    read->left = static_cast<int64_t>(pieces.size());
+    for (Extents& piece : pieces) {
+      const bool joins =
+          together > 1 && !calls.empty() && calls.back().size() < static_cast<size_t>(together);
+      if (!joins) calls.emplace_back();
+      calls.back().emplace_back(read, std::move(piece));
+    }
+  }
+  for (std::vector<Piece>& call : calls) {
+    submit(reads_, [this, pieces = std::move(call)] {
+      for (const Piece& piece : pieces) {
+        const ReadFault fault = fill(*piece.first, piece.second);
+        ++ended_;
+        finish_piece(*piece.first, fault);
+      }
+    });
+  }
+}
+
+}  // namespace moe_mps

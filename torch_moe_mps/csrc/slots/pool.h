@@ -1,0 +1,103 @@
+// The slots of one layer: the experts that were needed last, of all sequences together.
+//
+// A pool is asked with ids, and calls back with their slots: at once if all experts are in memory, else by
+// the thread that has read the last missing one. Experts of requests that have not been answered keep their
+// slots. One that is being read for a request serves the others, too. A request waits where no slot is free.
+#pragma once
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "disk.h"
+
+namespace moe_mps {
+
+class Pool;
+
+// A request for slots.
+class Asked {
+ public:
+  using Done = std::function<void(const ReadFault&, const std::vector<int32_t>&)>;
+
+ private:
+  friend class Pool;
+  std::vector<int64_t> ids, needed;  // all; distinct experts
+  Done done;
+  // Under the pool's mutex:
+  size_t left = 0;            // experts that are being read for it
+  std::vector<int64_t> held;  // experts that keep their slots
+  bool is_over = false;
+  ReadFault fault;
+  std::chrono::steady_clock::time_point began;
+};
+
+class Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  // `tensors` [slots, ...] are the weights, `views` their memory on the host.
+  Pool(std::shared_ptr<Disk> disk, int64_t layer, std::vector<at::Tensor> tensors,
+       std::vector<at::Tensor> views);
+
+  // Asks for slots of ids; -1 for ids of no expert. `done` may be called at once, and is called by any
+  // thread.
+  std::shared_ptr<Asked> ask(std::vector<int64_t> ids, Asked::Done done);
+  // From here on nothing is called for a request, and it keeps no slot; what was begun is read.
+  void abandon(const std::shared_ptr<Asked>& asked);
+
+  // Copies those of some experts that are in slots to memory [experts, ...] of each tensor. Returns: the
+  // others.
+  std::vector<int64_t> copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to);
+
+  Disk& disk() const { return *disk_; }
+  int64_t layer() const { return layer_; }
+  const std::string& name() const { return disk_->layer(layer_).name; }
+  int64_t experts() const { return disk_->layer(layer_).experts; }
+
+ private:
+  struct Entry {
+    int32_t slot;
+    int64_t holders = 0;
+    std::list<int64_t>::iterator place;  // in order_
+  };
+  struct Loading {
+    int32_t slot;
+    std::vector<std::shared_ptr<Asked>> waiting;
+  };
+  // What follows from a change, done without the mutex.
+  struct Later {
+    std::vector<std::shared_ptr<ExpertRead>> reads;
+    std::vector<std::function<void()>> calls;
+  };
+
+  bool begin(const std::shared_ptr<Asked>& asked, Later& later);
+  void finish(const std::shared_ptr<Asked>& asked, Later& later);
+  void hold(Entry& entry);
+  void release(Asked& asked);
+  void begin_waiting(Later& later);
+  void loaded(int64_t expert, const ReadFault& fault);
+  void act(Later& later);
+
+  std::shared_ptr<Disk> disk_;
+  int64_t layer_;
+  std::vector<at::Tensor> tensors_, views_;
+  size_t size_, held_ = 0;  // entries with holders
+  std::mutex mutex_;
+  std::unordered_map<int64_t, Entry> entries_;
+  std::unordered_map<int64_t, Loading> loading_;
+  std::list<int64_t> order_;  // experts, least recently used first
+  std::vector<int32_t> free_;
+  std::vector<std::shared_ptr<Asked>> waiting_;  // for free slots
+};
+
+// Tells torch that tensors were written: what was computed from their content is not used any more.
+void note_written(const std::vector<at::Tensor>& tensors);
+
+// The memory of a row of a contiguous tensor on the host.
+char* row_of(const at::Tensor& tensor, int64_t row);
+
+}  // namespace moe_mps
