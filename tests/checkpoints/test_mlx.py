@@ -167,6 +167,14 @@ def test_another_bailing_hybrid_is_one_line(tmp_path):
         mlx_models.load(tmp_path, type(model))
 
 
+@pytest.mark.parametrize("architecture", [pytest.param("llama4", marks=pytest.mark.sweep), "longcat_flash"])
+def test_unknown_layouts_are_one_line(architecture, tmp_path):
+    model = mlx_models.tiny(architecture)
+    mlx_models.write(model, tmp_path, 4)
+    with pytest.raises(ValueError, match=r"^moe_mps::load: \S+layers.0.\S+ must be in .*$"):
+        mlx_models.load(tmp_path, type(model))
+
+
 def test_what_mlx_drops_is_made_where_it_is_loaded(tmp_path):
     """A process of a pipeline makes nothing for the layers of others."""
     model = mlx_models.tiny("ernie4_5_moe")

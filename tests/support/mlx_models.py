@@ -43,8 +43,6 @@ ARCHITECTURES: dict[str, dict] = {
     "kimi_linear": {"q_lora_rank": None},
     "laguna": {},
     "lfm2_moe": {},
-    "llama4": {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
-    "longcat_flash": {"zero_expert_num": 0},
     "mellum": {"mlp_layer_types": ["sparse", "sparse"]},
     "mimo_v2_flash": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -68,6 +66,11 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3_next": {},
     "qwen3_vl_moe": {"tie_word_embeddings": False},
     "solar_open": {},
+}
+# Architectures whose layout in MLX's checkpoints is not known.
+UNREAD: dict[str, dict] = {
+    "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+    "longcat_flash": {"zero_expert_num": 0},
 }
 # Keys that mlx-lm reads, and None where a key of others would be misread; by the type of the model.
 OLDER_KEYS: dict[str, dict] = {
@@ -171,7 +174,7 @@ SIZES = {
 
 
 def tiny(architecture: str):
-    overrides = (ARCHITECTURES | WITHOUT_EXPERTS)[architecture]
+    overrides = (ARCHITECTURES | UNREAD | WITHOUT_EXPERTS)[architecture]
     architecture = architecture.partition(" with")[0] if "without" in architecture else architecture
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
         if architecture not in COMPOSITES:

@@ -162,8 +162,6 @@ ARCHITECTURES = {
             ".feed_forward.w3.weight": ".feed_forward.up_proj.weight",
         },
     ),
-    "llama4_text": Architecture("feed_forward.experts"),
-    "longcat_flash": _HALVES,
     "mellum": _PLAIN,
     "mimo_v2_flash": Architecture(older_keys=_mimo_v2_flash),
     "minimax_m2": _BLOCK_SPARSE._replace(needed=("head_dim", "rope_parameters"), older_keys=_minimax_m2),

@@ -33,7 +33,6 @@ DENSE = frozenset(
 _COMPOSITES = (
     "gemma4",
     "kimi_k25",
-    "llama4",
     "minimax_m3_vl",
     "mistral3",
     "qwen3_5",
