@@ -30,15 +30,7 @@ DENSE = frozenset(
     }
 )  # fmt: skip
 # Multimodal model types of which mlx-lm has only the language model.
-_COMPOSITES = (
-    "gemma4",
-    "kimi_k25",
-    "minimax_m3_vl",
-    "mistral3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl_moe",
-)
+_COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
