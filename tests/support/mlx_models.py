@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3_vl_moe": {"tie_word_embeddings": False},
     "solar_open": {},
 }
-# Architectures whose experts transformers does not dispatch, so that they are not read.
+# Architectures whose layout in MLX's checkpoints is not known.
 UNREAD: dict[str, dict] = {
     "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
     "longcat_flash": {"zero_expert_num": 0},
@@ -109,6 +109,7 @@ OLDER_KEYS: dict[str, dict] = {
         "zero_expert_type": "identity",
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
+        "norm_topk_prob": False,
     },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1],

@@ -48,7 +48,7 @@ class Stacked(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
-            slots, tokens = torch.where(top_k_index.T == expert)
+            slots, tokens = torch.where(expert == top_k_index.T)
             if expert < self.num_experts:
                 rows = self.one(hidden_states[tokens], expert)
             elif self.others:

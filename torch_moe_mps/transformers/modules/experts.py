@@ -89,7 +89,7 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def _activation_of_form(module: nn.Module, form: ExpertsForm) -> Activation | None:
-    """The activation of recognised experts, whose numbers may have changed; None if they compute another form."""
+    """The activation of recognised experts, with their numbers as they are now; None for another form."""
     try:
         now = form_of(module)
     except Unsupported:

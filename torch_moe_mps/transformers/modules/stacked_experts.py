@@ -17,7 +17,7 @@ from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, A
 from ...ops.families.experts import moe_experts
 from ..basics.interface import FORM, ExpertsForm
 from ..basics.state import Unsupported, original_class, restore_class, subclass
-from ..trials.comparing import agrees, tried
+from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import first_form
 from ..trials.replicas import bare_replica, random_parameter
@@ -74,7 +74,8 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
         for turned, _ in found
         for activation in _activations(module, first == FIRST[0])
     ]
-    form = first_form(module, forms, _begin, found[0][1], len(inputs))
+    with on_the_cpu(), apart():  # a checkpoint may be being loaded, on the meta device and in another dtype
+        form = first_form(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
@@ -135,7 +136,8 @@ def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[ExpertsFor
     x, weights = normal(_TOKENS, small.hidden), normal(_TOKENS, _SLOTS)
     for beyond in _BEYOND:
         count = small.experts + small.others + beyond
-        ids = torch.stack([torch.randperm(count)[:_SLOTS] for _ in range(_TOKENS)])
+        chosen = torch.randperm(count)[: max(_SLOTS, count - 1)]  # one is of no token
+        ids = torch.stack([chosen[torch.randperm(len(chosen))[:_SLOTS]] for _ in range(_TOKENS)])
         if (expected := tried(eager(replica), x, ids, weights)) is not None:
             return lambda form, ids=ids, expected=expected: agrees(
                 of_ids(form, replica, x, ids, weights), expected

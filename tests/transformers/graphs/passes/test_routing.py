@@ -69,6 +69,21 @@ def ids_that_else_are_read(x):
     return experts(x, ids, weights), ids + 1
 
 
+def scaled_behind(x):
+    weights, ids = routed(x, scaling_factor=0.5)
+    return experts(x, ids, weights) * 2.5
+
+
+def scaled_by_a_tensor(x):
+    weights, ids = routed(x)
+    return experts(x, ids, weights) * NORM
+
+
+def scaled_and_weights_that_else_are_read(x):
+    weights, ids = routed(x)
+    return experts(x, ids, weights) * 2.5, weights + 1
+
+
 def weights_that_are_changed(x):
     weights, ids = routed(x)
     return experts(x, ids, weights * 2)
@@ -122,6 +137,9 @@ LEFT = {
     gate_of_a_multiple: ONE | {"router_logits": 1},
     gate_that_divides_again: ONE | {"moe_gate": 1},
     ids_that_else_are_read: ONE | {"mm": 1, "moe_router": 1, "add": 1},
+    scaled_behind: ONE | {"mm": 1},
+    scaled_by_a_tensor: ONE | {"mm": 1, "mul": 1},
+    scaled_and_weights_that_else_are_read: ONE | {"mm": 1, "moe_router": 1, "mul": 1, "add": 1},
     weights_that_are_changed: ONE | {"mm": 1, "moe_router": 1, "mul": 1},
     ids_of_another_router: ONE | {"mm": 1, "moe_router": 2},
     "beside(x)[0]": ONE | {"mm": 1},
