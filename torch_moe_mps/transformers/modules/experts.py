@@ -10,11 +10,11 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops._decoded import with_cache
-from ...ops.families.experts import moe_experts
+from ...ops.families.experts import _moe_experts
+from ...ops.families.quantized import _moe_experts_quantized
 from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
@@ -258,7 +258,7 @@ def described(module: Experts) -> list[Done]:
     details += ["interleaved"] if activation.interleaved else []
     if quantization is not None:
         details += dict.fromkeys(map(str, formats_of(module).values()))
-    return [Done(how, f"{how} ({', '.join(details)})")]
+    return [Done(f"_{how}", f"{how} ({', '.join(details)})")]
 
 
 def unsupported(module: nn.Module) -> str | None:
@@ -305,7 +305,7 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         options["transposed"] = True
     if self.has_bias:
         options |= _biases(self)
-    return moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
+    return _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
 
 
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -337,7 +337,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    return moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
+    return _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:
