@@ -342,7 +342,7 @@ def moe_experts_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 
-    In models a private operator computes it, which also joins what stands around it: `_moe_experts_quantized`.
+    In models a private operator computes it, with what stands around it: `_moe_experts_quantized`.
 
     Example:
         >>> from torch_moe_mps.quantization import quantize
