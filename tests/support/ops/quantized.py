@@ -68,6 +68,7 @@ def draw__moe_experts_quantized(d, may_choose: bool = True):
     if may_choose and slots <= experts and d.flag():
         router = d.completed("moe_router", draw_moe_router(d, (experts, slots), tokens))
         around |= {"topk_ids": None, "topk_weights": None}
+        del router["ids_dtype"]
         around |= router
     matrices = draw_weight(d, "gate_up_", experts, rows, hidden, form)
     matrices |= draw_weight(d, "down_", experts, hidden, inner, down)
