@@ -87,7 +87,7 @@ MODEL = """
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
     report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
     is_finite = model(torch.arange(4)[None]).logits.isfinite().all().item()
-    print(is_finite, "moe_experts_quantized" in report.operators())
+    print(is_finite, "_moe_experts_quantized" in report.operators())
 """
 SERVE = "import torch_moe_mps.serving.http.app, torch_moe_mps.commands.serve; print(True)"
 

@@ -188,5 +188,5 @@ def test_a_script_that_imports_the_package(package, checkpoint):
     ]
     assert others == [] and "has no `quant_method`" in refused and len(refused.splitlines()) == 1
     assert text == (checkpoint / "expected.txt").read_text()
-    assert "moe_mps.moe_experts_quantized.default" in called
+    assert "moe_mps._moe_experts_quantized.default" in called
     assert {"q_proj", "o_proj"} <= {*trained}

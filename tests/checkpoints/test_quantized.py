@@ -80,7 +80,7 @@ def test_logits_generation_and_checkpoint(architecture, form, tmp_path):
         assert parameter.dtype == model.get_parameter(name).dtype
     # expert_qmm: where the activation is the model's own
     used = operators_of(lambda: output(loaded.eval(), prompt())).keys()
-    assert used & {"moe_experts_quantized", "expert_qmm"}
+    assert used & {"_moe_experts_quantized", "expert_qmm"}
     assert_close(output(loaded, prompt()), expected, 1e-5)
     torch_moe_mps.accelerate(loaded)
     assert_close(output(loaded, prompt()), expected, 1e-5)
@@ -270,7 +270,7 @@ def test_mxfp4_blocks_are_never_dequantised(tmp_path):
         assert module.gate_up_proj_packed.dtype in (torch.uint32, torch.int32) and not hasattr(
             module, "gate_up_proj"
         )
-    assert "moe_experts_quantized" in operators_of(lambda: output(loaded, prompt()))
+    assert "_moe_experts_quantized" in operators_of(lambda: output(loaded, prompt()))
     assert_close(output(loaded, prompt()), expected, 1e-5)
     loaded.save_pretrained(tmp_path / "again")
     again = torch_moe_mps.from_pretrained(str(tmp_path / "again"))
@@ -315,7 +315,7 @@ def test_restore_keeps_quantised_experts_running():
     torch_moe_mps.restore(model)
     assert model.config._experts_implementation == "eager"
     called = operators_of(lambda: output(model, prompt()))
-    assert called.pop("moe_experts_quantized") == 2
+    assert called.pop("_moe_experts_quantized") == 2
     assert called == {"linear_quantized": len(quantised_layers(model)) - 1, "embedding_quantized": 1}
     assert_close(output(model, prompt()), expected, 1e-5)
     torch_moe_mps.accelerate(model)

@@ -114,7 +114,7 @@ def linear(tokens: int, inputs: int, rows: int):
 def mlp(tokens: int, inputs: int, between: int):
     up, down = _matrices(1, 2 * between, inputs), _matrices(1, inputs, between)
     given = [each[0] for each in (*up[:3], *down[:3])]
-    return OPS.mlp_quantized(_values(1, tokens, inputs), *given, up[3])
+    return OPS._mlp_quantized(_values(1, tokens, inputs), *given, up[3])
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def experts(tokens: int, count: int, slots: int, inputs: int, between: int):
     ids = routing(tokens, count, slots)
     weights = _values(tokens, slots, dtype=torch.float32)
     x = _values(tokens, inputs)
-    return OPS.moe_experts_quantized(x, weights, ids, *up[:3], *down[:3], up[3])
+    return OPS._moe_experts_quantized(x, weights, ids, *up[:3], *down[:3], up[3])
 
 
 def attention(tokens: int, keys: int, heads: int, key_heads: int):
@@ -266,8 +266,8 @@ MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
     ("name", "make", "dispatches"),
     [
         ("linear_quantized", linear_arguments, 6),  # with a norm each
-        ("moe_experts", lambda: experts_arguments(normal(TOKENS)), 15),
-        ("moe_experts", lambda: experts_arguments(normal(TOKENS, 1)), 15),
+        ("_moe_experts", lambda: experts_arguments(normal(TOKENS)), 15),
+        ("_moe_experts", lambda: experts_arguments(normal(TOKENS, 1)), 15),
         (
             "expert_mm",
             lambda: {

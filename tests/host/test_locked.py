@@ -1,4 +1,4 @@
-"""Functions of torch's that may wait for the GPU with Python's lock: no other thread of Python's runs then."""
+"""Functions of torch's that may wait for the GPU with Python's lock: other threads of Python's stand still."""
 
 import re
 from pathlib import Path

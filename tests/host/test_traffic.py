@@ -175,7 +175,7 @@ class Layer:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         x, routing = tensor(len(ids), self.hidden), torch.rand(ids.shape).to("mps")
-        operator = ops.moe_experts_quantized if self.format else ops.moe_experts
+        operator = ops._moe_experts_quantized if self.format else ops._moe_experts
         format = [self.format] if self.format else []
         return operator(x, routing, ids.to("mps"), *self.gate_up, *self.down, *format)
 

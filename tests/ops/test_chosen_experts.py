@@ -1,4 +1,4 @@
-"""moe_experts_quantized with a router's logits: as moe_router and the experts after it."""
+"""_moe_experts_quantized with a router's logits: as moe_router and the experts after it."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from support.routing import ROUTERS, router_options
 from support.sweep import covering
 from support.values import DTYPES, EACH_DTYPE, random
 
-from torch_moe_mps.ops.families.quantized import MATRICES, moe_experts_quantized
+from torch_moe_mps.ops.families.quantized import MATRICES, _moe_experts_quantized
 from torch_moe_mps.ops.families.routing import moe_router
 
 HIDDEN, INNER = 64, 32
@@ -32,9 +32,9 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
     others = {"norm_weight": random((HIDDEN,), dtype, 4).to(device)} if others is None else others
     logits, router = logits.to(device), on(device, router)
     chosen, ids = moe_router(logits, top_k, **router)
-    two = moe_experts_quantized(x, chosen, ids, *matrices, format, **others)
+    two = _moe_experts_quantized(x, chosen, ids, *matrices, format, **others)
     one = checked(
-        "moe_experts_quantized",
+        "_moe_experts_quantized",
         *(x, None, None, *matrices, format),
         **{"logits": logits, "top_k": top_k, **router, **others},
     )
@@ -126,7 +126,7 @@ def test_a_shared_expert(device, format, dtype):
         added = {"shared_gate": gate, "gate_is_logit": i % 2 == 0, "residual": arguments[0]}
         clamped = {"activation": "silu_clamped", "limit": 0.5, "shared_activation": "silu"}
         for others in ({}, added, {"norm_weight": None}, clamped):
-            checked("moe_experts_quantized", *arguments, top_k=top_k, **options | others)
+            checked("_moe_experts_quantized", *arguments, top_k=top_k, **options | others)
 
 
 def test_a_shared_expert_takes_no_launch(simulated):
@@ -136,7 +136,7 @@ def test_a_shared_expert_takes_no_launch(simulated):
     ):
         arguments, options = beside("mps", experts, 1, torch.float32)
         with simulated.trace() as commands:
-            moe_experts_quantized(*arguments, top_k=2, **options)
+            _moe_experts_quantized(*arguments, top_k=2, **options)
         assert [line.split()[0].partition("_affine")[0] for line in commands if " grid " in line] == expected
 
 
@@ -147,6 +147,6 @@ def test_the_same_bits_every_time(device, every_order, dtype):
     options["norm_weight"] = random((HIDDEN,), dtype, 4).to(device)
     x = random((1, HIDDEN), dtype, 3).to(device)
     first, *others = [
-        moe_experts_quantized(x, None, None, *matrices, "affine4_32", **options).cpu() for _ in every_order()
+        _moe_experts_quantized(x, None, None, *matrices, "affine4_32", **options).cpu() for _ in every_order()
     ]
     assert all(torch.equal(other, first) for other in others)

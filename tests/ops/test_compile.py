@@ -29,7 +29,7 @@ class Layer(torch.nn.Module):
         )
         _, gate_ids = ops.moe_gate(stream, self.router, self.norm_weight, self.scale, K, 1e-6, False)
         order, offsets = ops.moe_bucket(ids, E)
-        out = ops.moe_experts(normed, weights, ids, self.gate_up, self.down, residual=stream)
+        out = ops._moe_experts(normed, weights, ids, self.gate_up, self.down, residual=stream)
         slots = ops.expert_mm(normed, gate_ids, self.down.mT.contiguous())
         slots = ops.silu_mul_stacked(slots, slots + 1.0)
         total = ops.weighted_sum_stacked(slots, weights)
@@ -79,7 +79,7 @@ def test_export(device):
     x = torch.randn(6, H).to(device)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("tokens")},))
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
-    assert torch.ops.moe_mps.moe_experts.default in called
+    assert torch.ops.moe_mps._moe_experts.default in called
     for tokens in (6, 9, 1):
         x = torch.randn(tokens, H).to(device)
         torch.testing.assert_close(program.module()(x), layer(x))

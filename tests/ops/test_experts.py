@@ -1,4 +1,4 @@
-"""expert_mm and moe_experts against the float64 oracle."""
+"""expert_mm and _moe_experts against the float64 oracle."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from support.oracles_operators import checked
 from support.values import numbers, random
 
 from torch_moe_mps import ops
-from torch_moe_mps.ops.families.experts import expert_mm, moe_experts
+from torch_moe_mps.ops.families.experts import _moe_experts, expert_mm
 from torch_moe_mps.quantization import dequantize, quantize
 
 
@@ -26,9 +26,9 @@ def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
         stored = tensors[i].to(device)
         tensors[i] = stored.mT.contiguous().mT if name in swapped else stored
     tensors = [tensor.to(device) for tensor in tensors]
-    checked("moe_experts", *tensors)
+    checked("_moe_experts", *tensors)
     turned = [tensor.mT if i in (3, 4) else tensor for i, tensor in enumerate(tensors)]
-    checked("moe_experts", *turned, transposed=True)
+    checked("_moe_experts", *turned, transposed=True)
 
 
 SENTINELS = (-1, -(2**31), 2**31 - 1)
@@ -50,7 +50,7 @@ def test_sentinels_contribute_and_read_nothing(device, tokens):
         weights[(ids < 0) | (ids >= 6)] = torch.nan
         x[-1] = torch.nan
         x, weights, ids, gate_up, down = (t.to(device) for t in (x, weights, ids, gate_up, down))
-        out = checked("moe_experts", x, weights, ids, gate_up, down)
+        out = checked("_moe_experts", x, weights, ids, gate_up, down)
         slots = checked("expert_mm", x, ids, gate_up)
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
@@ -79,14 +79,14 @@ def test_no_experts_or_nothing_between_their_matrices(device, experts, intermedi
     options = {"transposed": transposed, "shared_out": shared.to(device), "residual": residual.to(device)}
     expected = exact(shared) + exact(residual)
     assert_allclose(
-        exact(moe_experts(x, weights, ids, gate_up, down, **options)), expected, rtol=1e-6, atol=1e-6
+        exact(_moe_experts(x, weights, ids, gate_up, down, **options)), expected, rtol=1e-6, atol=1e-6
     )
-    assert not moe_experts(x, weights, ids, gate_up, down, transposed=transposed).cpu().any()
+    assert not _moe_experts(x, weights, ids, gate_up, down, transposed=transposed).cpu().any()
     if experts:
         expected = expected + 0.5 * exact(bias)[2]
     options["down_bias"] = bias.to(device)
     assert_allclose(
-        exact(moe_experts(x, weights, ids, gate_up, down, **options)), expected, rtol=1e-6, atol=1e-6
+        exact(_moe_experts(x, weights, ids, gate_up, down, **options)), expected, rtol=1e-6, atol=1e-6
     )
     assert not expert_mm(x, ids, gate_up, transposed=transposed).cpu().any()
 
@@ -100,7 +100,7 @@ def test_the_same_bits_every_time(device, every_order):
     """In float32, where another order of the slots' sum shows."""
     for tokens in (1, 6, 40):
         arguments = [t.to(device) for t in layer(tokens, 8, 16, 64, 32, torch.float32)]
-        first, *others = [moe_experts(*arguments).cpu() for _ in every_order()]
+        first, *others = [_moe_experts(*arguments).cpu() for _ in every_order()]
         assert all(torch.equal(other, first) for other in others)
 
 
@@ -122,7 +122,7 @@ def test_large_arguments_of_activations(device, activation):
     one, ids = torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
     for which in range(6):
         rows = gate_up[:, 2 * which : 2 * which + 2].to(device)
-        out = moe_experts(one, one, ids, rows, down, activation=activation)
+        out = _moe_experts(one, one, ids, rows, down, activation=activation)
         limit = values[which].clamp(min=0)
         limit = 2 * limit.clamp(max=7) if activation == "swiglu_oai" else limit
         torch.testing.assert_close(out.cpu(), limit.view(1, 1), rtol=1e-4, atol=1e-30)
@@ -132,7 +132,7 @@ def test_nan_and_infinity_stay_with_their_token(device):
     for tokens in (3, 40):
         arguments = list(layer(tokens, 2, 4, 32, 16, torch.float32))
         arguments[0][0, 3], arguments[0][1, 5] = torch.nan, torch.inf
-        out = checked("moe_experts", *(tensor.to(device) for tensor in arguments))
+        out = checked("_moe_experts", *(tensor.to(device) for tensor in arguments))
         assert out[0].isnan().all() and not out[1].isfinite().any()
 
 
@@ -151,7 +151,7 @@ def test_weights_over_4_gib(device):
     assert_close(out, expected_mm(x, exact(last)[None], zero))
     gate_up, down = weight, weight[:, :, : rows // 2]
     ones = torch.ones(1, 1, device=device)
-    out = moe_experts(x.to(device), ones, ids.to(device), gate_up, down)
+    out = _moe_experts(x.to(device), ones, ids.to(device), gate_up, down)
     expected = expected_experts(x, exact(last)[None], exact(last)[None, :, : rows // 2], zero, ones, {})
     assert_close(out, expected)
 
@@ -173,7 +173,7 @@ def test_the_stack_is_never_copied():
     for transposed in (False, True):
         stored = weight.mT if transposed else weight
         assert_close(expert_mm(x, ids, stored, None, transposed), expected_mm(x, exact(weight[:1]), zero))
-        out = moe_experts(x, weights, ids, stored, stored, gated=False, transposed=transposed)
+        out = _moe_experts(x, weights, ids, stored, stored, gated=False, transposed=transposed)
         expected = expected_experts(x, *2 * [exact(weight[:1])], zero, weights, {"gated": False})
         assert_close(out, expected)
 
@@ -207,7 +207,7 @@ def test_leading_dimensions(device, leading):
     dense = [tensor.to(device) for tensor in (x, weights, ids, first, second)]
     packed = [tensor.to(device) for tensor in (x, weights, ids, *gate_up, *down)]
     for out in (
-        moe_experts(*dense, **placed),
-        ops.moe_experts_quantized(*packed, gate_up.format.name, **placed),
+        _moe_experts(*dense, **placed),
+        ops._moe_experts_quantized(*packed, gate_up.format.name, **placed),
     ):
         torch.testing.assert_close(out.cpu().double(), right, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""linear_quantized, mlp_quantized and embedding_quantized against float64, and against MLX."""
+"""linear_quantized, _mlp_quantized and embedding_quantized against float64, and against MLX."""
 
 from contextlib import nullcontext
 
@@ -15,7 +15,7 @@ from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops._checks import dtype_name
-from torch_moe_mps.ops.families.linear import embedding_quantized, linear_quantized, mlp_quantized
+from torch_moe_mps.ops.families.linear import _mlp_quantized, embedding_quantized, linear_quantized
 from torch_moe_mps.quantization import quantize
 
 IDS = (torch.int32, torch.int64)
@@ -45,7 +45,9 @@ def test_norm_of_the_input(device, dtype):
                     "norm_weight_offset": float(i % 2),
                 }
                 checked("linear_quantized", x, *weight, format, bias, residual=residual, **norm)
-                checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm)
+                checked(
+                    "_mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm
+                )
 
 
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
@@ -71,7 +73,7 @@ def test_simdgroups_share_the_inputs_of_one_token(device, dtype, every_order):
         others = [linear_quantized(*given, **more).cpu() for _ in every_order()]
         assert all(torch.equal(first, other) for other in others)
     up = random_matrix(2 * 64, columns, format, dtype, 6), random_matrix(columns, 64, format, dtype, 7)
-    checked("mlp_quantized", x, *(t for each in up for t in place(each, device)), format, **norm)
+    checked("_mlp_quantized", x, *(t for each in up for t in place(each, device)), format, **norm)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
@@ -196,9 +198,9 @@ def test_empty(device):
     assert torch.equal(out.cpu(), torch.arange(63.0, -1.0, -1.0).expand(3, 64))
     gate_up = [tensor[:0] for tensor in weight]
     down = [tensor[:32, :0] for tensor in down]
-    out = mlp_quantized(x.new_ones(3, 32), *gate_up, *down, format, down_bias=bias[:32])
+    out = _mlp_quantized(x.new_ones(3, 32), *gate_up, *down, format, down_bias=bias[:32])
     assert torch.equal(out.cpu(), torch.arange(32.0).expand(3, 32))
-    assert mlp_quantized(x, *gate_up, *down, format).shape == (2, 0, 32)
+    assert _mlp_quantized(x, *gate_up, *down, format).shape == (2, 0, 32)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

@@ -1,4 +1,4 @@
-"""expert_qmm and moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
+"""expert_qmm and _moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from support.values import DTYPES, EACH_DTYPE, random
 
 from torch_moe_mps.ops.families.experts import expert_mm
 from torch_moe_mps.ops.families.linear import linear_quantized
-from torch_moe_mps.ops.families.quantized import expert_qmm, moe_experts_quantized
+from torch_moe_mps.ops.families.quantized import _moe_experts_quantized, expert_qmm
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -50,7 +50,7 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
     )
     placed = [part for matrix in matrices.values() for part in place(matrix, device)]
     x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
-    checked("moe_experts_quantized", x, weights, ids, *placed, format, **to_device(around, device))
+    checked("_moe_experts_quantized", x, weights, ids, *placed, format, **to_device(around, device))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
@@ -113,7 +113,7 @@ def test_sentinels_contribute_and_read_nothing(device, format):
         weights[ids >= 6] = torch.nan
         x, ids, weights = x.to(device), ids.to(device), weights.to(device)
         gate_up, down = place(gate_up, device), place(down, device)
-        out = checked("moe_experts_quantized", x, weights, ids, *gate_up, *down, format)
+        out = checked("_moe_experts_quantized", x, weights, ids, *gate_up, *down, format)
         slots = checked("expert_qmm", x, ids, *gate_up, format)
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
@@ -127,7 +127,7 @@ def test_the_same_bits_every_time(device, every_order, format):
         ids = random_ids(tokens, 8, experts, 8, torch.int32)
         x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
         first, *others = [
-            moe_experts_quantized(x, weights, ids, *gate_up, *down, format).cpu() for _ in every_order()
+            _moe_experts_quantized(x, weights, ids, *gate_up, *down, format).cpu() for _ in every_order()
         ]
         assert all(torch.equal(other, first) for other in others)
 
@@ -149,7 +149,7 @@ def test_no_experts_or_nothing_between_their_matrices(device, format, experts, i
     x = random((tokens, 64), torch.float32, 0).to(device)
     ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32).to(device)
     weights = torch.ones(tokens, 2).to(device)
-    out = moe_experts_quantized(x, weights, ids, *gate_up, *down, format, residual=x)
+    out = _moe_experts_quantized(x, weights, ids, *gate_up, *down, format, residual=x)
     assert torch.equal(out.cpu(), x.cpu())
     assert not expert_qmm(x, ids, *gate_up, format).cpu().any()
 

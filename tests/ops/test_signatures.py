@@ -51,7 +51,7 @@ def test_a_prefix_names_the_part():
             if argument.startswith("norm_"):
                 assert argument.removeprefix("norm_") in norm, (name, argument)
     router = arguments_of("moe_router")
-    experts = arguments_of("moe_experts_quantized")
+    experts = arguments_of("_moe_experts_quantized")
     del router["ids_dtype"]  # experts choose for themselves
     assert {name: experts[name] for name in router} == router
 

@@ -24,7 +24,7 @@ from support.quantized_layers import (
 from support.sweep import in_sweep
 from support.values import random
 
-from torch_moe_mps.ops.families.experts import expert_mm, moe_experts
+from torch_moe_mps.ops.families.experts import _moe_experts, expert_mm
 
 DTYPES = (torch.float16, torch.bfloat16)
 FORMAT = "affine4_64"
@@ -153,7 +153,7 @@ def test_two_formats(layout):
 def test_weights_with_swapped_dimensions_in_memory(layout):
     """Only one of the two matrices has its inputs first."""
     x, weights, ids, gate_up, down = (t.to("mps") for t in layer(40, 2, 4, 64, 32, torch.float16))
-    checked("moe_experts", x, weights, ids, gate_up.mT.contiguous().mT, down)
+    checked("_moe_experts", x, weights, ids, gate_up.mT.contiguous().mT, down)
 
 
 @pytest.mark.parametrize("dtype", in_sweep(DTYPES, [torch.bfloat16]))
@@ -178,7 +178,7 @@ def test_nan_and_infinity_stay_with_their_token(layout):
     arguments = list(layer(40, 2, 4, 32, 16, torch.bfloat16))
     clean = expected_experts(arguments[0], *(exact(t) for t in arguments[3:]), *arguments[2:0:-1], {})
     arguments[0][0, 3], arguments[0][1, 5] = torch.nan, torch.inf
-    out = moe_experts(*(tensor.to("mps") for tensor in arguments))
+    out = _moe_experts(*(tensor.to("mps") for tensor in arguments))
     assert out[0].isnan().all() and not out[1].isfinite().any()
     assert_close(out[2:], type(clean)(*(part[2:] for part in clean)))
 

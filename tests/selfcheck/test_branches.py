@@ -136,7 +136,7 @@ FAULTS = {
         "linear_quantized", TILE_INPUTS, f"uint(ushort({TILE_INPUTS}))"
     ),
     "shares of a normed token's squares": Fault("linear_quantized", "squares.v[0] = sums.at(R, 0);", ""),
-    "shares of a token's inputs": Fault("mlp_quantized", "dots.v[r][0] = sums.at(r, 0)", ""),
+    "shares of a token's inputs": Fault("_mlp_quantized", "dots.v[r][0] = sums.at(r, 0)", ""),
     "the last element of a count": Fault(
         "silu_mul_stacked", "first + width && i < params.count", "first + width && i + 1 < params.count"
     ),

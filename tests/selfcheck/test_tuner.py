@@ -57,14 +57,14 @@ def calls_of(format: str | None, dtype: torch.dtype):
         x, weights, ids, *dense = (t.to("mps") for t in layer(tokens, 3, 5, hidden, inner, dtype))
         ids[0, 1] = -1
         if format is None:
-            yield f"experts, {tokens}", partial(ops.moe_experts, x, weights, ids, *dense)
+            yield f"experts, {tokens}", partial(ops._moe_experts, x, weights, ids, *dense)
             continue
         parts = [
             part
             for rows, columns in ((2 * inner, hidden), (hidden, inner))
             for part in place(random_quantized(5, rows, columns, format, dtype, 0), "mps")
         ]
-        yield f"experts, {tokens}", partial(ops.moe_experts_quantized, x, weights, ids, *parts, format)
+        yield f"experts, {tokens}", partial(ops._moe_experts_quantized, x, weights, ids, *parts, format)
         weight = [
             part if part is None else part[0]
             for part in place(random_quantized(1, 271, inner, format, dtype, 3), "mps")
@@ -74,7 +74,7 @@ def calls_of(format: str | None, dtype: torch.dtype):
         if tokens == 1:
             logits = values((1, 5)).to("mps")
             given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
-            chosen = partial(ops.moe_experts_quantized, x, None, None, *parts, format, **given)
+            chosen = partial(ops._moe_experts_quantized, x, None, None, *parts, format, **given)
             yield "experts of a router", chosen
             shared = zip(MATRICES, parts, strict=True)
             given = {f"shared_{key}": part if part is None else part[0] for key, part in shared}

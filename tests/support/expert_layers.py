@@ -48,7 +48,7 @@ def check_experts(device, arguments, **options):
     if options.get("transposed"):
         gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
     tensors = [tensor.to(device) for tensor in (x, weights, ids, gate_up, down)]
-    checked("moe_experts", *tensors, **to_device(options, device))
+    checked("_moe_experts", *tensors, **to_device(options, device))
 
 
 ACTIVATIONS = (
@@ -65,7 +65,7 @@ ACTIVATIONS = (
 
 
 def random_options(choose, shape, dtype, seed):
-    """Any keywords of moe_experts but `transposed` that go together."""
+    """Any keywords of _moe_experts but `transposed` that go together."""
     tokens, _, experts, hidden, intermediate = shape
     options = dict(choose.choice(ACTIVATIONS))
     options["gated"] = "limit" in options or options["activation"] == "swiglu_oai" or choose.random() < 0.8

@@ -142,7 +142,7 @@ def norm(x: Tensor, weight: Tensor | None = NORM) -> Tensor:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return ops.moe_experts(x, weights, ids, *WEIGHTS)
+    return ops._moe_experts(x, weights, ids, *WEIGHTS)
 
 
 def routed(x: Tensor) -> Tensor:

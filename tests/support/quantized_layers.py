@@ -133,7 +133,7 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
     options = to_device(options, device)
     if down_format:
         options["down_format"] = down_format
-    checked("moe_experts_quantized", x, weights, ids, *placed, format, **options)
+    checked("_moe_experts_quantized", x, weights, ids, *placed, format, **options)
 
 
 def random_matrix(rows, columns, format, dtype, seed):
@@ -164,7 +164,7 @@ def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dty
     options = to_device(options, device)
     if down_format != format:
         options["down_format"] = down_format
-    checked("mlp_quantized", x.to(device), *place(gate_up, device), *place(down, device), format, **options)
+    checked("_mlp_quantized", x.to(device), *place(gate_up, device), *place(down, device), format, **options)
 
 
 BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -13,7 +13,7 @@ scale = torch.ones(8)
 topk_weights: Tensor
 topk_weights, topk_ids = ops.moe_gate(x, x, x[0], scale, 2, norm_eps=1e-6, renormalize_after_scale=False)
 out: Tensor = ops.moe_experts(
-    x, topk_weights, topk_ids, x, x, activation="swiglu_oai", alpha=1.702, norm_weight=None
+    x, topk_weights, topk_ids, x, x, activation="swiglu_oai", alpha=1.702, gate_up_bias=None
 )
 out = torch_moe_mps.ops.linear_quantized(x, x, x, None, "mxfp4", residual=x, dtype="float32")
 out = ops.weighted_sum_residual_stacked_(x, x, topk_weights)

@@ -25,6 +25,8 @@ struct Summands {
   // The sum in a dtype; the weights are contiguous.
   ExpertSum with(const at::Tensor& weights, c10::ScalarType dtype) const;
 };
+inline const OptionalTensor kNoTensor;
+inline const Summands kNothingAdded{kNoTensor, kNoTensor, kNoTensor, false};
 template <>
 struct GroupOf<Summands>
     : MadeBy<aggregate<Summands, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool>> {

@@ -57,10 +57,10 @@ Tensor _linear_quantized_transposed(const Tensor& dy, const Tensor& packed, cons
   return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, std::nullopt), dy.scalar_type());
 }
 
-Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down, std::string_view format,
-                     const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-                     const Activation& activation, const OptionalTensor& residual,
-                     std::optional<std::string_view> down_format, const std::optional<InputNorm>& norm) {
+Tensor _mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down, std::string_view format,
+                      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                      const Activation& activation, const OptionalTensor& residual,
+                      std::optional<std::string_view> down_format, const std::optional<InputNorm>& norm) {
   if (x.numel() == 0) return at::empty(x.sizes(), x.options());
   if (gate_up.packed.numel() == 0) {  // nothing between the matrices
     Tensor out = residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous)
@@ -71,6 +71,13 @@ Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down,
       feed_forward(x.scalar_type(), gate_up, down, format, down_format, gate_up_bias, down_bias);
   const Tensor out = apply_mlp(rows_of(x, dtype), norm, matrices, activation, converted(residual, dtype));
   return in_dtype(out, x.scalar_type());
+}
+
+Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down, std::string_view format,
+                     const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                     const Activation& activation, std::optional<std::string_view> down_format) {
+  return _mlp_quantized(x, gate_up, down, format, gate_up_bias, down_bias, activation, std::nullopt,
+                        down_format, std::nullopt);
 }
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
@@ -108,6 +115,7 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
 
 MOE_OPERATOR(linear_quantized)
 MOE_OPERATOR(_linear_quantized_transposed)
+MOE_OPERATOR(_mlp_quantized)
 MOE_OPERATOR(mlp_quantized)
 MOE_OPERATOR(embedding_quantized)
 

@@ -25,15 +25,15 @@ Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& ids, const Tensor&
   return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, ids, sums), dy.scalar_type());
 }
 
-Tensor moe_experts_quantized(const Tensor& x, const OptionalTensor& weights, const OptionalTensor& ids,
-                             const Packed& gate_up, const Packed& down, std::string_view format,
-                             const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-                             const Activation& activation, const Summands& around,
-                             std::optional<std::string_view> down_format,
-                             const std::optional<InputNorm>& norm, const std::optional<Router>& router,
-                             const std::optional<Packed>& shared_gate_up,
-                             const std::optional<Packed>& shared_down,
-                             std::optional<std::string_view> shared_activation) {
+Tensor _moe_experts_quantized(const Tensor& x, const OptionalTensor& weights, const OptionalTensor& ids,
+                              const Packed& gate_up, const Packed& down, std::string_view format,
+                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                              const Activation& activation, const Summands& around,
+                              std::optional<std::string_view> down_format,
+                              const std::optional<InputNorm>& norm, const std::optional<Router>& router,
+                              const std::optional<Packed>& shared_gate_up,
+                              const std::optional<Packed>& shared_down,
+                              std::optional<std::string_view> shared_activation) {
   const auto [dtype, experts] =
       feed_forward(x.scalar_type(), gate_up, down, format, down_format, gate_up_bias, down_bias);
   ExpertSum sum = around.with({}, dtype);
@@ -54,10 +54,24 @@ Tensor moe_experts_quantized(const Tensor& x, const OptionalTensor& weights, con
   return in_dtype(apply_experts(input, norm, experts, *ids, activation, sum), x.scalar_type());
 }
 
+Tensor moe_experts_quantized(const Tensor& x, const Tensor& weights, const Tensor& ids, const Packed& gate_up,
+                             const Packed& down, std::string_view format, const OptionalTensor& gate_up_bias,
+                             const OptionalTensor& down_bias, std::string_view activation,
+                             std::optional<double> limit, bool interleaved,
+                             std::optional<std::string_view> down_format) {
+  const int64_t inner = down.packed.size(-1) * 32 / weight_format(down_format.value_or(format)).bits;
+  const bool gated = gate_up.packed.size(-2) == 2 * inner;
+  return _moe_experts_quantized(x, weights, ids, gate_up, down, format, gate_up_bias, down_bias,
+                                activation_of(activation, std::nullopt, limit, gated, interleaved),
+                                kNothingAdded, down_format, std::nullopt, std::nullopt, std::nullopt,
+                                std::nullopt, std::nullopt);
+}
+
 }  // namespace
 
 MOE_OPERATOR(expert_qmm)
 MOE_OPERATOR(_expert_qmm_transposed)
+MOE_OPERATOR(_moe_experts_quantized)
 MOE_OPERATOR(moe_experts_quantized)
 
 }  // namespace moe_mps

@@ -32,8 +32,8 @@ from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 FORMATS = tuple(NAMED_FORMATS.values())
-LINEARS = ("linear_quantized", "mlp_quantized")
-DENSE = ("expert_mm", "moe_experts")
+LINEARS = ("linear_quantized", "_mlp_quantized")
+DENSE = ("expert_mm", "_moe_experts")
 CACHE = "write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
 WITH = {"attention": ("key_scales", "indices"), "_attention_step": ("key_scales", "indices", "key_tail")}
@@ -153,7 +153,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
         q, v = widths[0], widths[-1]
         head = (q, v if arguments.get("value_scales") is None else 4 * v)
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
-    if name == "moe_experts_quantized" and arguments["logits"] is not None:
+    if name == "_moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
     if name == "_gated_delta_rule_step_" and arguments["norm_weight"] is not None:
         result.append(Subject("rms_norm_gated", dtype))  # prompts of few heads have it in one of its own
@@ -232,7 +232,7 @@ def _products(
     """Arguments of an operator that multiplies: normed, chosen and other inputs, and plans of other GPUs."""
     if "norm_weight" in names_of(name):
         yield from _normed(sample(tokens=1), sample(tokens=T), odd)
-    if name == "moe_experts_quantized":
+    if name == "_moe_experts_quantized":
         yield from _chosen(sample(tokens=1), odd)
     if name == "heads_quantized":
         yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)

@@ -68,12 +68,12 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
     for tokens in (1, chunk):
         mlp = {"x": values(tokens, hidden), **weights, "format": s.format.name}
         if not stack:
-            yield f"MLP, {_tokens(tokens)}", "mlp_quantized", mlp
+            yield f"MLP, {_tokens(tokens)}", "_mlp_quantized", mlp
             continue
         logits = s.values(tokens, model.experts)
         chosen = logits.float().topk(model.slots)
         routed = {"topk_weights": chosen.values.softmax(-1), "topk_ids": chosen.indices.int()}
-        yield f"experts, {_tokens(tokens)}", "moe_experts_quantized", mlp | routed
+        yield f"experts, {_tokens(tokens)}", "_moe_experts_quantized", mlp | routed
         router = {"logits": logits, "top_k": model.slots, "norm_topk_prob": True, "scoring": "softmax"}
         yield f"router, {_tokens(tokens)}", "moe_router", router
     del weights, mlp

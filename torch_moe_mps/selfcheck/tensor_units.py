@@ -140,7 +140,7 @@ def calls(library: str) -> Iterator[Call]:
     weights, dtype = _parts(library)
     format = next((format for format in FORMATS if str(format) == weights), None)
     operators = (
-        ("moe_experts", "expert_mm") if format is None else ("moe_experts_quantized", "linear_quantized")
+        ("_moe_experts", "expert_mm") if format is None else ("_moe_experts_quantized", "linear_quantized")
     )
     torch.ops.moe_mps._allow_tensor_units(library, True)
     try:

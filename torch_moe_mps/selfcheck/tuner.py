@@ -28,7 +28,7 @@ from .machine import remember_tuned, tuned_before
 from .probe import no_commits
 
 SECONDS = 0.5  # for a model; what is left is timed the next time
-OPERATORS = ("linear_quantized", "mlp_quantized", "moe_experts", "moe_experts_quantized")
+OPERATORS = ("linear_quantized", "_mlp_quantized", "_moe_experts", "_moe_experts_quantized")
 MOST_TOKENS = 64  # matmuls of more are no dot products
 ROUNDS = 12  # in each half: every number of simdgroups once
 FASTER = 0.97  # times the planned time at most, in all rounds of both halves but one of each
@@ -191,8 +191,8 @@ def _rounds(
 def _alike(name: str, arguments: Mapping[str, Any]) -> list[Callable[[], Tensor]]:
     """The same call with other weights, or other experts of them, as a token reads none of them twice."""
     call = getattr(torch.ops.moe_mps, name)
-    if name.startswith("moe_experts"):
-        experts = arguments["gate_up" if name == "moe_experts" else "gate_up_packed"].shape[0]
+    if name.startswith("_moe_experts"):
+        experts = arguments["gate_up" if name == "_moe_experts" else "gate_up_packed"].shape[0]
         if (logits := arguments.get("logits")) is not None:
             shifts = range(0, experts, max(1, arguments["top_k"]))[:MOST_COPIES]
             return [partial(call, **{**arguments, "logits": logits.roll(shift, -1)}) for shift in shifts]

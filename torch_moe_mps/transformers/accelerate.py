@@ -38,7 +38,7 @@ from .trials.comparing import on_the_cpu
 
 ATTENTION = Done("attention")
 # Operators in place of modules that traces recognise: each model has such modules.
-_TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "mlp_quantized", "moe_router", "_pointwise"}
+_TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "_mlp_quantized", "moe_router", "_pointwise"}
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
 
 

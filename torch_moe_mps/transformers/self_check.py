@@ -33,7 +33,7 @@ from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
 
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {
-    "experts": "moe_experts_quantized",
+    "experts": "_moe_experts_quantized",
     "linears": "linear_quantized",
     "embeddings": "embedding_quantized",
 }
@@ -91,7 +91,7 @@ def _require_quantized(function: str, model: nn.Module, formats: Mapping[str, Co
     used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
     for module in model.modules():
         if is_experts(module) and is_quantized(module):
-            used["moe_experts_quantized"].update(formats_of(module).values())
+            used["_moe_experts_quantized"].update(formats_of(module).values())
         elif isinstance(module, QuantizedLinear):
             used["linear_quantized"].add(module.format)
         elif isinstance(module, QuantizedEmbedding):

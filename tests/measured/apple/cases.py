@@ -97,7 +97,7 @@ def ours(
     limit: Limit = DEFAULT_LIMIT,
     tensor_units: bool = False,
 ) -> list[Row]:
-    """What `moe_experts*`, or for one matrix `linear_quantized` and `expert_mm`, of the package dispatch."""
+    """What `_moe_experts*`, or for one matrix `linear_quantized` and `expert_mm`, of the package dispatch."""
     case, ids = _case(shape, format_name, dtype, tokens, tensor_units), routing(shape, tokens)
     tensors = _weights(shape, format_name, dtype) | {
         "x": torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps"),

@@ -124,12 +124,12 @@ class Experts(Case):
 
     def called(self, t, **others):
         if self.format == "dense":
-            return ops().moe_experts(t["x"], t["weights"], t["ids"], t["gate_up"], t["down"], **others)
+            return ops()._moe_experts(t["x"], t["weights"], t["ids"], t["gate_up"], t["down"], **others)
         matrices = [
             t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
         ]
         name = FORMATS[self.format].name
-        return ops().moe_experts_quantized(t["x"], t["weights"], t["ids"], *matrices, name, **others)
+        return ops()._moe_experts_quantized(t["x"], t["weights"], t["ids"], *matrices, name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"], self.expected(before), self.dtype)

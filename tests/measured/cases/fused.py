@@ -118,7 +118,7 @@ class ApartExperts(SharedExperts):
     def called(self, t):
         shared = {name: each if each is None else each[0] for name, each in self.stack(t).items()}
         norm = {"norm_weight": t["norm"], "norm_eps": EPS}
-        out = ops().mlp_quantized(t["x"], **shared, format=FORMATS[self.format].name, **norm)
+        out = ops()._mlp_quantized(t["x"], **shared, format=FORMATS[self.format].name, **norm)
         return ChosenExperts.called(self, t, shared_out=out)
 
 

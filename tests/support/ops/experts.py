@@ -13,9 +13,10 @@ from support.ops.norms import input_rows
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_operators import Expected, estimated
 from torch_moe_mps.ops._sample import E, H, I
+from torch_moe_mps.ops._samples import packet
 
-# Options that depend on each other: draw_moe_experts gives all that is no required tensor.
-WHOLE = ("moe_experts",)
+# Options that depend on each other: draw__moe_experts gives all that is no required tensor.
+WHOLE = ("_moe_experts", "moe_experts")
 
 
 def norm_of_input(d, width: int) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def draw__expert_outer(d):
     }
 
 
-def draw_moe_experts(d):
+def draw__moe_experts(d):
     (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
     rows = 2 * inner if options["gated"] else inner
@@ -74,6 +75,23 @@ def draw_moe_experts(d):
         **options,
         **norm_of_input(d, hidden),
     }
+
+
+def part_of(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a private operator's call that the public one of its name has."""
+    names = [each.name for each in packet(name).default._schema.arguments]
+    return {name: call[name] for name in names if name in call}
+
+
+def as_private(name: str, a) -> SimpleNamespace:
+    """A public operator's call as one of the private operator, with the rest absent."""
+    arguments = packet(f"_{name}").default._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return SimpleNamespace(**defaults | vars(a))
+
+
+def draw_moe_experts(d):
+    return part_of("moe_experts", draw__moe_experts(d))
 
 
 EXPERT_OPTIONS = (
@@ -141,12 +159,16 @@ def in_shape(results: list[Expected], shape) -> list[Expected]:
     return [Expected(*map(shaped, result)) for result in results]
 
 
-def expected_moe_experts(a):
+def expected__moe_experts(a):
     shape, a = a.x.shape, in_rows(a)
     gate_up, down = exact(a.gate_up), exact(a.down)
     if a.transposed:
         gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
     return in_shape(experts(a, gate_up, down, rounded_weight=False), shape)
+
+
+def expected_moe_experts(a):
+    return expected__moe_experts(as_private("moe_experts", a))
 
 
 def invalid_around(zeros):
@@ -178,8 +200,11 @@ def invalid_moe_experts(zeros):
         wrong("None for activation silu", alpha=1.0),
         wrong("a finite number", alpha=float("inf"), activation="swiglu_oai"),
         wrong("False when gated is False", interleaved=True, gated=False),
-        *invalid_tail(zeros),
     ]
+
+
+def invalid__moe_experts(zeros):
+    return [*invalid_moe_experts(zeros), *invalid_tail(zeros)]
 
 
 def invalid__expert_outer(zeros):

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from support.ops import wrong
+from support.ops.experts import as_private, part_of
 from support.ops.quantized import columns_of, dense, draw_weight, flat_rows, mlp, product, two_formats
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import DEVIATIONS, Estimate, activate, multiply, numbers_of
@@ -36,7 +37,7 @@ def draw_linear_quantized(d):
     }
 
 
-def draw_mlp_quantized(d):
+def draw__mlp_quantized(d):
     form, down, passed, sizes = two_formats(d)
     hidden, inner, leading, dtype = d.one(*sizes), d.one(*sizes), d.leading(), d.dtype()
     options = dict(d.activation())
@@ -51,6 +52,10 @@ def draw_mlp_quantized(d):
         "gate_up_bias": d.maybe(lambda: d.values(rows)),
         "down_bias": d.maybe(lambda: d.values(hidden)),
     }
+
+
+def draw_mlp_quantized(d):
+    return part_of("mlp_quantized", draw__mlp_quantized(d))
 
 
 def draw_embedding_quantized(d):
@@ -93,12 +98,16 @@ def expected__linear_quantized_transposed(a):
     return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
 
 
-def expected_mlp_quantized(a):
+def expected__mlp_quantized(a):
     out = mlp(a)
     value, deviation = (part.reshape(a.x.shape) for part in out)
     if a.residual is not None:
         value = value + exact(a.residual)
     return [estimated(Estimate(value, deviation))]
+
+
+def expected_mlp_quantized(a):
+    return expected__mlp_quantized(as_private("mlp_quantized", a))
 
 
 def expected_embedding_quantized(a):
@@ -142,7 +151,7 @@ def invalid_linear_quantized(zeros):
     ]
 
 
-def invalid_mlp_quantized(zeros):
+def invalid__mlp_quantized(zeros):
     return [
         wrong("of an even number of rows 2I", gate_up_packed=zeros(63, 8, dtype=torch.int32)),
         wrong(
@@ -150,6 +159,9 @@ def invalid_mlp_quantized(zeros):
             down_format="mxfp4",
         ),
     ]
+
+
+invalid_mlp_quantized = invalid__mlp_quantized
 
 
 def invalid_embedding_quantized(zeros):

@@ -8,7 +8,16 @@ import torch
 
 from support import oracles_experts
 from support.ops import wrong
-from support.ops.experts import experts, in_rows, in_shape, invalid_around, layer_of_experts, norm_of_input
+from support.ops.experts import (
+    as_private,
+    experts,
+    in_rows,
+    in_shape,
+    invalid_around,
+    layer_of_experts,
+    norm_of_input,
+    part_of,
+)
 from support.ops.norms import input_rows
 from support.ops.routing import draw_moe_router, expected_moe_router
 from support.oracles import exact
@@ -17,8 +26,8 @@ from support.oracles_operators import Expected, estimated
 from torch_moe_mps.ops._sample import E, I, T
 from torch_moe_mps.ops._samples import sample_arguments
 
-# Options that depend on each other: draw_moe_experts_quantized gives all that is no required tensor.
-WHOLE = ("moe_experts_quantized",)
+# Options that depend on each other: draw__moe_experts_quantized gives all that is no required tensor.
+WHOLE = ("_moe_experts_quantized", "moe_experts_quantized")
 
 
 def draw_weight(d, prefix: str, experts: int | None, rows: int, columns: int, form: str) -> dict:
@@ -52,13 +61,14 @@ def two_formats(d) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]]:
     return form, down, passed, columns_of(max(form, down, key=group_of))
 
 
-def draw_moe_experts_quantized(d):
+def draw__moe_experts_quantized(d, may_choose: bool = True):
     form, down, passed, sizes = two_formats(d)
     (tokens, slots, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
     rows = 2 * inner if options["gated"] else inner
-    if slots <= experts and d.flag():
+    if may_choose and slots <= experts and d.flag():
         router = d.completed("moe_router", draw_moe_router(d, (experts, slots), tokens))
         around |= {"topk_ids": None, "topk_weights": None}
+        del router["ids_dtype"]
         around |= router
     matrices = draw_weight(d, "gate_up_", experts, rows, hidden, form)
     matrices |= draw_weight(d, "down_", experts, hidden, inner, down)
@@ -66,6 +76,10 @@ def draw_moe_experts_quantized(d):
         options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
         matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
     return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
+
+
+def draw_moe_experts_quantized(d):
+    return part_of("moe_experts_quantized", draw__moe_experts_quantized(d, may_choose=False))
 
 
 def draw__expert_qmm_transposed(d):
@@ -110,7 +124,7 @@ def expected__expert_qmm_transposed(a):
     return [estimated(oracles_experts.rounded(slots.value.sum(1), deviation, a.dy.dtype))]
 
 
-def expected_moe_experts_quantized(a):
+def expected__moe_experts_quantized(a):
     shape, a = a.x.shape, in_rows(a)
     sure: Any = True
     if a.logits is not None:
@@ -123,6 +137,12 @@ def expected_moe_experts_quantized(a):
         a = SimpleNamespace(**vars(a) | {"shared_out": shared})
     (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
     return in_shape([Expected(out.value, out.error, sure)], shape)
+
+
+def expected_moe_experts_quantized(a):
+    a = as_private("moe_experts_quantized", a)
+    a.gated = dense(a, "gate_up_").shape[1] == 2 * dense(a, "down_", down=True).shape[2]
+    return expected__moe_experts_quantized(a)
 
 
 def mlp(a, prefix="") -> Estimate:
@@ -162,12 +182,12 @@ def invalid__expert_qmm_transposed(zeros):
     ]
 
 
-def invalid_moe_experts_quantized(zeros):
+def invalid__moe_experts_quantized(zeros):
     chosen = {"topk_ids": None, "topk_weights": None, "logits": zeros(T, E), "top_k": 2}
     weights = {
         name: tensor[0]
         for name, tensor in sample_arguments(
-            "moe_experts_quantized", str(zeros(0).device), torch.float32
+            "_moe_experts_quantized", str(zeros(0).device), torch.float32
         ).items()
         if name.startswith(("gate_up", "down"))
     }
@@ -189,5 +209,22 @@ def invalid_moe_experts_quantized(zeros):
         wrong(
             "shared_down_packed must be of shape as one of down_packed = (64, 4), got (63, 4)",
             **shared | {"shared_down_packed": weights["down_packed"][1:]},
+        ),
+    ]
+
+
+def invalid_moe_experts_quantized(zeros):
+    ungated = {"gate_up_packed": zeros(E, I, 8, dtype=torch.int32)}
+    ungated |= {name: zeros(E, I, 2) for name in ("gate_up_scales", "gate_up_biases")}
+    for_these = "gate_up_packed must be of 2I = 64 rows for these options, got (8, 32, 8)"
+    return [
+        wrong("down_biases must be None for format mxfp4, got (8, 64, 1)", down_format="mxfp4"),
+        *invalid_around(zeros),
+        wrong("format must be", format="affine9_64"),
+        wrong(for_these, activation="swiglu_oai", **ungated),
+        wrong(for_these, interleaved=True, **ungated),
+        wrong(
+            "of 2I = 64 rows, or I = 32 without a gate, got (8, 96, 8)",
+            gate_up_packed=zeros(E, 3 * I, 8, dtype=torch.int32),
         ),
     ]

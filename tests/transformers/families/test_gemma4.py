@@ -54,7 +54,7 @@ def gate_of_changed_scores(x, r):
 
 
 CASES: dict[Callable | str, dict[str, int]] = {
-    gate: {"mul": 1, "moe_gate": 1, "moe_experts": 1},
+    gate: {"mul": 1, "moe_gate": 1, "_moe_experts": 1},
 }
 
 

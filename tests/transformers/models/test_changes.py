@@ -390,7 +390,7 @@ def test_peft_adapters(architecture, target):
     if target is not ON_EXPERTS:
         report = torch_moe_mps.accelerate(before)
         assert "other" in {row.kind for row in report.replaced}
-        assert operators_of(lambda: output(before, prompt()))["moe_experts"] == 2
+        assert operators_of(lambda: output(before, prompt()))["_moe_experts"] == 2
     expected = output(own, prompt())
     assert not torch.allclose(expected, plain, atol=1e-2)
     for model in (after, before):
@@ -528,10 +528,10 @@ def test_one_of_two_models_with_a_config_is_accelerated():
         models[1].set_experts_implementation(chosen)
         torch_moe_mps.accelerate(models[0])
         assert models[0].config is models[1].config and models[1].config._experts_implementation == chosen
-        ran = [operators_of(lambda m=model: output(m, prompt())).get("moe_experts", 0) for model in models]
+        ran = [operators_of(lambda m=model: output(m, prompt())).get("_moe_experts", 0) for model in models]
         assert ran == [2, 2 * (chosen == "moe_mps")]
         models[1].set_experts_implementation("batched_mm")
-        assert "moe_experts" not in operators_of(lambda: output(models[0], prompt()))
+        assert "_moe_experts" not in operators_of(lambda: output(models[0], prompt()))
         torch_moe_mps.restore(models[0])
         assert models[0].config._experts_implementation == "batched_mm"
 

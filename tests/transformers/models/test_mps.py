@@ -51,7 +51,7 @@ def test_dense(architecture, device):
     reference = eager(tiny_models.tiny_model(architecture))
     model = copy.deepcopy(reference).to(device)
     torch_moe_mps.accelerate(model)
-    check(model, reference, device, {ROUTERS[architecture], "moe_experts"})
+    check(model, reference, device, {ROUTERS[architecture], "_moe_experts"})
 
 
 def without_compiling(report) -> list[str]:
@@ -97,7 +97,7 @@ def test_every_architecture(architecture, simulated):
     assert_close(output(model, ids.to("mps")).cpu(), expected, 1e-5)
     torch_moe_mps.accelerate(model)
     ran = operators_of(lambda: assert_close(output(model, ids.to("mps")).cpu(), expected, 1e-5))
-    assert ran.keys() & {"moe_experts", "expert_mm"} and all(has_kernel(operator, "mps") for operator in ran)
+    assert ran.keys() & {"_moe_experts", "expert_mm"} and all(has_kernel(operator, "mps") for operator in ran)
     if architecture not in NO_GENERATE:
         tokens = generate(reference, ids, max_new_tokens=NEW_TOKENS)
         assert torch.equal(generate(model, ids.to("mps"), max_new_tokens=NEW_TOKENS).cpu(), tokens)
@@ -119,7 +119,7 @@ def test_quantised(architecture, mode, device):
         model.to(device),
         reference,
         device,
-        {ROUTERS[architecture], "moe_experts_quantized", "linear_quantized"},
+        {ROUTERS[architecture], "_moe_experts_quantized", "linear_quantized"},
     )
 
 
@@ -127,7 +127,7 @@ def test_moved_after_acceleration(device):
     reference = eager(tiny_models.tiny_model("qwen2_moe"))
     model = copy.deepcopy(reference)
     torch_moe_mps.accelerate(model)
-    check(model.to(device), reference, device, {"moe_router", "moe_experts", "rms_norm"})
+    check(model.to(device), reference, device, {"moe_router", "_moe_experts", "rms_norm"})
 
 
 @pytest.mark.parametrize(("architecture", "matmul"), [("qwen2_moe", []), ("deepseek_v3", ["logits_few"])])

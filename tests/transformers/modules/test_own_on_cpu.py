@@ -54,7 +54,7 @@ def test_no_slower_operator_runs_on_a_cpu(as_shipped, architecture):
     counts = called(accelerated)
     assert counts.keys().isdisjoint({"rms_norm", "layer_norm", "rms_norm_gated", "moe_router", "rope"})
     assert "router_logits" not in counts
-    assert counts["moe_experts"] > 0
+    assert counts["_moe_experts"] > 0
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def test_report_counts_what_runs_on_a_cpu(as_shipped, architecture, last):
     cells = [line.partition(" (on mps")[0] for line in table if "eager code (" not in line]
     assert len(cells) < len(table)
     named = {name for name in ("attention", "moe_experts", "rope", "rms_norm") if name in str(cells)}
-    assert named == called(accelerated).keys()
+    assert named == {name.removeprefix("_") for name in called(accelerated)}
 
 
 def test_report_where_operators_run_on_a_cpu_too():

@@ -335,13 +335,13 @@ def test_a_patched_function_of_experts(monkeypatch):
     torch_moe_mps.accelerate(model, capture=False)
     ids = torch.arange(5)[None] + 3
     with torch.no_grad():
-        before = by_operators(lambda: model(ids).logits, "moe_experts")
+        before = by_operators(lambda: model(ids).logits, "_moe_experts")
         with monkeypatch.context() as patch:
             patch.setattr(nn.functional, "silu", lambda x, inplace=False: torch.tanh(x))
             found = model(ids).logits
             assert_close(found, torch_moe_mps.restore(copy.deepcopy(model))(ids).logits, 1e-5)
         assert not torch.allclose(found, before, atol=1e-4)
-        assert_close(by_operators(lambda: model(ids).logits, "moe_experts"), before, 0)
+        assert_close(by_operators(lambda: model(ids).logits, "_moe_experts"), before, 0)
 
 
 @pytest.mark.parametrize("rank", [1, 5])
@@ -584,7 +584,7 @@ def test_mlps(name, capfd):
         with torch.no_grad():
             expected = dense(x)
             ran = operators_of(lambda x=x, expected=expected: assert_close(mlp(x), expected, 1e-4))
-        assert ran.get("mlp_quantized", 0) == (name in MLPS)
+        assert ran.get("_mlp_quantized", 0) == (name in MLPS)
 
 
 def test_an_mlp_with_a_dense_layer():
@@ -607,9 +607,9 @@ def test_what_an_mlp_rests_on_changes():
     ):
         mlp, own = accelerated_mlp(MLPS[name])
         with torch.no_grad():
-            assert operators_of(lambda mlp=mlp: mlp(x)) == {"mlp_quantized": 1}
+            assert operators_of(lambda mlp=mlp: mlp(x)) == {"_mlp_quantized": 1}
             change(mlp), change(own)
-            assert "mlp_quantized" not in operators_of(lambda mlp=mlp: mlp(x))
+            assert "_mlp_quantized" not in operators_of(lambda mlp=mlp: mlp(x))
             assert_close(mlp(x), own(x), 1e-4)
     assert calls
 

@@ -166,9 +166,9 @@ def future_experts(cls):
 @pytest.mark.parametrize(
     ("cls", "operators"),
     [
-        (ClampedAlike, {"moe_experts": 1}),
+        (ClampedAlike, {"_moe_experts": 1}),
         (ClampedApart, {"expert_mm": 2, "moe_weighted_reduce": 1}),
-        (OfFixedSizes, {"moe_experts": 1}),
+        (OfFixedSizes, {"_moe_experts": 1}),
     ],
 )
 def test_activations_of_other_code(cls, operators):

@@ -14,8 +14,8 @@ transformers.logging.set_verbosity_error()
 
 
 OF_TWO_LAYERS = {
-    "qwen2_moe": {"rms_norm": 5, "rope": 2, "moe_router": 2, "moe_experts": 2, "_pointwise": 2},
-    "gemma4": {"rms_norm": 23, "rope": 4, "_pointwise": 4, "moe_experts": 2},
+    "qwen2_moe": {"rms_norm": 5, "rope": 2, "moe_router": 2, "_moe_experts": 2, "_pointwise": 2},
+    "gemma4": {"rms_norm": 23, "rope": 4, "_pointwise": 4, "_moe_experts": 2},
 }
 
 
@@ -150,7 +150,7 @@ def test_where_the_models_own_code_runs():
     model = tiny_models.tiny_model("gemma4")
     torch_moe_mps.accelerate(model)
     used = operators_of(lambda: output(model, prompt()))
-    assert used["moe_experts"] == 2 and operators_of(lambda: model(input_ids=prompt())) == {}
+    assert used["_moe_experts"] == 2 and operators_of(lambda: model(input_ids=prompt())) == {}
     model.requires_grad_(False)
     assert torch.is_grad_enabled() and operators_of(lambda: model(input_ids=prompt())) == used
     with torch.autocast("cpu", torch.bfloat16):
@@ -171,7 +171,7 @@ def test_router_that_chooses_more_than_its_groups_hold():
     model = tiny_models.tiny_model("deepseek_v3", num_experts_per_tok=6)
     rows = [row for row in torch_moe_mps.accelerate(model).rows if row.kind == "router"]
     assert [row.reason for row in rows] == ["it chooses 6 experts from 1 of 2 groups of 4"]
-    assert "moe_experts" in operators_of(lambda: output(model, prompt()))
+    assert "_moe_experts" in operators_of(lambda: output(model, prompt()))
 
 
 # Compilation
@@ -197,7 +197,7 @@ def test_torch_compile(architecture, rewritten):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert_close(output(compiled, ids, use_cache=False), expected, 1e-5)
-    assert sum("moe_mps.moe_experts" in target for target in targets) == 2
+    assert sum("moe_mps._moe_experts" in target for target in targets) == 2
     assert sum("moe_mps.moe_router" in target for target in targets) == (2 if rewritten else 0)
 
 

@@ -44,7 +44,7 @@ def test_export_with_a_dynamic_length(architecture, bits):
         "moe_router",
         "rms_norm",
         "rope",
-        *(["router_logits", "moe_experts"] if bits is None else []),
+        *(["router_logits", "_moe_experts"] if bits is None else []),
         *(["attention"] if architecture == "gpt_oss" else []),
     }
-    assert bits is None or {"linear_quantized", "moe_experts_quantized"} <= ours
+    assert bits is None or {"linear_quantized", "_moe_experts_quantized"} <= ours

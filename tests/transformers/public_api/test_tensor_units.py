@@ -79,7 +79,7 @@ def test_units_that_compute_something_else(m5):
     assert "moe_experts_quantized (float16, affine4_32 on tensor units) differs (largest error inf)" in line
     assert "`torch-moe-mps check` writes a report" in line and f"{TENSOR_UNITS}=0" in line
     assert report.tensor_units.startswith(
-        "tensor units: off for affine4_32 in float16: moe_experts_quantized "
+        "tensor units: off for affine4_32 in float16: _moe_experts_quantized "
     )
     assert kernels(m5, model) and not [name for name in kernels(m5, model) if "tensor" in name]
 

@@ -296,7 +296,7 @@ def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **give
 @operator(
     f"{AROUND} gate_up[E, _, _]:x down[E, _, _]:x gate_up_bias[E, _] down_bias[E, H] -> x", _check_moe_experts
 )
-def moe_experts(
+def _moe_experts(
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -319,11 +319,62 @@ def moe_experts(
     norm_eps: float = 1e-06,
     norm_weight_offset: float = 0.0,
 ) -> Tensor:
+    """moe_experts, and what joins a layer around them into the same dispatches. It may change in any release.
+
+        out[t] = moe_experts(norm(x))[t] + g[t] * shared_out[t] + residual[t]
+
+    Args:
+        x, topk_weights, topk_ids, gate_up, down, gate_up_bias, down_bias, activation, alpha, limit, gated,
+            interleaved, transposed: as for moe_experts.
+        shared_gate: [..., 1] or [...]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; or 1.
+        shared_out: [..., H] in the dtype of `x`.
+        residual: [..., H], or as many rows of any leading shape, in the dtype of `x`.
+        norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
+            norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
+            not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
+        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+
+    Returns: [..., H] in the dtype of `x`; sums in float32.
+
+    Raises: ValueError for a dtype, shape, device or option that does not fit.
+    """
+    products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    mlp = Mlp(*products, gate_up_bias, down_bias, options)
+    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
+    around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
+    return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around)
+
+
+def _check_public(check, x, gate_up, down, gate_up_bias, transposed, **given):
+    _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **ExpertSum()._asdict(), **given)
+
+
+@operator(
+    f"x[..., H] {ROUTED} gate_up[E, _, _]:x down[E, _, _]:x gate_up_bias[E, _] down_bias[E, H] -> x",
+    _check_public,
+)
+def moe_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
     """Combined output of a layer's experts, from the hidden states:
 
-        h[t, k] = act(gate_up[e] @ norm(x[t]) + gate_up_bias[e])          with e = topk_ids[t, k]
+        h[t, k] = act(gate_up[e] @ x[t] + gate_up_bias[e])          with e = topk_ids[t, k]
         y[t, k] = down[e] @ h[t, k] + down_bias[e]
-        out[t]  = sum_k topk_weights[t, k] * y[t, k] + g[t] * shared_out[t] + residual[t]
+        out[t]  = sum_k topk_weights[t, k] * y[t, k]
 
     h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too.
 
@@ -347,17 +398,12 @@ def moe_experts(
         gated: without it there is no up half and the activation acts alone.
         interleaved: the rows of `gate_up` are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
         transposed: the input dimension of both weights comes before the output dimension.
-        shared_gate: [..., 1] or [...]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; or 1.
-        shared_out: [..., H] in the dtype of `x`.
-        residual: [..., H], or as many rows of any leading shape, in the dtype of `x`.
-        norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
-            norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
-            not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
-        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
+
+    In models a private operator computes it, which also joins what stands around it: `_moe_experts`.
 
     Example:
         >>> gate_up, down = torch.ones(2, 2, 4), torch.ones(2, 4, 1)  # two experts, H = 4, I = 1
@@ -366,28 +412,41 @@ def moe_experts(
         >>> ops.moe_experts(x, topk_weights, topk_ids, gate_up, down, activation="relu").tolist()
         [[12.0, 12.0, 12.0, 12.0]]
     """
-    products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
-    options = Activation(activation, alpha, limit, gated, interleaved)
-    mlp = Mlp(*products, gate_up_bias, down_bias, options)
-    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
-    around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around)
+    return _moe_experts(
+        x,
+        topk_weights,
+        topk_ids,
+        gate_up,
+        down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        gated=gated,
+        interleaved=interleaved,
+        transposed=transposed,
+    )
+
+
+def _layer(s):
+    stacks = {"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)}
+    return stacks | {"topk_weights": s.topk_weights, "topk_ids": s.topk_ids}
 
 
 CALLS: Calls = {
     "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "topk_ids": s.topk_ids},
     "_expert_outer": lambda s: s.of("dy[T, K, I] x[T, H]", topk_ids=s.topk_ids, num_experts=s.E),
-    "moe_experts": lambda s: {
-        **{"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)},
-        **{"topk_weights": s.topk_weights, "topk_ids": s.topk_ids},
-    },
+    "_moe_experts": _layer,
+    "moe_experts": _layer,
 }
 CHANGES: Changes = {
     "expert_mm": lambda s: [{"weight": s.values(s.E, s.H, s.I).mT}],
     "_expert_outer": lambda s: [s.of("x[T, K, H]")],
-    "moe_experts": lambda s: [
+    "_moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
         s.norm,
         {**s.one_token, **s.norm},
     ],
+    "moe_experts": lambda s: [{"gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True}],
 }

@@ -207,12 +207,12 @@ def mlp_outputs(
     return _product(hidden, down, down_bias)
 
 
-def _check_mlp_quantized(check, x, **arguments):
+def _check_mlp(check, x, **arguments):
     check_packed_mlp(check, x.shape[-1], arguments)
 
 
-@operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp_quantized)
-def mlp_quantized(
+@operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp)
+def _mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
     gate_up_scales: Tensor,
@@ -235,10 +235,53 @@ def mlp_quantized(
     norm_eps: float = 1e-06,
     norm_weight_offset: float = 0.0,
 ) -> Tensor:
+    """mlp_quantized, and what joins a layer around it into the same dispatches. It may change in any release.
+
+        out = mlp_quantized(norm(x)) + residual
+
+    Args:
+        x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales, down_biases, format,
+            gate_up_bias, down_bias, activation, alpha, limit, gated, interleaved, down_format: as for
+            mlp_quantized.
+        residual: [..., H] in the dtype of `x`.
+        norm_weight, norm_eps, norm_weight_offset: the norm of `x`, as for linear_quantized.
+
+    Returns: [..., H] in the dtype of `x`; sums in float32.
+
+    Raises: ValueError for a dtype, shape, device, option or format that does not fit.
+    """
+    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
+    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
+    options = Activation(activation, alpha, limit, gated, interleaved)
+    out = mlp_outputs(x, norm, gate_up, down, options, gate_up_bias, down_bias)
+    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
+
+
+@operator(f"x[..., H] {packed_mlp()} -> x", _check_mlp)
+def mlp_quantized(
+    x: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_biases: Tensor | None,
+    down_packed: Tensor,
+    down_scales: Tensor,
+    down_biases: Tensor | None,
+    format: str,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+    down_format: str | None = None,
+) -> Tensor:
     """A dense MLP, or a shared expert, with quantised weights:
 
-        h   = act(gate_up @ norm(x) + gate_up_bias)
-        out = down @ h + down_bias + residual
+        h   = act(gate_up @ x + gate_up_bias)
+        out = down @ h + down_bias
 
     h is rounded to the dtype of `x`.
 
@@ -252,13 +295,13 @@ def mlp_quantized(
         format: its name, as for expert_qmm; so are the multiples that H and I must be.
         gate_up_bias, down_bias: [2I] ([I] when not gated) and [H]: the layer's, not the format's.
         activation, alpha, limit, gated, interleaved: as for moe_experts.
-        residual: [..., H] in the dtype of `x`.
         down_format: as for moe_experts_quantized.
-        norm_weight, norm_eps, norm_weight_offset: the norm of `x`, as for linear_quantized.
 
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
+
+    In models a private operator computes it, which also joins what stands around it: `_mlp_quantized`.
 
     Example:
         >>> from torch_moe_mps.quantization import quantize
@@ -267,12 +310,24 @@ def mlp_quantized(
         >>> out[0, :2].tolist()  # relu(3) * 3
         [9.0, 9.0]
     """
-    norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
-    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
-    options = Activation(activation, alpha, limit, gated, interleaved)
-    out = mlp_outputs(x, norm, gate_up, down, options, gate_up_bias, down_bias)
-    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
+    return _mlp_quantized(
+        x,
+        gate_up_packed,
+        gate_up_scales,
+        gate_up_biases,
+        down_packed,
+        down_scales,
+        down_biases,
+        format,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        gated=gated,
+        interleaved=interleaved,
+        down_format=down_format,
+    )
 
 
 def _meta_embedding_quantized(check, tokens, packed, scales, biases, format, dtype):
@@ -320,6 +375,11 @@ def embedding_quantized(
     return out.view(*tokens.shape, columns)
 
 
+def _mlp(s):
+    matrices = s.quantized("gate_up_", 2 * s.I, s.H, ()) | s.quantized("down_", s.H, s.I, ())
+    return s.of("x[T, H]", format=s.format.name) | matrices
+
+
 CALLS: Calls = {
     "linear_quantized": lambda s: s.of(
         "x[T, H] bias[I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
@@ -327,11 +387,8 @@ CALLS: Calls = {
     "_linear_quantized_transposed": lambda s: s.of(
         "dy[T, I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
     ),
-    "mlp_quantized": lambda s: {
-        **s.of("x[T, H]", format=s.format.name),
-        **s.quantized("gate_up_", 2 * s.I, s.H, ()),
-        **s.quantized("down_", s.H, s.I, ()),
-    },
+    "_mlp_quantized": _mlp,
+    "mlp_quantized": _mlp,
     "embedding_quantized": lambda s: {
         **{"tokens": s.topk_ids, "format": s.format.name, "dtype": dtype_name(s.dtype)},
         **s.quantized("", s.E, s.H, ()),
@@ -346,7 +403,8 @@ CHANGES: Changes = {
         {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
         {"dtype": "float32"},
     ],
-    "mlp_quantized": lambda s: [
+    "mlp_quantized": lambda s: [{"gate_up_bias": s.values(2 * s.I), "interleaved": True}],
+    "_mlp_quantized": lambda s: [
         {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},
         s.norm,
         {"x": s.values(1, s.H), **s.norm},

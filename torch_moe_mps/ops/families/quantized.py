@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._activations import POINTWISE, Activation
+from .._activations import CLAMPED, POINTWISE, Activation
 from .._checks import options_in, wide
 from .._decoded import decoded_experts
 from .._formats import TENSORS, Format, QuantizedWeight
@@ -13,6 +13,7 @@ from .combine import ExpertSum
 from .experts import (
     AROUND,
     IDS,
+    ROUTED,
     Mlp,
     Product,
     combine_experts,
@@ -168,7 +169,7 @@ def _check_moe_experts_quantized(check, x, **arguments):
         "shared_out gate_up_bias down_bias not beside shared_gate_up_packed",
     ),
 )
-def moe_experts_quantized(
+def _moe_experts_quantized(
     x: Tensor,
     topk_weights: Tensor | None,
     topk_ids: Tensor | None,
@@ -217,22 +218,18 @@ def moe_experts_quantized(
     shared_down_biases: Tensor | None = None,
     shared_activation: str | None = None,
 ) -> Tensor:
-    """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
+    """moe_experts_quantized, and what joins a layer around it into the same dispatches.
 
-    As there, h is rounded to the dtype of `x`. For many tokens the Metal kernels also round each y, and in
-    float16 what they dequantise, so that a value beyond 65504 becomes infinite. An infinite element of `x`
-    may make NaN there where the formula gives infinity, as in expert_qmm.
+    That is a router, a shared expert, a norm and a residual stream. It may change in any release.
+
+        out[t] = moe_experts_quantized(norm(x))[t] + g[t] * shared_out[t] + residual[t]
 
     Args:
-        gate_up_packed: [E, 2I, H * bits / 32] ([E, I, ...] when not gated), uint32 or the same bits as int32.
-        gate_up_scales, gate_up_biases: of the rows [E, 2I, H], as expert_qmm's of [E, N, H].
-        down_packed: [E, H, I * bits / 32].
-        down_scales, down_biases: of the rows [E, H, I].
-        format: its name, as for expert_qmm; so are the multiples that H and I must be.
-        down_format: of the down weights if they have another format. None means as for gate and up.
-        gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
-        x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
-            norm_weight, norm_eps, norm_weight_offset: as for moe_experts.
+        x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales, down_biases, format,
+            gate_up_bias, down_bias, down_format: as for moe_experts_quantized.
+        activation, alpha, limit, gated, interleaved: as for moe_experts.
+        shared_gate, shared_out, residual, gate_is_logit, norm_weight, norm_eps, norm_weight_offset: as for
+            _moe_experts.
         topk_weights, topk_ids: as for moe_experts; None with logits.
         logits: [..., E], float32, float16 or bfloat16; moe_router makes topk_weights and topk_ids of them.
             On Metal the first product of one token selects among up to 512 experts itself, which saves a
@@ -251,14 +248,6 @@ def moe_experts_quantized(
     Returns: [..., H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
-
-    Example:
-        >>> from torch_moe_mps.quantization import quantize
-        >>> gate_up, down = (quantize(torch.eye(32).repeat(2, n, 1), mode="mxfp4") for n in (2, 1))
-        >>> x, chosen = torch.full((1, 32), 3.0), (torch.tensor([[0.5, 1.0]]), torch.tensor([[0, 1]]))
-        >>> out = ops.moe_experts_quantized(x, *chosen, *gate_up, *down, "mxfp4", activation="relu")
-        >>> out[0, :2].tolist()  # 1.5 * relu(3) * 3
-        [13.5, 13.5]
     """
     first, second = Format.named(format), Format.named(down_format or format)
     gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, first)
@@ -297,6 +286,101 @@ def moe_experts_quantized(
     return combine_experts(x, norm, topk_weights, topk_ids, gate_up_packed.shape[0], mlp, around)
 
 
+def _is_gated(gate_up_packed: Tensor, down_packed: Tensor, down: Format) -> bool:
+    """True if an expert has twice as many rows as its second matrix has columns."""
+    return gate_up_packed.shape[1] == 2 * down.columns(down_packed.shape[2])
+
+
+def _check_public(check, x, gate_up_packed, down_packed, down_format, **arguments):
+    down = Format.named(arguments["format"] if down_format is None else down_format, check)
+    inner, shape = down.columns(down_packed.shape[2]), tuple(gate_up_packed.shape)
+    gated = _is_gated(gate_up_packed, down_packed, down)
+    if not gated and shape[1] != inner:
+        check.fail("gate_up_packed", f"of 2I = {2 * inner} rows, or I = {inner} without a gate", shape)
+    if not gated and (arguments["activation"] in CLAMPED or arguments["interleaved"]):
+        check.fail("gate_up_packed", f"of 2I = {2 * inner} rows for these options", shape)
+    passed = {"gate_up_packed": gate_up_packed, "down_packed": down_packed, "down_format": down_format}
+    check_packed_mlp(check, x.shape[-1], passed | arguments | {"alpha": None, "gated": gated}, stack="E, ")
+
+
+@operator(f"x[..., H] {ROUTED} {packed_mlp('E, ')} -> x", _check_public)
+def moe_experts_quantized(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_biases: Tensor | None,
+    down_packed: Tensor,
+    down_scales: Tensor,
+    down_biases: Tensor | None,
+    format: str,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+    interleaved: bool = False,
+    down_format: str | None = None,
+) -> Tensor:
+    """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
+
+    As there, h is rounded to the dtype of `x`. For many tokens the Metal kernels also round each y, and in
+    float16 what they dequantise, so that a value beyond 65504 becomes infinite. An infinite element of `x`
+    may make NaN there where the formula gives infinity, as in expert_qmm.
+
+    Args:
+        x, topk_weights, topk_ids: as for moe_experts.
+        gate_up_packed: [E, 2I, H * bits / 32], or [E, I, ...] if the experts have no gate: uint32 or the same
+            bits as int32.
+        gate_up_scales, gate_up_biases: of the rows [E, 2I, H], as expert_qmm's of [E, N, H].
+        down_packed: [E, H, I * bits / 32].
+        down_scales, down_biases: of the rows [E, H, I].
+        format: its name, as for expert_qmm; so are the multiples that H and I must be.
+        down_format: of the down weights if they have another format. None means as for gate and up.
+        gate_up_bias, down_bias: [E, 2I] ([E, I] without a gate) and [E, H]: the layer's, not the format's.
+        activation, limit, interleaved: as for moe_experts; alpha of swiglu_oai is 1.702.
+
+    Returns: [..., H] in the dtype of `x`.
+
+    Raises: ValueError for a dtype, shape, device, option or format that does not fit.
+
+    In models a private operator computes it, with what stands around it: `_moe_experts_quantized`.
+
+    Example:
+        >>> from torch_moe_mps.quantization import quantize
+        >>> gate_up, down = (quantize(torch.eye(32).repeat(2, n, 1), mode="mxfp4") for n in (2, 1))
+        >>> x, chosen = torch.full((1, 32), 3.0), (torch.tensor([[0.5, 1.0]]), torch.tensor([[0, 1]]))
+        >>> out = ops.moe_experts_quantized(x, *chosen, *gate_up, *down, "mxfp4", activation="relu")
+        >>> out[0, :2].tolist()  # 1.5 * relu(3) * 3
+        [13.5, 13.5]
+    """
+    return _moe_experts_quantized(
+        x,
+        topk_weights,
+        topk_ids,
+        gate_up_packed,
+        gate_up_scales,
+        gate_up_biases,
+        down_packed,
+        down_scales,
+        down_biases,
+        format,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        limit=limit,
+        gated=_is_gated(gate_up_packed, down_packed, Format.named(down_format or format)),
+        interleaved=interleaved,
+        down_format=down_format,
+    )
+
+
+def _layer(s):
+    routed = s.of("x[T, H]", topk_weights=s.topk_weights, topk_ids=s.topk_ids, format=s.format.name)
+    return routed | s.quantized("gate_up_", 2 * s.I, s.H) | s.quantized("down_", s.H, s.I)
+
+
 CALLS: Calls = {
     "expert_qmm": lambda s: s.of(
         "x[T, H]", **s.quantized("", s.I, s.H), topk_ids=s.topk_ids, format=s.format.name
@@ -304,16 +388,16 @@ CALLS: Calls = {
     "_expert_qmm_transposed": lambda s: s.of(
         "dy[T, K, I]", **s.quantized("", s.I, s.H), topk_ids=s.topk_ids, format=s.format.name, sums=True
     ),
-    "moe_experts_quantized": lambda s: {
-        **s.of("x[T, H]", topk_ids=s.topk_ids, format=s.format.name),
-        **s.quantized("gate_up_", 2 * s.I, s.H),
-        **s.quantized("down_", s.H, s.I),
-        "topk_weights": s.topk_weights,
-    },
+    "_moe_experts_quantized": _layer,
+    "moe_experts_quantized": _layer,
 }
 CHANGES: Changes = {
     "_expert_qmm_transposed": lambda s: [{"sums": False}],
     "moe_experts_quantized": lambda s: [
+        {"gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
+        {"activation": "relu", **s.quantized("gate_up_", s.I, s.H)},
+    ],
+    "_moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
         {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")},

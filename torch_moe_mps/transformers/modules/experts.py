@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from ...ops import moe_experts_quantized
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...ops._decoded import with_cache
-from ...ops.families.experts import moe_experts
+from ...ops.families.experts import _moe_experts
+from ...ops.families.quantized import _moe_experts_quantized
 from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
@@ -291,7 +291,7 @@ def described(module: Experts) -> list[Done]:
     details += ["interleaved"] if activation.interleaved else []
     if quantization is not None:
         details += dict.fromkeys(map(str, formats_of(module).values()))
-    return [Done(how, f"{how} ({', '.join(details)})")]
+    return [Done(f"_{how}", f"{how} ({', '.join(details)})")]
 
 
 def unsupported(module: nn.Module) -> str | None:
@@ -342,7 +342,7 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         options |= _biases(self)
     if form is not None and len(first) > len(self.down_proj):
         first = first[: len(self.down_proj)]
-    out = moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
+    out = _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
     return _with_identity(self, out, hidden_states, top_k_index, top_k_weights)
 
 
@@ -395,14 +395,15 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    if FORM in attributes and len(first[0]) > len(second[0]):
-        first = tuple(part if part is None else part[: len(second[0])] for part in first)
+    if FORM in attributes and len(first[0]) > (count := len(second[0])):
+        codes, scales, biases = first
+        first = codes[:count], scales[:count], None if biases is None else biases[:count]
     options = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    out = moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
+    out = _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
     return _with_identity(self, out, x, ids, weights)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
-from ...ops.families.experts import moe_experts
+from ...ops.families.experts import _moe_experts
 from ..basics.interface import FORM, ExpertsForm
 from ..basics.state import Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, apart, on_the_cpu, tried
@@ -24,7 +24,7 @@ from ..trials.replicas import bare_replica, random_parameter
 from .experts import activation_arguments, experts_forward, rows_forward, with_identity
 from .linears import QuantizedLinear
 
-KIND = "experts"  # of the classes of recognised experts
+KIND = "experts"  # the kind of the classes of recognised experts
 _TOKENS, _SLOTS = 6, 2
 _BEYOND = 2, 1, 0  # how many ids beyond the experts a forward may take
 _MOST_NUMBERS = 8
@@ -139,10 +139,14 @@ def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[ExpertsFor
         chosen = torch.randperm(count)[: max(_SLOTS, count - 1)]  # one is of no token
         ids = torch.stack([chosen[torch.randperm(len(chosen))[:_SLOTS]] for _ in range(_TOKENS)])
         if (expected := tried(eager(replica), x, ids, weights)) is not None:
-            return lambda form, ids=ids, expected=expected: agrees(
-                of_ids(form, replica, x, ids, weights), expected
-            )
+            return functools.partial(_agrees_with_ids, replica, x, ids, weights, expected)
     return None
+
+
+def _agrees_with_ids(
+    replica: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expected: Tensor, form: ExpertsForm
+) -> bool:
+    return agrees(of_ids(form, replica, x, ids, weights), expected)
 
 
 def small_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
@@ -181,8 +185,8 @@ def small_replica(module: nn.Module, smaller: dict[int, int]) -> Any:
 def _small_child(child: nn.Module, smaller: dict[int, int]) -> nn.Module:
     if type(child) is not QuantizedLinear:
         return small_replica(child, smaller)
-    small = [smaller.get(size, size) for size in (child.in_features, child.out_features)]
-    result = nn.Linear(*small, bias=child.bias is not None)
+    columns, rows = (smaller.get(size, size) for size in (child.in_features, child.out_features))
+    result = nn.Linear(columns, rows, bias=child.bias is not None)
     for name, parameter in [*result._parameters.items()]:
         result._parameters[name] = None if parameter is None else random_parameter(parameter.shape)
     return result
@@ -201,7 +205,7 @@ def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Ten
     if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
         options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
     first = first[: len(second)]
-    out: Tensor = moe_experts(x, weights, ids, first, second, transposed=form.is_transposed, **options)
+    out: Tensor = _moe_experts(x, weights, ids, first, second, transposed=form.is_transposed, **options)
     return with_identity(out, x, ids, weights, len(second)) if form.has_identity else out
 
 
@@ -212,7 +216,8 @@ def run_form(module: nn.Module) -> None:
     """Makes recognised experts run the operators, as those with transformers' interface do."""
     if FORM in vars(module):
         restore_class(module, KIND)
-        module.__class__ = class_with_form(type(module))
+        cls: Any = type(module)
+        module.__class__ = class_with_form(cls)
 
 
 def restore_form(module: nn.Module) -> None:

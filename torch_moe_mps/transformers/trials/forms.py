@@ -19,7 +19,7 @@ from .replicas import ATTRIBUTES_OF_MODULES
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 
-Begin = Callable[..., Callable[[Any], bool]]
+Begin = Callable[..., Callable[[Any], bool] | None]
 
 
 def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any) -> Any:

@@ -336,7 +336,7 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         gate_up[0]: apple.Work("gate+up", pairs * 2 * INTERMEDIATE * HIDDEN),
         down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
     }
-    operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
+    operator = torch.ops.moe_mps._moe_experts_quantized if format_ else torch.ops.moe_mps._moe_experts
     call = functools.partial(operator, x, weights, ids, *gate_up, *down, *format_, **options)
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 

@@ -103,12 +103,12 @@ def norm_before_large_matrix(x, r):
 
 CASES: dict[Callable | str, dict[str, int]] = {
     norm_of_input: {"linear_quantized": 2},
-    norm_of_router_and_experts: {"router_logits": 1, "moe_router": 1, "moe_experts": 1},
+    norm_of_router_and_experts: {"router_logits": 1, "moe_router": 1, "_moe_experts": 1},
     norm_that_else_is_read: LINEAR | {"rms_norm": 1},
     norm_of_what_changes: LINEAR | {"rms_norm": 1, "clone": 1, "add_": 1},
     norm_of_sum_with_weights_of_rows: {"rms_norm": 1, "add": 1},
     norm_in_sum_and_operator: {"linear_quantized": 2},
-    whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "moe_experts": 1},
+    whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "_moe_experts": 1},
     norm_of_two_rows: LINEAR | {"cat": 2, "rms_norm": 1},
     norm_of_sum_with_a_late_weight: {"add": 1, "mul": 1, "rms_norm": 1},
     norm_before_scaled_sum: LINEAR | {"rms_norm": 1, "addmm": 1},

@@ -24,7 +24,7 @@ MATRICES, SHARED, WIDER = matrices(E), matrices(), matrices(inner=2 * I)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return ops.moe_experts_quantized(x, weights, ids, *MATRICES, "affine4_32")
+    return ops._moe_experts_quantized(x, weights, ids, *MATRICES, "affine4_32")
 
 
 def routed(x: Tensor, logits: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
@@ -104,19 +104,19 @@ def logits_that_change(x):
 
 def beside(x, other=None, weights=SHARED, **options):
     """Experts and an MLP, and what is added to both."""
-    mlp = ops.mlp_quantized(x if other is None else other, *weights, "affine4_32", **options)
+    mlp = ops._mlp_quantized(x if other is None else other, *weights, "affine4_32", **options)
     chosen, ids = routed(x)
     return x + (experts(x, ids, chosen) + mlp), mlp
 
 
 def without_a_residual(x):
     chosen, ids = routed(x)
-    return experts(x, ids, chosen) + ops.mlp_quantized(x, *SHARED, "affine4_32")
+    return experts(x, ids, chosen) + ops._mlp_quantized(x, *SHARED, "affine4_32")
 
 
 def gated_shared_expert(x):
     chosen, ids = routed(x)
-    mlp = ops.mlp_quantized(x, *SHARED, "affine4_32")
+    mlp = ops._mlp_quantized(x, *SHARED, "affine4_32")
     return x + (experts(x, ids, chosen) + torch.sigmoid(linear(x, NORM[None])) * mlp)
 
 
@@ -127,8 +127,8 @@ def weights_changed_behind_their_cast(x):
     return experts(x, ids, weights)
 
 
-ONE = {"moe_experts_quantized": 1}
-APART = ONE | {"mlp_quantized": 1, "mm": 1}
+ONE = {"_moe_experts_quantized": 1}
+APART = ONE | {"_mlp_quantized": 1, "mm": 1}
 LEFT = {
     chosen: ONE | {"mm": 1},
     every_option: ONE | {"mm": 1},

@@ -4,8 +4,8 @@ import itertools
 
 from ..fusion import Fusion
 
-_EXPERTS = ("moe_experts", "moe_experts_quantized", "moe_weighted_reduce")
-_LINEARS = ("linear_quantized", "mlp_quantized")
+_EXPERTS = ("_moe_experts", "_moe_experts_quantized", "moe_weighted_reduce")
+_LINEARS = ("linear_quantized", "_mlp_quantized")
 
 # Terms that an operator adds are rounded once, with its result. Experts first: their operator can add a
 # sum of experts and of an MLP.

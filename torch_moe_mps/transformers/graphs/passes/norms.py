@@ -26,9 +26,9 @@ from ..patterns import before_widening, linear_of
 
 _TAKING = (
     ours.linear_quantized,
-    ours.mlp_quantized,
-    ours.moe_experts,
-    ours.moe_experts_quantized,
+    ours._mlp_quantized,
+    ours._moe_experts,
+    ours._moe_experts_quantized,
     ours.router_logits,
 )
 FEW_ROWS = 32  # most tokens of a kernel of router_logits

@@ -27,8 +27,8 @@ from ..patterns import match
 from ..tracing import ITEM
 
 _EXPERTS = (
-    ours.moe_experts,
-    ours.moe_experts_quantized,
+    ours._moe_experts,
+    ours._moe_experts_quantized,
     ours.moe_weighted_reduce,
     ours.expert_mm,
     ours.expert_qmm,
@@ -56,11 +56,12 @@ def scale_in_router(graph: fx.Graph) -> None:
     """F(IDS, WEIGHTS) * SCALE -> F(IDS, WEIGHTS * SCALE), by the factor of the router"""
     for product in calls(graph, aten.mul):
         bound = match("SUM * SCALE", product) or {}
-        value, factor = product.args[0], bound.get("SCALE")
+        factor = bound.get("SCALE")
+        value: Any = product.args[0]
         if not is_node(value) or not isinstance(factor, (int, float)) or not is_read_once(value, product):
             continue
         experts = beneath(value)
-        if not is_call(experts, ours.moe_experts, ours.moe_experts_quantized):
+        if not is_call(experts, ours._moe_experts, ours._moe_experts_quantized):
             continue
         passed = arguments(experts)
         weights: Any = passed["topk_weights"]
@@ -74,7 +75,7 @@ def scale_in_router(graph: fx.Graph) -> None:
 
 def choose_in_experts(graph: fx.Graph) -> None:
     """F(WEIGHTS, IDS) of a router -> F(LOGITS): for one token, the experts' first product chooses them"""
-    for call in calls(graph, ours.moe_experts_quantized):
+    for call in calls(graph, ours._moe_experts_quantized):
         passed = arguments(call)
         weights, ids = (passed[name] for name in ROUTED)
         if ids is None or ids.target is not ITEM or weights.target is not ITEM:
@@ -91,16 +92,16 @@ def choose_in_experts(graph: fx.Graph) -> None:
 
 
 def shared_expert_in_experts(graph: fx.Graph) -> None:
-    """F(X, LOGITS, shared_out=mlp_quantized(X)) -> F(X, LOGITS, matrices of the shared expert), of one token
+    """F(X, LOGITS, shared_out=_mlp_quantized(X)) -> F(X, LOGITS, matrices of the shared expert), of one token
 
     Both products of the experts compute it then, if it is like one of them. Without a residual stream, the
     expert is what they have as residual.
     """
-    for call in calls(graph, ours.moe_experts_quantized):
+    for call in calls(graph, ours._moe_experts_quantized):
         passed = arguments(call)
         added = "residual" if passed["shared_out"] is None else "shared_out"
         mlp, x = passed[added] and beneath(passed[added]), passed["x"]
-        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed[added], call):
+        if not is_call(mlp, ours._mlp_quantized) or not is_read_once(passed[added], call):
             continue
         shared = arguments(mlp)
         if (

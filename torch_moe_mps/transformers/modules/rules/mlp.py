@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ....ops import mlp_quantized
 from ....ops._activations import Activation
 from ....ops._decoded import with_cache
+from ....ops.families.linear import _mlp_quantized
 from ...basics.report import Done
 from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
@@ -150,7 +150,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
     matrices = packed, scales, biases, down_packed, down_scales, down_biases
-    compute = partial(mlp_quantized, x, *matrices, first.format.name, **options)
+    compute = partial(_mlp_quantized, x, *matrices, first.format.name, **options)
     if not x.is_cpu:
         return compute()
     return with_cache(compute, module, *first.parts, down_packed, down_scales, down_biases)
@@ -163,4 +163,4 @@ def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     state_of(module).formula = formula
     join(*(getattr(module, name) for name in formula.first))
-    return mlp_forward, [Done("mlp_quantized", f"mlp_quantized ({formula.activation.activation})")]
+    return mlp_forward, [Done("_mlp_quantized", f"mlp_quantized ({formula.activation.activation})")]

@@ -26,7 +26,7 @@ from ..stacked_experts import FIRST, KIND, dense_shapes, of_ids, sizes_of, small
 ops = torch.ops.moe_mps
 
 _SCORINGS = "sigmoid", "softmax"
-_SHAPE = 2, 3  # of a trial's tokens
+_SHAPE = 2, 3  # the shape of a trial's tokens
 
 
 class RoutedInputs(NamedTuple):
@@ -77,9 +77,10 @@ def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | No
     if found is None:
         return None
     state_of(module).formula = found
+    experts: Any = children[rows[0]]
     return routed_inputs_forward, [
         Done("moe_router", f"moe_router ({found.scoring})"),
-        *described(children[rows[0]]),
+        *described(experts),
     ]
 
 
