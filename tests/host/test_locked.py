@@ -1,4 +1,4 @@
-"""Functions of torch's that may wait for the GPU with Python's lock: other threads of Python's stand still."""
+"""Functions of torch's that may wait for the GPU with Python's lock, while no other thread runs Python."""
 
 import re
 from pathlib import Path
