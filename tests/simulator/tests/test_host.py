@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import simulator
 import torch
-from simulator import SimulatorError, build, build_device, shaderlib
+from simulator import SimulatorError, build_device, shaderlib
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -671,50 +671,3 @@ def test_counters(calls, simulated):
     assert read == {0: 512, 1: 512, 2: 0, 3: 512} and dispatch.bytes_read == 1536
     assert dispatch.buffers[2].bytes_written == dispatch.buffers[2].distinct_bytes_written == 512
     assert dispatch.buffers[3].distinct_bytes_read == 4
-
-
-def test_builds_are_cached_by_content(tmp_path):
-    source, header = tmp_path / "a.mm", tmp_path / "a.h"
-    source.write_text('#import <Foundation/Foundation.h>\n#include "a.h"\nint value() { return NUMBER; }\n')
-    libraries = []
-    for number in (1, 2, 1):
-        header.write_text(f"#define NUMBER {number}\n")
-        libraries.append(build_device.build_library("cached", [source]))
-    assert libraries[0] == libraries[2] != libraries[1]
-    assert libraries[1].exists()
-
-
-def test_host_code_that_does_not_compile_shows_the_message(tmp_path):
-    source = tmp_path / "broken.mm"
-    source.write_text("#import <Metal/Metal.h>\nvoid f(id<MTLBuffer> buffer) { return buffer.size; }\n")
-    with pytest.raises(build_device.BuildError, match=r"compiling broken.mm failed:\n.*broken.mm:2:"):
-        build_device.build_library("broken", [source])
-
-
-def test_host_code_that_sends_what_nobody_declares_does_not_compile(tmp_path):
-    source = tmp_path / "unknown.mm"
-    source.write_text("""
-        #import <Metal/Metal.h>
-        void end(id<MTLComputeCommandEncoder> encoder) { [encoder endEncodingNow]; }
-        void name(id anything) { [anything setLabel:nil]; }
-        void make() { [NSString stringFromNowhere]; }
-        void measure(NSString* text) { [text lengthOfAll]; }
-    """)
-    with pytest.raises(build_device.BuildError) as error:
-        build_device.build_library("unknown", [source])
-    found = re.findall(r"error: (\w+ method '\S+') not found", str(error.value))
-    assert found == [
-        "instance method '-endEncodingNow'",
-        "instance method '-setLabel:'",
-        "class method '+stringFromNowhere'",
-        "instance method '-lengthOfAll'",
-    ]
-
-
-def test_missing_tools_are_named(monkeypatch):
-    build.tool.cache_clear()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(
-        build_device.BuildError, match=r"the simulator needs clang\+\+-19: apt-get install clang-19 "
-    ):
-        build_device.check_tools()

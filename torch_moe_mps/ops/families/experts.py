@@ -403,7 +403,7 @@ def moe_experts(
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
 
-    In models a private operator computes it, which also joins what stands around it: `_moe_experts`.
+    In models `_moe_experts` takes its place.
 
     Example:
         >>> gate_up, down = torch.ones(2, 2, 4), torch.ones(2, 4, 1)  # two experts, H = 4, I = 1

@@ -301,7 +301,7 @@ def mlp_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 
-    In models a private operator computes it, which also joins what stands around it: `_mlp_quantized`.
+    In models `_mlp_quantized` takes its place.
 
     Example:
         >>> from torch_moe_mps.quantization import quantize

@@ -345,7 +345,7 @@ def moe_experts_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 
-    In models a private operator computes it, with what stands around it: `_moe_experts_quantized`.
+    In models `_moe_experts_quantized` takes its place.
 
     Example:
         >>> from torch_moe_mps.quantization import quantize
