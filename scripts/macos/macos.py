@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import paths  # noqa: F401  (for simulator)
 from simulator.build import locked, tool
 from simulator.build_device import compile_once, precompiled, run, together
 from simulator.errors import BuildError

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import macos
+import paths
 from simulator.apple_metal import TABLE, plain
 from simulator.errors import BuildError
 
@@ -186,6 +187,7 @@ def table() -> dict[str, Any]:
 
 
 def main() -> int:
+    paths.words(__doc__ or "")
     made = table()
     TABLE.write_text(json.dumps(made, indent=0) + "\n")
     methods = sum(len(row["methods"]) for row in made["classes"].values())

@@ -11,8 +11,8 @@ from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
 from support.values import numbers, random
 
-from torch_moe_mps import ops
 from torch_moe_mps.ops.families.experts import _moe_experts, expert_mm
+from torch_moe_mps.ops.families.quantized import _moe_experts_quantized
 from torch_moe_mps.quantization import dequantize, quantize
 
 
@@ -208,6 +208,6 @@ def test_leading_dimensions(device, leading):
     packed = [tensor.to(device) for tensor in (x, weights, ids, *gate_up, *down)]
     for out in (
         _moe_experts(*dense, **placed),
-        ops._moe_experts_quantized(*packed, gate_up.format.name, **placed),
+        _moe_experts_quantized(*packed, gate_up.format.name, **placed),
     ):
         torch.testing.assert_close(out.cpu().double(), right, rtol=1e-4, atol=1e-4)

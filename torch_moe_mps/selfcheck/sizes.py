@@ -478,7 +478,8 @@ SIZES: Changes = {
     ],
     "moe_router": _router,
     **dict.fromkeys(
-        ("moe_router_topk_softmax", "fused_moe_routing"), lambda s: [s.of("logits[5, 300]", top_k=11)]
+        ("moe_router_topk_softmax", "fused_moe_routing"),
+        lambda s: [s.of("logits[5, 300]", top_k=11), s.of("logits[1, 1023]", top_k=11)],
     ),
     "moe_gate": _gate,
     "router_logits": _logits,

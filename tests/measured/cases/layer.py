@@ -100,7 +100,7 @@ class Bucket(OperatorCase, fields="operator tokens experts top_k dtype"):
 
     def others(self, values):
         dtype = {"i32": torch.int32, "i64": torch.int64}[self.dtype]
-        return {"ids": values.skewed_ids(self.tokens, self.top_k, self.experts, dtype)}
+        return {"topk_ids": values.skewed_ids(self.tokens, self.top_k, self.experts, dtype)}
 
     @property
     def options(self):

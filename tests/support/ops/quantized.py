@@ -220,7 +220,7 @@ def invalid_moe_experts_quantized(zeros):
     return [
         wrong("down_biases must be None for format mxfp4, got (8, 64, 1)", down_format="mxfp4"),
         *invalid_around(zeros),
-        wrong("format must be", format="affine9_64"),
+        wrong("format must be a name such as affine4_64 or mxfp4", format="affine9_64"),
         wrong(for_these, activation="swiglu_oai", **ungated),
         wrong(for_these, interleaved=True, **ungated),
         wrong(

@@ -141,7 +141,7 @@ def test_experts_are_recognised(cls):
     with torch.no_grad():
         expected = module(*given)
         report = torch_moe_mps.accelerate(module)
-        assert operators_of(lambda: module(*given)).get("moe_experts") == 1, str(report)
+        assert operators_of(lambda: module(*given)).get("_moe_experts") == 1, str(report)
         assert_close(module(*given), expected, 1e-5)
         copied = pickle.loads(pickle.dumps(module)) if cls is Stacked else copy.deepcopy(module)
         assert_close(copied(*given), expected, 1e-5)
@@ -163,7 +163,7 @@ def test_quantised_experts(cls):
         getattr(twin, name).data = weight.mT.contiguous() if module.turned else weight
     torch_moe_mps.restore(module)  # quantised experts stay
     with torch.no_grad():
-        assert operators_of(lambda: module(*given)).get("moe_experts_quantized") == 1
+        assert operators_of(lambda: module(*given)).get("_moe_experts_quantized") == 1
         assert_close(module(*given), twin(*given), 1e-5)
 
 
@@ -174,7 +174,7 @@ def test_rows_for_each_expert():
         expected = module(rows)
         assert form_of(module).takes_rows
         torch_moe_mps.accelerate(module, bits=8, group_size=32)
-        assert operators_of(lambda: module(rows))["moe_experts_quantized"] == 1
+        assert operators_of(lambda: module(rows))["_moe_experts_quantized"] == 1
         assert_close(module(rows), expected, 2e-2)
 
 
@@ -230,4 +230,4 @@ def test_a_limit_that_changes_afterwards():
         module.bound = bound
         with torch.no_grad():
             assert_close(module(*given), Limited.forward(module, *given), 1e-5)
-            assert operators_of(lambda: module(*given)) == {"moe_experts": 1}
+            assert operators_of(lambda: module(*given)) == {"_moe_experts": 1}

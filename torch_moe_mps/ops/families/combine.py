@@ -347,7 +347,7 @@ def moe_weighted_reduce(
 
     Example:
         >>> expert_out, topk_weights = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.5, 0.25]])
-        >>> ops.moe_weighted_reduce(expert_out, weights, residual=torch.tensor([[10.0]])).tolist()
+        >>> ops.moe_weighted_reduce(expert_out, topk_weights, residual=torch.tensor([[10.0]])).tolist()
         [[11.0]]
     """
     total = _sum_over_slots(expert_out.reshape(*topk_weights.shape, expert_out.shape[-1]), topk_weights)

@@ -308,6 +308,7 @@ CHANGES: Changes = {
         _times_beta(s) | {"beta_min": 0.1},
     ],
     "_gated_delta_rule_step_": lambda s: [
+        _log_decays(s),
         s.of("gate[2, T, 4, V] norm_weight[V]", norm_weight_offset=1.0),
         s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay_form="sigmoid")
         | {"lower_bound": -5.0, "gate_activation": "sigmoid"},

@@ -292,7 +292,11 @@ def _is_gated(gate_up_packed: Tensor, down_packed: Tensor, down: Format) -> bool
 
 
 def _check_public(check, x, gate_up_packed, down_packed, down_format, **arguments):
-    down = Format.named(arguments["format"] if down_format is None else down_format, check)
+    down = (
+        Format.named(arguments["format"], check)
+        if down_format is None
+        else Format.named(down_format, check, "down_format")
+    )
     inner, shape = down.columns(down_packed.shape[2]), tuple(gate_up_packed.shape)
     gated = _is_gated(gate_up_packed, down_packed, down)
     if not gated and shape[1] != inner:

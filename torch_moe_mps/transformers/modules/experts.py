@@ -343,7 +343,7 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     if form is not None and len(first) > len(self.down_proj):
         first = first[: len(self.down_proj)]
     out = _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
-    return _with_identity(self, out, hidden_states, top_k_index, top_k_weights)
+    return out if form is None else _with_identity(self, out, hidden_states, top_k_index, top_k_weights)
 
 
 def rows_forward(self: Experts, rows: Tensor) -> Tensor:
@@ -404,7 +404,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     if down_format is not format:
         options["down_format"] = down_format.name
     out = _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
-    return _with_identity(self, out, x, ids, weights)
+    return _with_identity(self, out, x, ids, weights) if FORM in attributes else out
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ def attention_of(dtype, heads, key_heads, tokens, keys, width, value_width, bits
         k, v = (
             torch.zeros(1, key_heads, keys, w // 4, dtype=torch.int32).to("mps") for w in (width, value_width)
         )
-        for name, w in (("k", width), ("v", value_width)):
+        for name, w in (("key", width), ("value", value_width)):
             groups |= {
                 f"{name}_{part}": on_device(1, key_heads, keys, w // 64, dtype=dtype)
                 for part in ("scales", "biases")
