@@ -231,3 +231,10 @@ def test_a_limit_that_changes_afterwards():
         with torch.no_grad():
             assert_close(module(*given), Limited.forward(module, *given), 1e-5)
             assert operators_of(lambda: module(*given)) == {"_moe_experts": 1}
+
+
+def test_factors_of_three_dimensions_are_no_stacks(recwarn):
+    """Those of RWKV's blocks."""
+    model = tiny_models.tiny_model("rwkv")
+    torch_moe_mps.accelerate(model)
+    assert not [str(warning.message) for warning in recwarn if "stacks of matrices" in str(warning.message)]

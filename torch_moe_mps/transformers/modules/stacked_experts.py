@@ -56,7 +56,7 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
     Raises: Unsupported with the reason if no operator computes what it does.
     """
     shapes = dense_shapes(module)
-    if sum(len(shape) == 3 for _, shape in shapes) < 2:
+    if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
         return None
     first = next((name for name in FIRST if name in dict(shapes)), None)
     if first is None or SECOND not in dict(shapes):
