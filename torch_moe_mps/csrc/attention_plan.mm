@@ -11,9 +11,9 @@
 namespace moe_mps {
 namespace {
 
-constexpr int64_t kSimdgroupsOfCore = 24;     // for its full rate
-constexpr int64_t kMemoryOfCore = 60 * 1024;  // threadgroup memory, by metal-benchmarks
-constexpr int64_t kFewKeys = 256;             // fewer are not split: merging would take as long
+constexpr int64_t kSimdgroupsAtFullRate = 24;  // of a core
+constexpr int64_t kMemoryOfCore = 60 * 1024;   // threadgroup memory, by metal-benchmarks
+constexpr int64_t kFewKeys = 256;              // fewer are not split: merging would take as long
 constexpr int64_t kKeysOfSimdgroup = 16;
 constexpr int64_t kMergedKeys = 32;         // take as long as writing and merging the sums of a chunk
 constexpr int64_t kQueryBytes = 20 * 1024;  // for queries; what a block shares takes up to 10 KiB
@@ -55,7 +55,7 @@ bool has_width(std::string_view file, int64_t width) {
 // Threadgroups that a core runs at once.
 int64_t groups_of_core(const AttentionShape& shape, const Kernel& kernel) {
   const int64_t memory = query_bytes(shape, kernel) + kernel.shared;
-  return std::min(kSimdgroupsOfCore / kernel.simdgroups, kMemoryOfCore / memory);
+  return std::min(kSimdgroupsAtFullRate / kernel.simdgroups, kMemoryOfCore / memory);
 }
 
 int64_t blocks_of(const AttentionShape& shape, const Kernel& kernel) {
