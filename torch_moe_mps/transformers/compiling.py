@@ -113,14 +113,13 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
     were put in place of others.
     """
     files, found = _files_of(model, operators), set[str]()
+    parts = ("", "joined_", "few_", "prompts_", *(("heads_",) if "heads" in files else ()))
     for module, dtype in _on_mps(model):
         formats = formats_in(module).values()
         if not formats and not is_experts(module):
             continue
         found.update(f"{file}_{dtype}" for file in files)
-        for format in formats:
-            parts = ("", "joined_", "few_", "prompts_", *(("heads_",) if "heads" in files else ()))
-            found.update(f"quantized_{part}{format}_{dtype}" for part in parts)
+        found.update(f"quantized_{part}{format}_{dtype}" for format in formats for part in parts)
         if is_experts(module):
             found.add("bucket_i64")  # routers give such ids
             found.update(() if is_quantized(module) else (f"experts_{dtype}",))

@@ -79,6 +79,7 @@ def names_of_function(function: types.FunctionType) -> CodeNames:
 
 
 def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> CodeNames:
+    found: dict[tuple[int, str], tuple[Any, str, Any]]
     found = {(id(place), name): (place, name, value) for place, name, value in _in_class(cls, methods)}
     every, seen = set[str](), set[Any]()
     while waiting:
@@ -89,14 +90,7 @@ def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = (
         waiting += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
         names, file = names_in(function.__code__), function.__globals__
         every |= names
-        items: list[tuple[Any, str, Any]] = [*_in_class(cls, names, ("torch.",))]
-        if str(file.get("__name__")).partition(".")[0] not in _LIBRARIES - {"transformers"}:
-            items += [(file, name, file[name]) for name in names & file.keys()]
-        if "functional" in names or any(file.get(name) is functional for name in names):
-            items += [
-                (vars(functional), name, vars(functional)[name]) for name in names & vars(functional).keys()
-            ]
-        for place, name, value in items:
+        for place, name, value in (*_in_class(cls, names, ("torch.",)), *_in_file(file, names)):
             if isinstance(value, types.ModuleType):
                 continue
             found[id(place), name] = place, name, value
@@ -115,6 +109,16 @@ def _in_class(
         if owner is not object and not owner.__module__.startswith(without or "-"):
             yield from ((base, name, ABSENT) for base in cls.__mro__[: cls.__mro__.index(owner)])
             yield owner, name, vars(owner)[name]
+
+
+def _in_file(file: dict[str, Any], names: frozenset[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The names that a file of models has, and those of torch.nn.functional where the code reads it."""
+    files = []
+    if str(file.get("__name__")).partition(".")[0] not in _LIBRARIES - {"transformers"}:
+        files.append(file)
+    if "functional" in names or any(file.get(name) is functional for name in names):
+        files.append(vars(functional))
+    return ((place, name, place[name]) for place in files for name in names & place.keys())
 
 
 @functools.cache

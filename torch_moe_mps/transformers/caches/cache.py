@@ -74,11 +74,15 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             _warn_of(type(module).__name__, unknown)
         _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
     elif quantizes and not isinstance(cache, QuantizedCache):
-        name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
-        warnings.warn(
-            f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
-            stacklevel=2,
-        )
+        _warn_of_16_bits(cache)
+
+
+def _warn_of_16_bits(cache: Any) -> None:
+    name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
+    warnings.warn(
+        f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
+        stacklevel=3,
+    )
 
 
 def _prepare(cache: Any, positions: Tensor | None) -> None:

@@ -7,7 +7,8 @@ The model's code computes each expert on each token, on zeros for those that wer
 """
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,42 +53,40 @@ def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | No
     """(forward, what runs) for such a block, else None."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     rows = [name for name, child in children.items() if FORM in vars(child) and vars(child)[FORM].takes_rows]
-    if len(rows) != 1 or len([*inspect.signature(original_class(module).forward).parameters]) != 2:
+    if len(rows) != 1 or len(inspect.signature(original_class(module).forward).parameters) != 2:
         return None
-    form, first = vars(children[rows[0]])[FORM], FIRST[not vars(children[rows[0]])[FORM].activation.gated]
-    sizes = sizes_of(form.shapes, first, form.is_transposed)
-    routers = [
-        name
-        for name, child in children.items()
-        if sizes is not None and ("weight", (sizes.experts, sizes.hidden)) in dense_shapes(child)
-    ]
+    experts: Any = children[rows[0]]
+    form = vars(experts)[FORM]
+    sizes = sizes_of(form.shapes, FIRST[not form.activation.gated], form.is_transposed)
+    if sizes is None:
+        return None
+    router = "weight", (sizes.experts, sizes.hidden)
+    routers = [name for name, child in children.items() if router in dense_shapes(child)]
     shared = [name for name in children if name not in (*rows, *routers)]
-    if sizes is None or len(routers) != 1 or len(shared) > 1:
+    if len(routers) != 1 or len(shared) > 1:
         return None
-    numbers = {value for part in (module, children[routers[0]]) for value in vars(part).values()
-               if type(value) is int and 1 <= value < sizes.experts}  # fmt: skip
-    forms = [
-        RoutedInputs(rows[0], routers[0], next(iter(shared), None), top_k, scoring, logits, shape)
-        for top_k in sorted(numbers)
-        for scoring in _SCORINGS
-        for logits in (True, False)
-        for shape in (False, True)
-    ]
-    found = first_form(module, forms, _begin, sizes, form)
+    numbers = sorted(_numbers(module, sizes.experts) | _numbers(children[routers[0]], sizes.experts))
+    options = itertools.product(numbers, _SCORINGS, (True, False), (False, True))
+    forms = [RoutedInputs(rows[0], routers[0], next(iter(shared), None), *each) for each in options]
+    found = first_form(module, forms, _begin, sizes, form, numbers)
     if found is None:
         return None
     state_of(module).formula = found
-    experts: Any = children[rows[0]]
     return routed_inputs_forward, [
         Done("moe_router", f"moe_router ({found.scoring})"),
         *described(experts),
     ]
 
 
-def _begin(module: nn.Module, sizes: Any, form: Any) -> Callable[[RoutedInputs], bool]:
-    most = max(value for part in (module, *module.children()) for value in vars(part).values()
-               if type(value) is int and 1 <= value < sizes.experts)  # fmt: skip
-    small, smaller = small_sizes(sizes, min(most + 1, 6))
+def _numbers(module: nn.Module, experts: int) -> set[int]:
+    """Attributes that may be the number of chosen experts."""
+    return {value for value in vars(module).values() if type(value) is int and 1 <= value < experts}
+
+
+def _begin(
+    module: nn.Module, sizes: Any, form: Any, numbers: Sequence[int]
+) -> Callable[[RoutedInputs], bool]:
+    small, smaller = small_sizes(sizes, min(numbers[-1] + 1, 6))
     replica = small_replica(module, smaller)
     for part in replica.modules():
         restore_class(part, KIND)
