@@ -65,7 +65,7 @@ def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | No
     shared = [name for name in children if name not in (*rows, *routers)]
     if len(routers) != 1 or len(shared) > 1:
         return None
-    numbers = sorted(_numbers(module, sizes.experts) | _numbers(children[routers[0]], sizes.experts))
+    numbers = tuple(sorted(_numbers(module, sizes.experts) | _numbers(children[routers[0]], sizes.experts)))
     options = itertools.product(numbers, _SCORINGS, (True, False), (False, True))
     forms = [RoutedInputs(rows[0], routers[0], next(iter(shared), None), *each) for each in options]
     found = first_form(module, forms, _begin, sizes, form, numbers)
