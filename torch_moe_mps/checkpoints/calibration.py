@@ -61,7 +61,7 @@ def importance_for(
 
 
 def is_read_as_it_is(source: Source) -> bool:
-    """True if a model runs as it is stored: quantised, or small enough."""
+    """True if a model runs as stored: quantised, or small enough."""
     if source.stored or source.gguf is not None:
         return True
     return total_bytes(source.skeleton()) < _SHARE * machine_memory()

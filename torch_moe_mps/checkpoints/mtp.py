@@ -232,7 +232,7 @@ def converted_mtp(source: str, model: Any, packed: dict[str, str]) -> Iterator[t
 
 
 def planned_mtp(source: str, model: Any) -> tuple[int, int]:
-    """Bytes of these layers in a checkpoint that has some, and in the one that `converted_mtp` makes of it.
+    """Bytes of these layers in a checkpoint, and in its conversion by `converted_mtp`.
 
     Args:
         model: without weights, as it will be quantised.

@@ -197,7 +197,7 @@ class _Weights(NamedTuple):
 
     Attributes:
         model: on the meta device.
-        layers, tables: as those of a DiskPlan.
+        layers, tables: as in a DiskPlan.
         total, experts: of all weights, and of the experts among them.
         rows: of the tables.
         limit: of memory for the model.

@@ -108,7 +108,7 @@ class Quantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        """Chooses the layout of the checkpoint and what is quantised, before any weight is read."""
+        """Chooses the layout of the checkpoint and the modules to quantise, before any weight is read."""
         _keep_float32(model)
         config = self.quantization_config
         if not self.pre_quantized:

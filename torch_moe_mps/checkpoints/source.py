@@ -170,7 +170,7 @@ class Source:
 
     @property
     def is_packed(self) -> bool:
-        """True if weights are quantised, in a format that stays as it is."""
+        """True if weights are quantised in a format that loading keeps."""
         return self.stored.get("quant_method", "fp8") != "fp8"
 
     @property

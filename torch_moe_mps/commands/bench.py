@@ -159,7 +159,7 @@ def _print_notes(bench: "Bench", rows: Sequence[Timing]) -> None:
 
 
 def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
-    """The contexts of --depth; unless given, those of `_DEPTHS` that the model reads.
+    """The contexts of --depth; by default the `_DEPTHS` within the model's context.
 
     Raises: ValueError for more tokens than the model reads.
     """
@@ -267,7 +267,7 @@ class Bench:
     def _answer(
         self, ids: Tensor, tokens: int, speculative: Drafting | None = None, **how: Any
     ) -> "_Answered":
-        """Generates after the context, of which only the cached prefix remains."""
+        """Generates after the context, with only its cached prefix."""
         kept = self.prompts.kept[:1]
         answered = _Answered(self.model, self.prompts, speculative, ids, tokens, **how)
         self.prompts.kept = kept or self.prompts.kept[:1]

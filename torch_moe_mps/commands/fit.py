@@ -149,7 +149,7 @@ def _limits(mac: Mac | None) -> list[tuple[str, int]]:
 
 
 def _of_sizes(sizes: Sequence[Size], total: int) -> list[str]:
-    """The table of a model's sizes, and what is said of recipes and of layers that draft."""
+    """The table of a model's sizes, and the lines about recipes and drafting layers."""
     size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines = aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)
@@ -306,9 +306,9 @@ def sizes_of(model: Any, group_size: int | None) -> list[Size]:
 
 
 def as_stored(source: Source, model: Any, folder: str) -> Size | None:
-    """Sizes that loading a quantised checkpoint as it is gives.
+    """Sizes of a quantised checkpoint loaded unchanged.
 
-    None for one that is loaded in 16 bits, and for another library's without its files, which alone tell.
+    None for a checkpoint that loads in 16 bits, and for another library's without its files.
     """
     stored = source.quantization(None)
     if stored is None:

@@ -81,7 +81,7 @@ def part(phase: str) -> str:
 
 
 def phases(model: str | None) -> Iterator[Phase]:
-    """Phases in order; without a model, only those that need none."""
+    """Phases in order; without a model, only the phases that need none."""
     command = ("-m", "torch_moe_mps")
     yield Phase("quick", (*command, "check", "--quick", "--json", "{json}"), 10)
     yield Phase("probe", (*command, "check", "--probe", "--json", "{json}"), 5)

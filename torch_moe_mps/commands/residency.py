@@ -46,7 +46,7 @@ def hits_of(resident: float) -> float:
 
 
 def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Residency | None:
-    """Residency of a model in what the GPU may have; None for one that fits, or whose rest does not.
+    """Residency of a model in the GPU's memory; None if it fits, or if its weights beside the experts do not.
 
     Args:
         size: of `fit`: weights, token and of(module), in bytes.

@@ -1,11 +1,11 @@
-"""Pipeline parallelism over torch.distributed processes, each of which holds consecutive layers.
+"""Pipeline parallelism over torch.distributed processes that hold consecutive layers.
 
     torch_moe_mps.pipeline.from_pretrained(name, distributed_config=DistributedConfig(pp_size=2), bits=4)
 
     loop      finds how a model runs its layers: whether it can be cut, and what has to be handed on
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
-    peers     the processes: messages, time limits, and the errors of one that fails
+    peers     the processes: messages, time limits, and the errors of a failed process
     handing   hidden states of a call, from each stage to the next
     running   calls of the model: equal inputs in all processes, and logits for all
     executor  steps of the engine, which runs in the first process

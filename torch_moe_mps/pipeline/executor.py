@@ -77,7 +77,7 @@ class Leader(Beside):
     def begun(
         self, prefill: Prefill, inputs: dict[str, Tensor], prefix_numbers: list[int] | None, reads_whole: bool
     ) -> None:
-        """Registers a new prefill, and drops those that no longer exist."""
+        """Registers a new prefill, and drops ended ones."""
         number = self._numbers[prefill] = next(self._count)
         known, cached = sorted(self._numbers.values()), len(prefill.cached.ids)
         self.queue(orders.Begin(inputs, number, known, prefix_numbers, cached, reads_whole))

@@ -82,7 +82,7 @@ class Admit(CacheOrder):
 
 @dataclass
 class Unadmit(CacheOrder):
-    """Removal of the row behind `rows` others, where it was admitted."""
+    """Removal of the row behind `rows` others, if it was admitted."""
 
     rows: int
 

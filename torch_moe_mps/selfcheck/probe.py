@@ -36,7 +36,7 @@ TINY = 2.0**-127  # a subnormal number in single precision
 
 
 class ProbeSizes(NamedTuple):
-    """Sizes of what is measured; the tests' simulator takes smaller ones."""
+    """Sizes of the measurements; the tests' simulator takes smaller ones."""
 
     dispatches: int = 1000
     buffers: tuple[int, ...] = (1, 10, 100)
@@ -309,7 +309,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _best(call: Callable[[], object], repeats: int) -> float:
-    """Shortest time of several runs, after one that compiles and wakes the GPU."""
+    """Shortest time of several runs, after a first run that compiles and wakes the GPU."""
     call()
     return min(_seconds(call) for _ in range(repeats))
 

@@ -31,7 +31,7 @@ class Use:
     """Decision about some Metal libraries.
 
     Attributes:
-        libraries: those that are used.
+        libraries: the used ones.
         reason: why none is used, unless a fault is the reason.
         faults: {library: its fault}.
         late: libraries that ran out of time.

@@ -29,7 +29,7 @@ _CHECK = Check("quantize")
 
 
 class StreamingLayout(Layout):
-    """Layout whose dense parameters are quantised one by one, as they are read.
+    """Layout that quantises dense parameters one by one while it reads them.
 
     Attributes:
         wanted: {full name of a parameter: (target, name in the target)}.

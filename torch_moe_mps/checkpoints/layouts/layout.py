@@ -1,4 +1,4 @@
-"""Base class of checkpoint layouts, with the steps in which a transformers quantizer reads a checkpoint.
+"""Base class of checkpoint layouts: the steps of a transformers quantizer that reads a checkpoint.
 
 `targets` and `absent` describe the files. `start` is called once the targets have allocated weights,
 `conversions` gives transformers' loader its converters, and `finish` and `install` put quantised weights into
@@ -77,7 +77,7 @@ class Layout:
         return others
 
     def state(self) -> dict[str, Any]:
-        """{name: lazy tensor} of a GGUF file, by the model's names and those that converters take."""
+        """{name: lazy tensor} of a GGUF file, by the names of the model and of converters."""
         raise NotImplementedError
 
     def warn(self) -> None:

@@ -238,7 +238,7 @@ def _compressed_tensors(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 
 def _of_compressed_tensors(named: str, weights: Stored) -> Scheme:
-    """The scheme of a format of compressed-tensors. Raises: ValueError for one that is not read."""
+    """The scheme of a format of compressed-tensors. Raises: ValueError for an unsupported format."""
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     block, symmetric = _block(weights), bool(weights.get("symmetric", True))
     if weights.get("actorder") in (True, "group", "dynamic"):

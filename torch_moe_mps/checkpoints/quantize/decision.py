@@ -67,7 +67,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 def drop_packed(
     wanted: dict[str, Target], stored: Mapping[str, Target], report: QuantizationReport, may_leave: bool
 ) -> None:
-    """Drops the weights that a checkpoint has packed from those that are to be quantised.
+    """Drops packed weights of the checkpoint from the weights to be quantised.
 
     Raises: ValueError, unless it `may_leave` them, for a recipe with fewer bits, or that finds nothing dense.
     """

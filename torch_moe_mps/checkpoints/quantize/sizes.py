@@ -1,4 +1,4 @@
-"""Bytes of weights, of those that a token reads, and of what a model needs beside them."""
+"""Bytes of a model's weights, of the weights that a token reads, and of everything beside them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

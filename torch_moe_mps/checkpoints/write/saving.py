@@ -57,7 +57,7 @@ def describe_when_saving(model: nn.Module) -> None:
 
 
 def restore_saving(model: nn.Module) -> None:
-    """Undoes `describe_when_saving`: `save_pretrained` writes the config as it is."""
+    """Undoes `describe_when_saving`: `save_pretrained` writes the config unchanged."""
     for module in model.modules():
         restore_class(module, _DESCRIBED)
 
@@ -127,7 +127,7 @@ def save_parts(
 
     Args:
         beside: tensors that are written unchanged.
-        runs_in: the dtype that config.json names, where it differs from the tensors' dtype.
+        runs_in: the dtype that config.json names, if other than the tensors' dtype.
     """
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():

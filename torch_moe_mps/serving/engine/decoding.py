@@ -1,4 +1,4 @@
-"""Decoding steps of all groups, with speculative decoding where it pays."""
+"""Decoding steps of all groups, with speculative decoding if it pays."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Unfinished sequences, the groups in which they decode, and the ways in which they end."""
+"""Unfinished sequences, their decoding groups, and their ends."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -94,7 +94,7 @@ def _one_by_one(messages: list[Message]) -> Iterator[Message]:
 
 
 def call_form(render: Callable[[list[Message]], str]) -> CallForm:
-    """First form in which a template renders calls whole; the simplest where it renders none.
+    """First form whose calls a template renders whole; the simplest form if there is none.
 
     Args:
         render: text of messages.

@@ -170,7 +170,7 @@ class ChatTemplate:
 
 
 def _added(start: str, text: str) -> str:
-    """Text behind what it has in common with another one."""
+    """Text behind the common prefix with another text."""
     return text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 (texts, no paths)
 
 

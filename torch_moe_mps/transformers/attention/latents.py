@@ -203,7 +203,7 @@ def use_latents(module: nn.Module) -> list[Done]:
 
 
 def expansion_of(module: nn.Module) -> Expansion | None:
-    """Form in which the method `expand_kv` of a module expands latents; None for any other or no method.
+    """Form of a module's method `expand_kv` for latents; None for any other or no method.
 
     It is tried with numbers in place of what its linear layer gives.
     """

@@ -214,7 +214,7 @@ class Report:
 
     @property
     def eager(self) -> list[Row]:
-        """Replaced modules whose eager code runs, as they are on a CPU."""
+        """Replaced modules whose eager code runs, since they are on a CPU."""
         return [row for row in self.replaced if len(self.eager_on_cpu.get(row.name, ())) == len(row.done)]
 
     def __str__(self) -> str:
@@ -235,13 +235,13 @@ class Report:
         return "\n".join(table).rstrip()
 
     def _runs(self, row: Row) -> str:
-        """Operators that a replaced module runs where it is, and those that it runs on mps alone."""
+        """Operators that a replaced module runs on its device, and those for mps alone."""
         eager = self.eager_on_cpu.get(row.name, ())
         running = "; ".join(str(done) for done in row.done if done not in eager)
         return f"{running or 'eager code'} (on mps: {'; '.join(map(str, eager))})" if eager else running
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells of the modules, in which equal layers share a line."""
+        """The cells of the modules; equal layers share a line."""
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
             result = self._runs(row) if row.done else f"left alone: {row.reason}"

@@ -87,7 +87,7 @@ class _Scanner:
         next(self._steps, None)
 
     def end(self, is_cut: bool) -> None:
-        """Flushes what is held back.
+        """Flushes the text held back.
 
         Args:
             is_cut: True if the model did not end the answer itself. The beginning of a call is no text then.
@@ -286,7 +286,7 @@ class Reader(_Scanner):
         """Reads the calls behind a mark, and the marks around them. Returns: True if there is one.
 
         Args:
-            show: receives what is no call.
+            show: receives text outside of calls.
         """
         form, has_call = self._form, False
         self._raw = [str(mark)]
@@ -451,7 +451,7 @@ class Reader(_Scanner):
         self._sink.arguments(text)
 
     def _end(self, is_closed: bool = True) -> None:
-        """Ends a call, but for one that the end of the answer cuts off."""
+        """Ends a call, unless the end of the answer cuts it off."""
         if is_closed or not (self._is_cut and self._is_over):
             self._sink.end_call(is_json("".join(self._arguments) or "{}"))
 
@@ -541,7 +541,7 @@ class Reader(_Scanner):
         return True
 
     def _python_value(self) -> Steps[None]:
-        """Shows a literal other than a string. Anything else is shown as it is, and no JSON."""
+        """Shows a literal other than a string. Anything else is shown unchanged, and no JSON."""
         parts, depth = list[str](), 0
         while True:
             ends = self._form.ends if depth else (",", ")", "]", "}", *self._form.ends)
