@@ -19,7 +19,7 @@ from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.macs import machine_memory
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
-from torch_moe_mps.serving.engine.memory import Level, Memory
+from torch_moe_mps.serving.engine.memory import Level, Memory, memory_in_use
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache import memory as prompts_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
@@ -49,6 +49,16 @@ def small():
     model = eager(tiny_models.tiny_model("llama"))
     torch_moe_mps.accelerate(model)
     return model
+
+
+def test_freed_memory_is_no_weight(simulated):
+    """The heaps of freed tensors are given out again."""
+    with simulated.torch_memory():
+        layer = torch.nn.Linear(8, 8).to("mps")
+        before, heaps = memory_in_use(layer), torch.mps.driver_allocated_memory()
+        torch.empty(50 << 20, dtype=torch.uint8, device="mps")
+        assert torch.mps.driver_allocated_memory() - heaps >= 50 << 20
+        assert memory_in_use(layer) == before
 
 
 def test_the_budget():

@@ -90,7 +90,7 @@ def memory_in_use(*modules: nn.Module) -> int:
     """Bytes in use on the modules' device; on a CPU, of their parameters and buffers."""
     tensors = {id(each): each for module in modules for each in (*module.parameters(), *module.buffers())}
     if any(tensor.device.type == "mps" for tensor in tensors.values()):
-        return int(torch.mps.driver_allocated_memory())
+        return int(torch.mps.current_allocated_memory())  # without the heaps that torch's allocator keeps
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
