@@ -1,4 +1,4 @@
-// Codes and scales of the least weighted error that a search finds: see ops/quantize.py.
+// Codes and scales of the least weighted error that a search finds: see ops/families/quantize.py.
 #pragma once
 #include "common/vectors.h"
 #include "geometry/quantize.h"

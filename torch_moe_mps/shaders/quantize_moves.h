@@ -1,4 +1,4 @@
-// How scales and biases of affine formats are searched; ops/quantize.py reads the numbers here.
+// How scales and biases of affine formats are searched; ops/families/quantize.py reads the numbers here.
 #pragma once
 
 // The first scale is 1 - kStart / 2^bits of the range, for codes of up to 4 bits and of more. Each move

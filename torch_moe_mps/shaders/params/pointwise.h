@@ -13,7 +13,7 @@
 #define POINTWISE_FIRST_STEP POINTWISE_INPUTS
 #define POINTWISE_FIRST_NUMBER (POINTWISE_INPUTS + POINTWISE_STEPS)
 
-// Operations, in the order of ops/pointwise.py
+// Operations, in the order of ops/families/pointwise.py
 #define POINTWISE_TO 0
 #define POINTWISE_NEG 1
 #define POINTWISE_EXP 2
