@@ -55,7 +55,8 @@ def texts(report, operator: str) -> list[str]:
 
 
 def rope(report) -> str:
-    return unique(sorted({*texts(report, "rope")} - {"rope of q and k"}))
+    found = {*texts(report, "rope")} - {"rope of q and k"}
+    return unique(sorted(found | {"rope"} if texts(report, "rope_heads") else found))
 
 
 def relative_error(model, accelerated) -> float:

@@ -11,6 +11,7 @@ from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
 from support.values import numbers, random
 
+from torch_moe_mps import ops
 from torch_moe_mps.ops.families.experts import _moe_experts, expert_mm
 from torch_moe_mps.ops.families.quantized import _moe_experts_quantized
 from torch_moe_mps.quantization import dequantize, quantize
@@ -187,7 +188,10 @@ def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     assert_close(expert_mm(x, ids, weight), expected_mm(x, exact(weight), ids))
 
 
-@pytest.mark.parametrize("leading", [(), (2, 3), (0, 4), (2, 1, 20)])
+LEADING = [(), (2, 3), (0, 4), (2, 1, 20)]
+
+
+@pytest.mark.parametrize("leading", LEADING)
 def test_leading_dimensions(device, leading):
     """Dense and quantised layers, with a shared expert, a norm and a residual, against float64."""
     hidden, inner, experts, top_k = 64, 32, 4, 2
@@ -211,3 +215,54 @@ def test_leading_dimensions(device, leading):
         _moe_experts_quantized(*packed, gate_up.format.name, **placed),
     ):
         torch.testing.assert_close(out.cpu().double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("leading", LEADING)
+def test_leading_dimensions_of_single_steps(device, leading):
+    """A layer in one operator for each step, with an adapter, and its gradients, against float64."""
+    hidden, inner, experts, top_k, rank = 64, 32, 4, 2, 3
+    ids = torch.randint(0, experts, (*leading, top_k), generator=torch.Generator().manual_seed(6))
+    gate_up = quantize(numbers(experts, 2 * inner, hidden, seed=7) / 8, 8, 32)
+    tensors = {
+        "x": numbers(*leading, hidden, seed=1),
+        "weights": numbers(*leading, top_k, seed=2),
+        "down": numbers(experts, hidden, inner, seed=3) / 8,
+        "a": numbers(rank * experts, hidden, seed=4) / 8,
+        "b": numbers(2 * inner, rank * experts, seed=5),
+    }
+    leaves = {name: tensor.clone().to(device).requires_grad_() for name, tensor in tensors.items()}
+    doubles = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
+    dy, gate, shared = (
+        numbers(*shape, seed=8) for shape in ((*leading, hidden), leading, (*leading, hidden))
+    )
+
+    on_device, packed = ids.to(device), [tensor.to(device) for tensor in gate_up]
+    x, weights, down, a, b = leaves.values()
+    rows = ops.expert_qmm(x, on_device, *packed, gate_up.format.name)
+    pairs = ops.moe_bucket(on_device, experts)
+    rows = ops.expert_lora(rows, x, on_device, a, b, experts, *pairs, scaling=0.5)
+    slots = ops.expert_mm(ops.expert_activation(rows), on_device, down)
+    out = ops.moe_weighted_reduce(slots, weights)
+    out.backward(dy.to(device))
+
+    x, weights, down, a, b = doubles.values()
+    of_a = torch.einsum("...h,...krh->...kr", x, a.unflatten(0, (experts, rank))[ids])
+    of_b = torch.einsum("...kr,...knr->...kn", of_a, b.unflatten(1, (rank, experts)).permute(2, 0, 1)[ids])
+    right = torch.einsum("...h,...knh->...kn", x, dequantize(gate_up).double()[ids]) + 0.5 * of_b
+    half, up = right.chunk(2, -1)
+    right = torch.einsum("...kn,...khn->...kh", torch.nn.functional.silu(half) * up, down[ids])
+    right = (right * weights.unsqueeze(-1)).sum(-2)
+    right.backward(dy.double())
+    torch.testing.assert_close(out.cpu().double(), right, rtol=1e-4, atol=1e-4)
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad.cpu().double(), doubles[name].grad, rtol=1e-4, atol=1e-4)
+
+    order, offsets = pairs
+    assert torch.equal(order.cpu(), ids.flatten().argsort(stable=True).int())
+    assert offsets.diff().tolist() == ids.flatten().bincount(minlength=experts).tolist()
+    assert torch.equal(ops.moe_compute_ids_tpe(on_device, experts, 64, 32)[0], offsets.diff())
+    with torch.no_grad():
+        around = (gate.to(device), shared.to(device))
+        out = ops.moe_weighted_reduce(slots.flatten(0, -2), weights.float().to(device), *around)
+    right = right + gate.unsqueeze(-1) * shared
+    torch.testing.assert_close(out.cpu().double(), right.detach(), rtol=1e-4, atol=1e-4)

@@ -1,6 +1,7 @@
 """What holds for every operator: schema, registration, ways to call it."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -298,5 +299,14 @@ def test_a_call_past_the_dispatcher_is_one_of_it():
         ):
             with pytest.raises(ValueError, match=message):
                 rms_norm(x, wrong, 1e-6)
+        called = set[str]()
+        for _ in range(2):  # the second time it is known, also by the name of a default
+            called.clear()
+            sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
+            try:
+                rms_norm(x, weight, 1e-6, factor=1.0)
+            finally:
+                sys.setprofile(None)
+        assert "rms_norm" in called and "autograd" not in called
     with pytest.raises(RuntimeError, match="moe_mps::rms_norm: backward is not implemented"):
         rms_norm(x.requires_grad_(), weight, 1e-6).sum().backward()

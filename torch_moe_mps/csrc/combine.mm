@@ -166,7 +166,9 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
 
 Tensor moe_weighted_reduce(const Tensor& expert_out, const Tensor& weights, const Summands& around) {
   const ExpertSum sum = around.with(weights.contiguous(), expert_out.scalar_type());
-  Tensor output = at::empty({weights.size(0), expert_out.size(-1)}, expert_out.options());
+  auto shape = weights.sizes().vec();
+  shape.back() = expert_out.size(-1);
+  Tensor output = at::empty(shape, expert_out.options());
   if (output.numel() > 0) encode_weighted_sum(expert_out.contiguous(), sum, output);
   return output;
 }

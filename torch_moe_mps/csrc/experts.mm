@@ -48,8 +48,8 @@ Tensor _expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int
   OuterParams params{};
   params.left = left;
   params.right = right;
-  params.slots = ids.size(1);
-  params.right_per_pair = b.dim() == 3;
+  params.slots = ids.size(-1);
+  params.right_per_pair = b.dim() > ids.dim();
   const int64_t squares = ceil_div(left, kOuterSide) * ceil_div(right, kOuterSide);
   Commands commands;
   add_bucket(commands, ids, experts, buckets);

@@ -41,10 +41,10 @@ LoraParams lora_params(const Tensor& a, const Tensor& b, int64_t pairs, int64_t 
 }
 
 void set_ids(LoraParams& params, const Tensor& x, const Tensor& ids, const OptionalTensor& pair_order) {
-  params.slots = ids.size(1);
+  params.slots = ids.size(-1);
   params.has_ids = 1;
   params.wide_ids = ids.scalar_type() == at::kLong;
-  params.x_per_pair = x.dim() == 3;
+  params.x_per_pair = x.dim() > ids.dim();
   params.listed = pair_order.has_value();
   if (!params.listed) params.tile_pairs = 1;
 }
@@ -114,8 +114,9 @@ std::tuple<Tensor, Tensor, Tensor> _expert_lora_backward(const Tensor& dy_, cons
   }
   const Tensor dx = at::empty(x.sizes(), x.options()), da = at::empty(a.sizes(), a.options());
   const Tensor db = at::empty({b.size(1), b.size(0)}, b.options());  // column after column
-  const bool sums = x.dim() == 2;
-  const Tensor of_pairs = sums ? at::empty({ids.size(0), ids.size(1), params.inputs}, x.options()) : dx;
+  const bool sums = params.x_per_pair == 0;
+  const Tensor of_pairs =
+      sums ? at::empty({params.pairs / params.slots, params.slots, params.inputs}, x.options()) : dx;
   const auto inner = a.options().dtype(at::kFloat);
   const Tensor gradients = at::empty({params.pairs, params.rank}, inner);
   const Tensor products = at::empty({params.pairs, params.rank}, inner);

@@ -64,7 +64,7 @@ Library library_of(const MatmulStep& step, const MatrixStack& matrix);
 
 void warn_of_copy(const at::Tensor& weight);
 
-// expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.
+// expert_mm: out[..., K, rows] in one dispatch for few tokens, in two for many.
 at::Tensor project_slots(const at::Tensor& x, const MatrixStack& matrix, const at::Tensor& ids);
 
 // moe_experts: in two dispatches for few tokens, in four for many.

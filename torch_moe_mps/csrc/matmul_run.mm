@@ -397,8 +397,10 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
 }  // namespace
 
 Tensor project_slots(const Tensor& x, const MatrixStack& matrix, const Tensor& ids) {
-  Tensor out = at::empty({ids.size(0), ids.size(1), matrix.rows}, x.options());
-  if (out.numel() > 0) project_slots_into(out, x, matrix, ids);
+  at::DimVector shape(ids.sizes());
+  shape.push_back(matrix.rows);
+  Tensor out = at::empty(shape, x.options());
+  if (out.numel() > 0) project_slots_into(as_inputs(out, ids), as_inputs(x, ids), matrix, as_rows(ids));
   return out;
 }
 

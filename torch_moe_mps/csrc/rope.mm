@@ -39,15 +39,24 @@ void encode_rope(const Rotation& rotation, const std::optional<Heads>& q, const 
   commands.encode();
 }
 
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptionalTensor& k, const OptionalTensor& cos,
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const OptionalTensor& cos,
                                 const OptionalTensor& sin, const HeadNorms& norms, const Turn& turn) {
-  const Tensor output = heads_first(q), k_output = k ? heads_first(*k) : at::empty({0}, q.options());
+  const Tensor output = heads_first(q), k_output = heads_first(k);
   if (output.numel() == 0) return {output, k_output};
   const Rotation rotation(q, cos, sin, norms, turn);
-  std::optional<Heads> keys;
-  if (k) keys = heads_of(*k, norms.k_weight, k_output, rotation.rotary);
-  encode_rope(rotation, heads_of(q, norms.q_weight, output, rotation.rotary), keys, std::nullopt);
+  encode_rope(rotation, heads_of(q, norms.q_weight, output, rotation.rotary),
+              heads_of(k, norms.k_weight, k_output, rotation.rotary), std::nullopt);
   return {output, k_output};
+}
+
+Tensor rope_heads(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin,
+                  const OptionalTensor& norm_weight, double norm_eps, double norm_weight_offset,
+                  const Turn& turn) {
+  const Tensor output = heads_first(x);
+  if (output.numel() == 0) return output;
+  const Rotation rotation(x, cos, sin, {norm_weight, std::nullopt, norm_eps, norm_weight_offset}, turn);
+  encode_rope(rotation, heads_of(x, norm_weight, output, rotation.rotary), std::nullopt, std::nullopt);
+  return output;
 }
 
 // Where new keys or values are written: where they are kept, or where a copy into that is made from.
@@ -140,6 +149,7 @@ Tensor _rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTens
 }
 
 MOE_OPERATOR(rope)
+MOE_OPERATOR(rope_heads)
 MOE_OPERATOR(_rope_cache_)
 
 }  // namespace moe_mps

@@ -39,6 +39,9 @@ bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors
 // [..., W] as [T, W]: the tensor itself if it is so, a view where strides allow one.
 at::Tensor as_rows(const at::Tensor& tensor);
 
+// The same of an input of experts, with their ids [..., K]: [..., W] as [T, W], [..., K, W] as [T, K, W].
+at::Tensor as_inputs(const at::Tensor& tensor, const at::Tensor& ids);
+
 // The distance in elements from each row of the tensor to the next; nullopt if it varies, or if the elements
 // of a row are not contiguous.
 std::optional<int64_t> row_stride(const at::Tensor& tensor);

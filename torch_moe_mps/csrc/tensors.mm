@@ -66,6 +66,13 @@ at::Tensor as_rows(const at::Tensor& tensor) {
   return tensor.reshape({rows, tensor.size(-1)});
 }
 
+at::Tensor as_inputs(const at::Tensor& tensor, const at::Tensor& ids) {
+  if (ids.dim() == 2) return tensor;
+  if (tensor.dim() == ids.dim()) return as_rows(tensor);
+  const int64_t slots = ids.size(-1);
+  return tensor.reshape({ids.numel() / slots, slots, tensor.size(-1)});
+}
+
 at::Tensor rows_contiguous(const at::Tensor& tensor) {
   return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }

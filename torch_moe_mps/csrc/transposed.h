@@ -6,9 +6,10 @@
 
 namespace moe_mps {
 
-// [..., inputs]: x[..., rows] times the matrices, in the dtype of their kernels. With ids [T, K] the matrix
-// of each pair is that of its expert, x is [T, rows] or [T, K, rows], the result [T, K, inputs], or with
-// `sums` [T, inputs], and a pair without an expert gives zeros; without ids the matrix is the only one.
+// [..., inputs]: x[..., rows] times the matrices, in the dtype of their kernels. With ids [..., K] the
+// matrix of each pair is that of its expert, x is [..., rows] or [..., K, rows], the result [..., K, inputs],
+// or with `sums` [..., inputs], and a pair without an expert gives zeros; without ids the matrix is the only
+// one.
 at::Tensor transposed_product(const at::Tensor& x, const MatrixStack& matrix, const OptionalTensor& ids,
                               bool sums = false);
 

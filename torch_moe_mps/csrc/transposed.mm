@@ -58,10 +58,12 @@ void add_transposed(Commands& commands, const Tensor& x, const MatrixStack& matr
 
 Tensor transposed_product(const Tensor& x_, const MatrixStack& matrix, const OptionalTensor& ids_,
                           bool sums) {
-  at::DimVector shape(x_.sizes());
-  const int64_t slots = ids_ ? ids_->size(1) : 1, tokens = ids_ ? ids_->size(0) : x_.numel() / matrix.rows;
-  if (ids_) shape = sums ? at::DimVector{tokens, 0} : at::DimVector{tokens, slots, 0};
+  at::DimVector shape(ids_ ? ids_->sizes() : x_.sizes());
+  if (ids_ && !sums) shape.push_back(0);
   shape.back() = matrix.inputs;
+  const OptionalTensor ids_of_all = ids_ ? std::optional(as_rows(*ids_)) : std::nullopt;
+  const int64_t slots = ids_ ? ids_of_all->size(1) : 1;
+  const int64_t tokens = ids_ ? ids_of_all->size(0) : x_.numel() / matrix.rows;
   if (x_.numel() == 0 || matrix.packed.numel() == 0) return at::zeros(shape, x_.options());
   const Tensor x = aligned(x_), out = at::empty(shape, x.options());
   const double products =
@@ -72,7 +74,7 @@ Tensor transposed_product(const Tensor& x_, const MatrixStack& matrix, const Opt
     const int64_t count = std::min(at_once, tokens - start);
     const auto part = [&](const Tensor& all) { return all.view({tokens, -1}).narrow(0, start, count); };
     const OptionalTensor ids =
-        ids_ ? std::optional(ids_->narrow(0, start, count).contiguous()) : std::nullopt;
+        ids_ ? std::optional(ids_of_all->narrow(0, start, count).contiguous()) : std::nullopt;
     const Tensor of_slots =
         sums ? at::empty({count * slots, matrix.inputs}, x.options()) : part(out).view({count * slots, -1});
     Buckets buckets;

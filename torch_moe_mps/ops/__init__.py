@@ -42,6 +42,7 @@ from .families.quantize import quantize_by_importance as quantize_by_importance
 from .families.quantized import expert_qmm as expert_qmm
 from .families.quantized import moe_experts_quantized as moe_experts_quantized
 from .families.rope import rope as rope
+from .families.rope import rope_heads as rope_heads
 from .families.routing import fused_moe_routing as fused_moe_routing
 from .families.routing import moe_bucket as moe_bucket
 from .families.routing import moe_compute_ids_tpe as moe_compute_ids_tpe

@@ -1,12 +1,12 @@
 """Declarations of an operator's tensors, one line each:
 
-    x[T, H] topk_ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
+    topk_ids[..., K<=64]:id x[..., H]|[..., K, H] bias[E, N] gate[...]|[..., 1] -> [..., K, N]:x
 
 Names in brackets are symbolic sizes: the first tensor binds a size, and all others must agree. `_` is any
-size, `T*K` a product, `...` any leading dimensions, `|` separates alternative shapes. After the colon is the
-dtype: a key of DTYPES, another argument's name, "any", or "ids_dtype", which that argument says; without one
-it is one of the three activation dtypes. After the arrow are the results, by shape and dtype or as the name
-of an argument. A result's size may also be an integer argument.
+size, `...` any leading dimensions, `...*K` the product of those and K, `|` separates alternative shapes.
+After the colon is the dtype: a key of DTYPES, another argument's name, "any", or "ids_dtype", which that
+argument says; without one it is one of the three activation dtypes. After the arrow are the results, by shape
+and dtype or as the name of an argument. A result's size may also be an integer argument.
 """
 
 import math
@@ -71,7 +71,9 @@ def _size(name: str, sizes: dict[str, Any], own: int | None) -> Any:
     if "*" not in name:
         return own if name == "_" else sizes.setdefault(name, own)
     factors = [sizes.get(item) for item in name.split("*")]
-    return own if None in factors else math.prod(factors)
+    if None in factors:
+        return own
+    return math.prod(math.prod(each) if isinstance(each, tuple) else each for each in factors)
 
 
 _CASE = r'((?:with|without|unless|beside) (\w+)(?:="(\w+)")?)'

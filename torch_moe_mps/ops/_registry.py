@@ -186,9 +186,14 @@ class Operator:
         def call(*args, **kwargs):
             is_plain = not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu
             try:
-                if is_plain and nothing_between() and _signature_on_cpu(args, kwargs) in checked:
+                # The dispatcher drops defaults: a signature that names one is known by this call alone.
+                signature = _signature_on_cpu(args, kwargs) if is_plain and nothing_between() else None
+                if signature in checked:
                     return _contiguous(reference(*args, **kwargs))
-                return packet(*args, **kwargs)
+                outputs = packet(*args, **kwargs)
+                if signature is not None:
+                    self.remember(signature)
+                return outputs
             except (TypeError, RuntimeError):  # torch's words for arguments that are not the schema's
                 self.require_types(args, kwargs)
                 raise
@@ -278,10 +283,14 @@ class Operator:
             return self.checked_reference(*args, **kwargs)
         if signature not in self.checked:
             self.meta(*args, **kwargs)
-            if len(self.checked) >= MAX_SIGNATURES:
-                self.checked.clear()
-            self.checked.add(signature)
+            self.remember(signature)
         return self.run(*args, **kwargs)
+
+    def remember(self, signature: tuple) -> None:
+        """Notes that calls of a signature need no checks on the CPU."""
+        if len(self.checked) >= MAX_SIGNATURES:
+            self.checked.clear()
+        self.checked.add(signature)
 
     def autograd(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Outputs:
         """The kernel for the Autograd keys, which lets inference through.

@@ -24,6 +24,7 @@ LINEAR_ATTENTION = ("gated_delta_rule_", "_gated_delta_rule_step_")
 OF_HEADS = {
     **dict.fromkeys(("attention", "_attention_step"), ("query", "value")),
     "rope": ("q", "q"),
+    "rope_heads": ("x", "x"),
     "_rope_cache_": ("k", "v"),
     "_rope_attention_": ("q", "v"),
     **dict.fromkeys(LINEAR_ATTENTION, ("q", "v")),

@@ -54,8 +54,7 @@ TOKENS = (1, 12, 40, 56)
 HEADS = {
     **dict.fromkeys(WITH, (HEAD, (64, 64), (128, 128), (256, 256), (576, 512))),
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
-    "rope": (HEAD, (128, 128)),
-    "_rope_cache_": (HEAD, (128, 128)),
+    **dict.fromkeys(("rope", "rope_heads", "_rope_cache_"), (HEAD, (128, 128))),
     "_rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     **dict.fromkeys(LINEAR_ATTENTION, (HEAD, (128, 128), (256, 256))),
 }

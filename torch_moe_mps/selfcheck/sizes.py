@@ -470,6 +470,7 @@ SIZES: Changes = {
     "expert_qmm": _expert_qmm,
     "_moe_experts_quantized": _quantized_experts,
     "rope": _heads,
+    "rope_heads": lambda s: [s.of(f"x[2, T, 4, {n}] cos[1, T, {n}]") for n in (264, 130)],
     "_rope_cache_": _cached,
     "_rope_attention_": lambda s: [
         turned(s, 1, keys=300),

@@ -35,9 +35,8 @@ def _of_activation(x: Tensor, gated: bool, **_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1]))
 
 
-def _of_rope(q: Tensor, k: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
-    made = (q.new_empty(0) if x is None else x.transpose(1, 2) for x in (q, k))
-    return tuple(x.new_empty(x.shape) for x in made)
+def _of_rope(q: Tensor, k: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.transpose(1, 2).shape) for x in (q, k))
 
 
 # Results that a declaration does not have, by their shapes and dtypes.

@@ -198,6 +198,7 @@ LINEARS = ((2048, 6144), (4096, 4096))
 SANITIZED = ("int4", "int8", "mxfp4", "dense")
 SMALL_SHAPES = ((16, 4, 256, 192), (5, 2, 320, 64))
 GGUF_SHAPE = (5, 2, 512, 256)  # whole blocks
+OTHERS = ("nvfp4_global", "fp8_32", "fp8_128")
 
 
 def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
@@ -236,9 +237,17 @@ def gguf_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     return cases + [Linear("gguf", f, "f16", n, *LINEARS[-1]) for n in (1, 8, 64) for f in formats]
 
 
-def sanitizer_gguf() -> list[Case]:
+def other_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
+    """Formats of other quantisers, beside MLX's with as many bits."""
+    formats = ("nvfp4", *OTHERS, "mxfp8")
+    cases = [Experts("others", f, "bf16", tokens, *shape) for tokens in (1, 16, 512) for f in formats]
+    return cases + [Linear("others", f, "bf16", n, *LINEARS[-1]) for n in (1, 8, 64) for f in formats]
+
+
+def sanitizer_blocks() -> list[Case]:
+    """Each format of other quantisers and of GGUF."""
     cases = []
-    for format_, dtype in zip(GGUF, cycle(("f16", "bf16")), strict=False):
+    for format_, dtype in zip((*OTHERS, *GGUF), cycle(("f16", "bf16")), strict=False):
         cases += [Experts("sanitize", format_, dtype, tokens, *GGUF_SHAPE) for tokens in (1, 3, 40)]
         cases += [Experts("sanitize", format_, dtype, 70, *GGUF_SHAPE, tensor_units=True)]
         cases += [Linear("sanitize", format_, dtype, tokens, 256, 37) for tokens in (1, 3, 40)]

@@ -1,4 +1,4 @@
-"""Weights in MLX's formats and in GGUF's: how they are made, and what they stand for in float64."""
+"""Weights in formats of MLX, other quantisers and GGUF: how they are made, and their float64 values."""
 
 import math
 from dataclasses import dataclass
@@ -162,12 +162,38 @@ class Codebook(Format):
         return torch.from_numpy(point_values(*own, self.mode, GGML[self.mode].codebook)).to(parts[0].device)
 
 
+@dataclass(frozen=True)
+class Floats(Format):
+    """Of other quantisers: e4m3 codes with float32 scales, and nvfp4 times a number of the matrix."""
+
+    @property
+    def without_float32(self) -> Format:
+        return Format(4, 16, "nvfp4") if self.bits == 4 else Format(8, self.group, "mxfp8")
+
+    def make(self, values, name, experts, rows, inputs, dtype):
+        made = self.without_float32.make(values, name, experts, rows, inputs, dtype)
+        if self.bits == 4:
+            numbers = values.uniform(experts, 1, 1, low=0.5, high=2.0).expand(experts, rows, 1)
+            return made | {f"{name}_biases": numbers.contiguous().view(torch.int32)}
+        numbers = values.uniform(experts, rows, inputs // self.group, low=1e-4, high=4e-4)
+        return made | {f"{name}_scales": numbers.view(torch.int32)}
+
+    def matrix(self, tensors, name, expert):
+        if self.bits == 4:
+            numbers = tensors[f"{name}_biases"][expert].view(torch.float32)
+            return self.without_float32.matrix(tensors, name, expert) * numbers.double()
+        codes = tensors[f"{name}_packed"][expert].contiguous().view(torch.float8_e4m3fn).double()
+        return codes * self.spread(tensors[f"{name}_scales"][expert].view(torch.float32).double())
+
+
 DENSE = Format(0, 0, "")
 FORMATS = {
     **{f"int{bits}": Format(bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)},
     "mxfp4": Format(4, 32, "mxfp4"),
     "mxfp8": Format(8, 32, "mxfp8"),
     "nvfp4": Format(4, 16, "nvfp4"),
+    "nvfp4_global": Floats(4, 16, "nvfp4_global"),
+    **{f"fp8_{group}": Floats(8, group, f"fp8_{group}") for group in (32, 128)},
     "dense": DENSE,
 }
 GGUF = {

@@ -15,21 +15,23 @@ def draw_rope(d):
     batch, tokens, dtype, number = d.one(1, 2, 0), d.one(1, 3, 9, 0), d.dtype(), d.dtype()
     rotary = d.one(16, 2, 6, 64)
     widths = [rotary + d.one(0, 0, 2, 16) for _ in range(2)]
-    with_k, halved = d.flag(), d.flag()
+    halved = d.flag()
     table = (d.one(1, batch), tokens, rotary // 2 if halved else rotary)
     return {
         "q": d.values(batch, tokens, d.one(1, 4), widths[0], dtype=dtype),
-        "k": d.values(batch, tokens, d.one(1, 2), widths[1], dtype=dtype) if with_k else None,
+        "k": d.values(batch, tokens, d.one(1, 2), widths[1], dtype=dtype),
         **{name: d.values(*table, dtype=number) for name in ("cos", "sin")},
-        **({} if with_k else {"k_norm_weight": None}),
         "rotary_dim": rotary if halved else d.one(None, rotary),
     }
 
 
+def draw_rope_heads(d):
+    call = draw_rope(d)
+    return {"x": call["q"], **{name: call[name] for name in ("cos", "sin", "rotary_dim")}}
+
+
 def draw__rope_cache_(d):
     arguments = draw_rope(d)
-    while arguments["k"] is None:
-        arguments |= draw_rope(d)
     q, k = arguments["q"], arguments["k"]
     v = d.values(*q.shape[:2], d.one(1, 2), d.one(16, 2, 6, 64), dtype=q.dtype)
     before, norm = d.one(0, 1, 5), d.flag()
@@ -51,17 +53,26 @@ def draw__rope_cache_(d):
     return arguments
 
 
-def expected_rope(a):
+def turned(a, *heads) -> list[Expected]:
+    """Each tensor with its norm's weight, or None, turned."""
     rotary = a.cos.shape[-1] if a.rotary_dim is None and a.cos is not None else a.rotary_dim
     rest = (a.pairs, rotary, a.rotary_last, a.norm_eps, a.norm_weight_offset)
     results = []
-    for x, weight in ((a.q, a.q_norm_weight), (a.k, a.k_norm_weight)):
+    for x, weight in heads:
         if x is None:
             results.append(EMPTY)
             continue
         value, magnitude = oracles_sequence.rotated(x, a.cos, a.sin, weight, *rest)
         results.append(Expected(value, 16 * FLOAT32_EPS * magnitude))
     return results
+
+
+def expected_rope(a):
+    return turned(a, (a.q, a.q_norm_weight), (a.k, a.k_norm_weight))
+
+
+def expected_rope_heads(a):
+    return turned(a, (a.x, a.norm_weight))
 
 
 def expected__rope_cache_(a):
@@ -119,6 +130,12 @@ def invalid_rope(zeros):
             cos=None,
             sin=None,
         ),
+    ]
+
+
+def invalid_rope_heads(zeros):
+    return [
+        wrong("of heads of an even number of elements, 16 or more", x=zeros(2, T, 4, 14), norm_weight=None)
     ]
 
 

@@ -164,13 +164,13 @@ def tables(tokens=5, width=16):
 
 def test_a_helper_of_a_function_that_is_patched(monkeypatch):
     layer = accelerated(Turns)
-    before = by_operators(lambda: layer(*tables()), "rope")
+    before = by_operators(lambda: layer(*tables()), "rope_heads")
     assert_close(before, Turns()(*tables()), 1e-5)
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "rotate_half", lambda x: x)
         assert operators_of(lambda: layer(*tables())) == {}
         assert_close(layer(*tables()), Turns()(*tables()), 0)
-    assert_close(by_operators(lambda: layer(*tables()), "rope"), before, 0)
+    assert_close(by_operators(lambda: layer(*tables()), "rope_heads"), before, 0)
 
 
 CONDITIONS = {
@@ -193,7 +193,7 @@ def test_functions_that_decide_by_a_size(name):
 def test_a_function_that_decides_by_nothing_is_recognised():
     """So that the others above are left for what they decide by."""
     layer = accelerated(turned_if(lambda x, cos: False))
-    assert_close(by_operators(lambda: layer(*tables()), "rope"), Turns()(*tables()), 1e-5)
+    assert_close(by_operators(lambda: layer(*tables()), "rope_heads"), Turns()(*tables()), 1e-5)
 
 
 class Elsewhere(Layer):

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._activations import Activation
 from .._checks import Check, options_in, wide
 from .._registry import Backward, operator
-from .._sample import Calls, Changes
+from .._sample import Calls, Changes, Sample
 from .norms import normed
 
 
@@ -229,9 +229,8 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
-# Summands of the experts' sum, beside a tensor of its dtype: of T rows, and of any leading dimensions.
-ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
-ADDED_TO_ROWS = "shared_gate[..., 1]|[...] shared_out[..., H]:{0} residual:{0}"
+# Summands of the experts' sum, beside a tensor of its dtype.
+ADDED = "shared_gate[..., 1]|[...] shared_out[..., H]:{0} residual:{0}"
 
 
 class ExpertSum(NamedTuple):
@@ -243,14 +242,14 @@ class ExpertSum(NamedTuple):
     gate_is_logit: bool = False
 
     def check(self, check: Check) -> None:
-        """Checks beyond the declaration of the tensors. T or ..., and H, are the sizes of the sum."""
+        """Checks beyond the declaration of the tensors. ... and H are the sizes of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
         if self.shared_gate is not None and self.shared_out is None:
             check.fail("shared_out", "given when shared_gate is", None)
         if self.residual is not None:
             sizes, shape = check.sizes, self.residual.shape
-            rows, width = math.prod(sizes.get("...", (sizes.get("T"),))), sizes["H"]
+            rows, width = math.prod(sizes["..."]), sizes["H"]
             if shape[-1:] != (width,) or math.prod(shape) != rows * width:
                 check.fail("residual", f"T = {rows} rows of H = {width} elements", tuple(shape))
 
@@ -259,12 +258,16 @@ class ExpertSum(NamedTuple):
         if self.shared_out is not None:
             shared = wide(self.shared_out).reshape(total.shape)
             if self.shared_gate is not None:
-                gate = wide(self.shared_gate).reshape(-1, 1)
+                gate = wide(self.shared_gate).reshape(*total.shape[:-1], 1)
                 shared = (torch.sigmoid(gate) if self.gate_is_logit else gate) * shared
             total = total + shared
         if self.residual is not None:
             total = total + wide(self.residual).reshape(total.shape)
         return total
+
+
+# Outputs of experts, and their weights.
+OF_SLOTS = "topk_weights[..., K>=1] expert_out[..., K, H]|[...*K, H]"
 
 
 def _meta_weighted_reduce_backward(check, topk_weights, expert_out, **_):
@@ -273,7 +276,7 @@ def _meta_weighted_reduce_backward(check, topk_weights, expert_out, **_):
 
 
 @operator(
-    "topk_weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out",
+    f"{OF_SLOTS} dy[..., H]:expert_out",
     _meta_weighted_reduce_backward,
     doubles=True,
 )
@@ -283,15 +286,15 @@ def _moe_weighted_reduce_backward(
     """The gradients of moe_weighted_reduce: topk_weights[t, k] * dy[t], and dy[t] . expert_out[t, k].
 
     Args:
-        dy: [T, H], the dtype of `expert_out`: the gradient of the output.
+        dy: [..., H], the dtype of `expert_out`: the gradient of the output.
         expert_out, topk_weights: as for moe_weighted_reduce.
 
-    Returns: the gradient of `expert_out`, in its shape and dtype, and of `topk_weights`, [T, K] in float32.
+    Returns: the gradient of `expert_out`, in its shape and dtype, and of `topk_weights`, [..., K] in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    rows = wide(dy).unsqueeze(1)
-    products = (wide(expert_out).reshape(*topk_weights.shape, dy.shape[1]) * rows).sum(-1)
+    rows = wide(dy).unsqueeze(-2)
+    products = (wide(expert_out).reshape(*topk_weights.shape, dy.shape[-1]) * rows).sum(-1)
     slots = (wide(topk_weights).unsqueeze(-1) * rows).to(expert_out.dtype)
     return slots.reshape(expert_out.shape), products.to(
         torch.promote_types(topk_weights.dtype, torch.float32)
@@ -309,7 +312,7 @@ def _check_weighted_reduce(check, **given):
 
 
 @operator(
-    f"topk_weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
+    f"{OF_SLOTS} {ADDED.format('expert_out')} -> [..., H]:expert_out",
     _check_weighted_reduce,
     backward=Backward(
         _reduce_backward,
@@ -331,14 +334,14 @@ def moe_weighted_reduce(
     sum_k topk_weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], added in this order.
 
     Args:
-        expert_out: [T, K, H] or [T * K, H], float32, float16 or bfloat16: the experts' outputs.
-        topk_weights: [T, K], any of the three dtypes: the routing weights.
-        shared_gate: [T] or [T, 1], any of the three dtypes: g. Without it g is 1.
-        shared_out: [T, H] in the dtype of `expert_out`: the shared expert's output.
-        residual: [T, H], or T rows of any leading shape, in the dtype of `expert_out`.
+        expert_out: [..., K, H], or T * K rows [T * K, H]; float32, float16 or bfloat16: the experts' outputs.
+        topk_weights: [..., K], any of the three dtypes: the routing weights.
+        shared_gate: [..., 1] or [...], any of the three dtypes: g. Without it g is 1.
+        shared_out: [..., H] in the dtype of `expert_out`: the shared expert's output.
+        residual: [..., H], or as many rows of any leading shape, in the dtype of `expert_out`.
         gate_is_logit: g = sigmoid(shared_gate) instead of shared_gate.
 
-    Returns: [T, H] in the dtype of `expert_out`. Gradients reach `topk_weights` and `expert_out` where it
+    Returns: [..., H] in the dtype of `expert_out`. Gradients reach `topk_weights` and `expert_out` where it
         adds nothing else.
 
     Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
@@ -353,6 +356,11 @@ def moe_weighted_reduce(
     total = _sum_over_slots(expert_out.reshape(*topk_weights.shape, expert_out.shape[-1]), topk_weights)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
     return around.added_to(total).to(expert_out.dtype)
+
+
+def _flat(s: Sample) -> dict[str, Tensor]:
+    """Outputs of experts in rows of pairs."""
+    return {"expert_out": s.values(s.T * s.K, s.H), "topk_weights": s.topk_weights}
 
 
 CALLS: Calls = {
@@ -384,11 +392,11 @@ CHANGES: Changes = {
         *_OPTIONS,
         {"x": s.values(s.T, s.K, s.I), "dy": s.values(s.T, s.K, s.I), "gated": False},
     ],
-    "_moe_weighted_reduce_backward": lambda s: [{"expert_out": s.values(s.T * s.K, s.H)}],
+    "_moe_weighted_reduce_backward": lambda s: [_flat(s)],
     "weighted_sum_residual_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "weighted_sum_residual_norm_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "moe_weighted_reduce": lambda s: [
-        {"expert_out": s.values(s.T * s.K, s.H), **s.shared, "gate_is_logit": True},
+        {**_flat(s), **s.shared, "gate_is_logit": True},
         {"residual": s.values(1, s.T, s.H)},
     ],
 }

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .._activations import Activation
 from .._checks import MAX_EXPERTS, MAX_TOP_K, options_in, wide
-from .._registry import Backward, operator
+from .._registry import Backward, Like, operator
 from .._sample import Calls, Changes
-from .combine import ADDED_TO_ROWS, ExpertSum
+from .combine import ADDED, ExpertSum
 from .norms import InputNorm
 
 # How many pairs the reference computes at a time: this bounds its intermediate results, so that they stay in
@@ -26,9 +26,9 @@ PAIRS_AT_ONCE = 512
 
 
 # Slots of tokens, and the tensors around the experts.
-IDS = f"topk_ids[T, K<={MAX_TOP_K}]:id"
-ROUTED = f"topk_ids[..., K<={MAX_TOP_K}]:id topk_weights[..., K]"
-AROUND = f"x[..., H] {ROUTED} norm_weight[H] {ADDED_TO_ROWS.format('x')}"
+IDS = f"topk_ids[..., K<={MAX_TOP_K}]:id"
+ROUTED = f"{IDS} topk_weights[..., K]"
+AROUND = f"x[..., H] {ROUTED} norm_weight[H] {ADDED.format('x')}"
 
 
 class Groups(NamedTuple):
@@ -102,14 +102,24 @@ class Product(NamedTuple):
         return torch.mm(row.float() if self.in_float32 else row, self.matrix(expert))
 
 
+def is_per_token(x: Tensor | Like, topk_ids: Tensor | Like) -> bool:
+    """True for x [..., H], False for x [..., K, H], beside topk_ids [..., K]."""
+    return len(x.shape) == len(topk_ids.shape)
+
+
+def _rows_of(pairs: Tensor, x: Tensor, topk_ids: Tensor) -> Tensor:
+    """The rows of `x` that pairs multiply."""
+    return pairs // topk_ids.shape[-1] if is_per_token(x, topk_ids) else pairs
+
+
 def project_slots(
     x: Tensor, topk_ids: Tensor, shape: Sequence[int], product: Product, bias: Tensor | None
 ) -> Tensor:
-    """[T, K, N]: product + bias for every pair, zero for sentinels. `shape` of the stack begins with E, N."""
-    source = x.flatten(end_dim=-2)
+    """[..., K, N]: product + bias of all pairs, zeros of sentinels. `shape` of the stack begins with E, N."""
+    source = as_rows(x)
     out = x.new_zeros(topk_ids.numel(), shape[1])
     for groups in group_by_expert(topk_ids, shape[0]).chunks(PAIRS_AT_ONCE):
-        rows = source[groups.pairs if x.dim() == 3 else groups.pairs // topk_ids.shape[1]]
+        rows = source[_rows_of(groups.pairs, x, topk_ids)]
         out[groups.pairs] = add_bias(product(rows, groups), groups, topk_ids, bias).to(x.dtype)
     return out.view(*topk_ids.shape, shape[1])
 
@@ -192,9 +202,9 @@ def _mm_backward(grad, asked, given):
     ops, gradients = torch.ops.moe_mps, {}
     if "x" in asked:
         gradients["x"] = ops.expert_mm(grad, topk_ids, weight, None, not transposed)
-        if len(x.shape) == 2:
+        if is_per_token(x, topk_ids):
             gradients["x"] = (
-                gradients["x"].sum(1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+                gradients["x"].sum(-2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
             )
     if "weight" in asked:
         outer = ops._expert_outer(grad, x, topk_ids, weight.shape[0]).to(weight.dtype)
@@ -203,7 +213,7 @@ def _mm_backward(grad, asked, given):
 
 
 @operator(
-    f"{IDS} x[T, H]|[T, K, H] weight[E, _, _]:x bias[E, _]",
+    f"{IDS} x[..., H]|[..., K, H] weight[E, _, _]:x bias[E, _]",
     _meta_expert_mm,
     backward=Backward(_mm_backward, {"x": ("weight", "topk_ids"), "weight": ("x", "topk_ids")}),
     doubles=True,
@@ -216,15 +226,15 @@ def expert_mm(
     out[t, k] = weight[e] @ x[t] + bias[e] with e = topk_ids[t, k], or with x[t, k] if `x` has a row per slot.
 
     Args:
-        x: [T, H] or [T, K, H], float32, float16 or bfloat16.
-        topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
+        x: [..., H] or [..., K, H], float32, float16 or bfloat16.
+        topk_ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
         weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. On Metal a stack whose memory
             is [E, N, H], one behind the other, or without a bias [E, H, N], is read where it lies; any other
             is copied in each call.
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.
 
-    Returns: [T, K, N] in the dtype of `x`; accumulated in float32. Gradients reach `x` and `weight`.
+    Returns: [..., K, N] in the dtype of `x`; accumulated in float32. Gradients reach `x` and `weight`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
@@ -239,11 +249,11 @@ def expert_mm(
 
 def _meta_expert_outer(check, dy, x, topk_ids, num_experts):
     dtype = torch.promote_types(dy.dtype, torch.float32)
-    return dy.new_empty(num_experts, dy.shape[2], x.shape[-1], dtype=dtype)
+    return dy.new_empty(num_experts, dy.shape[-1], x.shape[-1], dtype=dtype)
 
 
 @operator(
-    f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy",
+    f"{IDS} dy[..., K, N] x[..., H]|[..., K, H]:dy",
     _meta_expert_outer,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     doubles=True,
@@ -254,9 +264,9 @@ def _expert_outer(dy: Tensor, x: Tensor, topk_ids: Tensor, num_experts: int) -> 
     Where `x` has one row for each token, it is x[t].
 
     Args:
-        dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
-        x: [T, H] or [T, K, H] in the dtype of `dy`: the input.
-        topk_ids: [T, K] with K <= 64, int32 or int64. A pair with an id outside of [0, E) counts for nothing.
+        dy: [..., K, N], float32, float16 or bfloat16: the gradient of the output.
+        x: [..., H] or [..., K, H] in the dtype of `dy`: the input.
+        topk_ids: [..., K] with K <= 64, int32 or int64. A pair with an id outside [0, E) counts for nothing.
         num_experts: E, between 1 and 1024.
 
     Returns: [E, N, H], float32; zeros for an expert without pairs. On Metal a sum goes over the pairs in
@@ -264,10 +274,10 @@ def _expert_outer(dy: Tensor, x: Tensor, topk_ids: Tensor, num_experts: int) -> 
 
     Raises: ValueError for a dtype, shape, device or number that does not fit.
     """
-    left, right = wide(dy).flatten(end_dim=1), wide(x).flatten(end_dim=-2)
-    out = left.new_zeros(num_experts, dy.shape[2], x.shape[-1])
+    left, right = as_rows(wide(dy)), as_rows(wide(x))
+    out = left.new_zeros(num_experts, dy.shape[-1], x.shape[-1])
     groups = group_by_expert(topk_ids, num_experts)
-    rows = groups.pairs if x.dim() == 3 else groups.pairs // topk_ids.shape[1]
+    rows = _rows_of(groups.pairs, x, topk_ids)
     parts = zip(left[groups.pairs].split(groups.counts), right[rows].split(groups.counts), strict=True)
     for expert, (of_dy, of_x) in zip(groups.experts, parts, strict=True):
         torch.mm(of_dy.t(), of_x, out=out[expert])
@@ -442,7 +452,7 @@ CALLS: Calls = {
 }
 CHANGES: Changes = {
     "expert_mm": lambda s: [{"weight": s.values(s.E, s.H, s.I).mT}],
-    "_expert_outer": lambda s: [s.of("x[T, K, H]")],
+    "_expert_outer": lambda s: [s.of("x[T, K, H]", topk_ids=s.topk_ids)],
     "_moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
         s.norm,

@@ -12,11 +12,11 @@ from torch import Tensor
 from .._checks import MAX_EXPERTS, wide
 from .._registry import Backward, operator
 from .._sample import Calls, Changes
-from .experts import IDS, Product, project_slots
+from .experts import IDS, Product, is_per_token, project_slots
 
 MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory
 _FACTORS = "a[_, H] b[N, _]:a"
-_PAIRS = "pair_order[T*K]:int32 offsets[_]:int32"
+_PAIRS = "pair_order[...*K]:int32 offsets[_]:int32"
 
 
 def _check_factors(check, a, b, experts, scaling):
@@ -70,7 +70,7 @@ def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
 
 
 def _inner(x: Tensor, a: Tensor, topk_ids: Tensor, experts: int) -> Tensor:
-    """[T, K, r]: the product with A."""
+    """[..., K, r]: the product with A."""
     return project_slots(wide(x), topk_ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
@@ -100,7 +100,7 @@ _READ = ("x", "topk_ids", "a", "b", "pair_order", "offsets")
 
 
 @operator(
-    f"{IDS} added[T, K, N] x[T, H]|[T, K, H]:added {_FACTORS} {_PAIRS}",
+    f"{IDS} added[..., K, N] x[..., H]|[..., K, H]:added {_FACTORS} {_PAIRS}",
     _meta_expert_lora,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     dependences=("offsets only with pair_order",),
@@ -123,9 +123,9 @@ def expert_lora(
     out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = topk_ids[t, k], or with x[t, k]
 
     Args:
-        added: [T, K, N], float32, float16 or bfloat16: the experts' output.
-        x: [T, H] or [T, K, H] in the dtype of `added`: their input.
-        topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) gives `added` alone.
+        added: [..., K, N], float32, float16 or bfloat16: the experts' output.
+        x: [..., H] or [..., K, H] in the dtype of `added`: their input.
+        topk_ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) gives `added` alone.
         a: [r E, H], float32, float16 or bfloat16, with r <= 256; row e r + i is row i of a_e.
         b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e. Where columns lie one after
             another, strides (1, N), a pair reads only its expert's columns.
@@ -134,7 +134,7 @@ def expert_lora(
             together; None for few pairs.
         scaling: a finite number.
 
-    Returns: [T, K, N] in the dtype of `added`; computed in float32, rounded once. Gradients reach `added`,
+    Returns: [..., K, N] in the dtype of `added`; computed in float32, rounded once. Gradients reach `added`,
         `x`, `a` and `b`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
@@ -164,7 +164,7 @@ def _meta_backward(check, x, a, b, offsets, num_experts, scaling, **_):
 
 
 @operator(
-    f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy {_FACTORS} {_PAIRS}",
+    f"{IDS} dy[..., K, N] x[..., H]|[..., K, H]:dy {_FACTORS} {_PAIRS}",
     _meta_backward,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     doubles=True,
@@ -187,8 +187,8 @@ def _expert_lora_backward(
     db_e = scaling * sum over the pairs of e dy[t, k] i^T
 
     Args:
-        dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
-        x: [T, H] or [T, K, H] in the dtype of `dy`.
+        dy: [..., K, N], float32, float16 or bfloat16: the gradient of the output.
+        x: [..., H] or [..., K, H] in the dtype of `dy`.
         topk_ids, a, b, pair_order, offsets, num_experts, scaling: as for expert_lora.
 
     Returns: dx and da like x and a, and db [r E, N], the columns of b one after another; computed in float32,
@@ -206,7 +206,7 @@ def _expert_lora_backward(
     outer = torch.ops.moe_mps._expert_outer
     da = outer(own, wide(x), topk_ids, num_experts).flatten(0, 1)
     db = outer(wide(dy), inner, topk_ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling
-    return (dx.sum(1) if x.dim() == 2 else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
+    return (dx.sum(-2) if is_per_token(x, topk_ids) else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
 
 
 def _factors(s, experts, rank=3):
@@ -228,6 +228,6 @@ CALLS: Calls = {
 }
 CHANGES: Changes = {
     "linear_lora": lambda s: [s.of("added[1, 1, I] x[1, 1, H]")],
-    "expert_lora": lambda s: [_listed(s), s.of("x[T, K, H]")],
-    "_expert_lora_backward": lambda s: [s.of("x[T, K, H]")],
+    "expert_lora": lambda s: [_listed(s), s.of("x[T, K, H]", topk_ids=s.topk_ids)],
+    "_expert_lora_backward": lambda s: [s.of("x[T, K, H]", topk_ids=s.topk_ids)],
 }

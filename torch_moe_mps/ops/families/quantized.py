@@ -17,6 +17,7 @@ from .experts import (
     Mlp,
     Product,
     combine_experts,
+    is_per_token,
     project_slots,
 )
 from .linear import check_packed_mlp, mlp_outputs, packed_mlp
@@ -34,10 +35,10 @@ def _check_expert_qmm_transposed(check, dy, packed, scales, biases, topk_ids, fo
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     columns = weight.format.columns(packed.shape[2])
     weight.check(check, "", (*packed.shape[:2], columns), "E, N, H")
-    return dy.new_empty(*(topk_ids.shape[:1] if sums else topk_ids.shape), columns)
+    return dy.new_empty(*(topk_ids.shape[:-1] if sums else topk_ids.shape), columns)
 
 
-@operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed, doubles=True)
+@operator(f"{IDS} dy[..., K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed, doubles=True)
 def _expert_qmm_transposed(
     dy: Tensor,
     topk_ids: Tensor,
@@ -50,13 +51,13 @@ def _expert_qmm_transposed(
     """The gradient of the input of expert_qmm: dx[t, k] = dy[t, k] @ dequantised(topk_ids[t, k]).
 
     Args:
-        dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
+        dy: [..., K, N], float32, float16 or bfloat16: the gradient of the output.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         topk_ids, scales, biases, format: as for expert_qmm.
         sums: the slots of a token are added: the gradient of an input that has one row for each token.
 
-    Returns: [T, K, H], or with `sums` [T, H], in the dtype of `dy`; dequantised and accumulated in float32,
-        rounded once. On Metal a slot is rounded before it is added to others.
+    Returns: [..., K, H], or with `sums` [..., H], in the dtype of `dy`; dequantised and accumulated in
+        float32, rounded once. On Metal a slot is rounded before it is added to others.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
@@ -64,13 +65,13 @@ def _expert_qmm_transposed(
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
     product = Product(decoded_experts(weight), shape[1])
     out = project_slots(wide(dy), topk_ids, shape, product, None)
-    return (out.sum(1) if sums else out).to(dy.dtype)
+    return (out.sum(-2) if sums else out).to(dy.dtype)
 
 
 def _qmm_backward(grad, asked, given):
-    weight, sums = [given[name] for name in TENSORS], len(given["x"].shape) == 2
-    backward = torch.ops.moe_mps._expert_qmm_transposed
-    return {"x": backward(grad, given["topk_ids"], *weight, given["format"], sums)}
+    weight, topk_ids = [given[name] for name in TENSORS], given["topk_ids"]
+    sums, backward = is_per_token(given["x"], topk_ids), torch.ops.moe_mps._expert_qmm_transposed
+    return {"x": backward(grad, topk_ids, *weight, given["format"], sums)}
 
 
 def _check_expert_qmm(check, packed, scales, biases, format, **_):
@@ -79,7 +80,7 @@ def _check_expert_qmm(check, packed, scales, biases, format, **_):
 
 
 @operator(
-    f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x",
+    f"{IDS} x[..., H]|[..., K, H] packed[E, N, _]:packed bias[E, N] -> [..., K, N]:x",
     _check_expert_qmm,
     backward=Backward(_qmm_backward, {"x": (*TENSORS, "topk_ids")}, frozen=TENSORS),
     doubles=True,
@@ -96,9 +97,9 @@ def expert_qmm(
     """expert_mm with quantised weights: out[t, k] = dequantised(e) @ x[t] + bias[e], e = topk_ids[t, k].
 
     Args:
-        x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN where
-            the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
-        topk_ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
+        x: [..., H] or [..., K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN
+            where the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
+        topk_ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8,
             nvfp4 and nvfp4_global; int32, the bits of a float32, in fp8_32 and fp8_128. Types of GGUF have
@@ -115,7 +116,7 @@ def expert_qmm(
             in codebook formats.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
-    Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
+    Returns: [..., K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
         the Metal kernels round what they dequantise to the dtype of `x`. Gradients reach `x`.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.

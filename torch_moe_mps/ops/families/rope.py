@@ -42,15 +42,20 @@ def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: 
     return rotary
 
 
-def _check_rope(check, q, k, cos, rotary_dim):
-    x = k if q is None else q
-    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], rotary_dim)
-    _check_heads(check, rotary, q=q, k=k)
+def _check_turned(check: Check, cos: Tensor | None, rotary_dim: int | None, **heads: Tensor | None) -> None:
+    rows = next(x.shape[:2] for x in heads.values() if x is not None)
+    rotary = 2 if cos is None else _check_tables(check, cos, rows, rotary_dim)
+    _check_heads(check, rotary, **heads)
 
 
 def _meta_rope(check, q, k, cos, rotary_dim, **_):
-    _check_rope(check, q, k, cos, rotary_dim)
-    return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
+    _check_turned(check, cos, rotary_dim, q=q, k=k)
+    return _heads_first(q), _heads_first(k)
+
+
+def _meta_rope_heads(check, x, cos, rotary_dim, **_):
+    _check_turned(check, cos, rotary_dim, x=x)
+    return _heads_first(x)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -108,11 +113,11 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     TURNED.format("q[B, T, Hq>=1, Dq]", "k[B, T, Hk>=1, Dk]:q"),
     _meta_rope,
     allowed={"pairs": PAIRS},
-    dependences=("sin only with cos", "k_norm_weight not without k"),
+    dependences=("sin only with cos",),
 )
 def rope(
     q: Tensor,
-    k: Tensor | None,
+    k: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     q_norm_weight: Tensor | None = None,
@@ -124,7 +129,7 @@ def rope(
     rotary_dim: int | None = None,
     rotary_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding of q and k, optionally after an RMSNorm of each head.
+    """Rotary position embedding of queries and keys, optionally after an RMSNorm of each head.
 
     x = rms(x) * (weight + norm_weight_offset), over a head, where there is a weight
     (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each pair (a, b) of the R elements that turn
@@ -135,7 +140,7 @@ def rope(
     Args:
         q: [B, T, Hq, Dq], float32, float16 or bfloat16. Strides are free: a slice of a fused projection, or
             the transposed view of [B, Hq, T, Dq], is read where it lies.
-        k: [B, T, Hk, Dk] in the dtype of `q`, or None.
+        k: [B, T, Hk, Dk] in the dtype of `q`.
         cos, sin: [B or 1, T, R or R / 2], any of the three dtypes: of each element that turns, in the order
             of the head's elements, or of each pair; None where nothing turns.
         q_norm_weight, k_norm_weight: [Dq], [Dk], any of the three dtypes: QK-norm.
@@ -146,20 +151,57 @@ def rope(
         rotary_dim: R; without it the width of `cos`.
         rotary_last: the last R elements of a head turn, not the first. The others are copied (and normed).
 
-    Returns: q and k as [B, Hq, T, Dq] and [B, Hk, T, Dk], contiguous, as attention takes them. Without k the
-        second is empty, of shape [0].
+    Returns: q and k as [B, Hq, T, Dq] and [B, Hk, T, Dk], contiguous, as attention takes them.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
 
     Example:
-        >>> q, cos, sin = torch.tensor([[[[3.0, 4.0]]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
-        >>> turned, _ = ops.rope(q, None, cos, sin)
+        >>> q, k = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[1.0, 0.0]]]])
+        >>> turned, _ = ops.rope(q, k, cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))
         >>> turned.tolist()
         [[[[-4.0, 3.0]]]]
     """
     rest = (norm_eps, norm_weight_offset), cos, sin, pairs, rotary_dim, rotary_last
-    q_out = _rotated(q, q_norm_weight, *rest)
-    return q_out, q.new_empty(0) if k is None else _rotated(k, k_norm_weight, *rest)
+    return _rotated(q, q_norm_weight, *rest), _rotated(k, k_norm_weight, *rest)
+
+
+@operator(
+    "x[B, T, heads>=1, D] cos[A, T, W] sin[A, T, W]:cos norm_weight[D]",
+    _meta_rope_heads,
+    allowed={"pairs": PAIRS},
+    dependences=("sin only with cos",),
+)
+def rope_heads(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-06,
+    norm_weight_offset: float = 0.0,
+    *,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+) -> Tensor:
+    """Rotary position embedding of one tensor, optionally after an RMSNorm of each head: half of `rope`.
+
+    Args:
+        x: [B, T, heads, D], float32, float16 or bfloat16; strides are free.
+        cos, sin: as for `rope`.
+        norm_weight: [D], any of the three dtypes.
+        norm_eps, norm_weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
+
+    Returns: [B, heads, T, D], contiguous.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+
+    Example:
+        >>> x, cos, sin = torch.tensor([[[[3.0, 4.0]]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+        >>> ops.rope_heads(x, cos, sin).tolist()
+        [[[[-4.0, 3.0]]]]
+    """
+    norm = norm_eps, norm_weight_offset
+    return _rotated(x, norm_weight, norm, cos, sin, pairs, rotary_dim, rotary_last)
 
 
 def check_rope_cache(
@@ -177,7 +219,7 @@ def check_rope_cache(
     k_bias=None,
     **_,
 ):
-    _check_rope(check, q, k, cos, rotary_dim)
+    _check_turned(check, cos, rotary_dim, q=q, k=k)
     _check_heads(check, 2, v=v)
     if norm_v and v is None:
         check.fail("norm_v", "False without v", True)
@@ -268,8 +310,16 @@ def _of_indexer(s: Sample) -> dict[str, Any]:
     return {**keys, **norm, "v": None, "values_": None}
 
 
+def _narrow(s: Sample) -> dict[str, Any]:
+    """A part of each head turns, by a table of pairs for each sequence."""
+    rotary = min(8, s.D)
+    tables = {name: s.values(2, s.T, rotary // 2) for name in ("cos", "sin")}
+    return {**tables, "pairs": "interleaved", "rotary_dim": rotary, "rotary_last": True}
+
+
 CALLS: Calls = {
     "rope": lambda s: s.of("cos[1, T, D] sin[1, T, D] q_norm_weight[D] k_norm_weight[D]", q=s.q, k=s.k),
+    "rope_heads": lambda s: s.of("cos[1, T, D] sin[1, T, D] norm_weight[D]", x=s.q),
     "_rope_cache_": lambda s: s.of(
         "v[2, T, 2, V] cos[1, T, D] sin[1, T, D] keys_[2, 2, T, D] values_[2, 2, T, V] q_norm_weight[D]",
         **{"q": s.q, "k": s.k},
@@ -277,15 +327,9 @@ CALLS: Calls = {
 }
 CHANGES: Changes = {
     "rope": lambda s: [
-        {
-            "k": None,
-            "k_norm_weight": None,
-            "pairs": "interleaved",
-            "rotary_dim": min(8, s.D),
-            "rotary_last": True,
-        }
-        | {name: s.values(2, s.T, min(8, s.D) // 2) for name in ("cos", "sin")},
+        _narrow(s) | {"k_norm_weight": None},
     ],
+    "rope_heads": lambda s: [_narrow(s)],
     "_rope_cache_": lambda s: [
         {
             name: cache[:, :, 2 : 3 + s.T]

@@ -408,13 +408,10 @@ def _sort_pairs(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _meta_bucket(check, topk_ids, num_experts):
-    pairs = topk_ids.shape[0] * topk_ids.shape[1]
-    return topk_ids.new_empty(pairs, dtype=torch.int32), topk_ids.new_empty(
-        num_experts + 1, dtype=torch.int32
-    )
+    return tuple(topk_ids.new_empty(n, dtype=torch.int32) for n in (topk_ids.numel(), num_experts + 1))
 
 
-@operator("topk_ids[T, K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
+@operator("topk_ids[..., K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
 def moe_bucket(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Pairs p = t * K + k sorted by expert, and each expert's offset: a compressed moe_compute_ids_tpe.
 
@@ -422,7 +419,7 @@ def moe_bucket(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     follow behind offsets[num_experts], ascending.
 
     Args:
-        topk_ids: [T, K] int32 or int64.
+        topk_ids: [..., K] int32 or int64; t counts the tokens of all leading dimensions, T of them.
         num_experts: E, 1 to 1024.
 
     Returns: pair_order [T * K] int32 and offsets [E + 1] int32.
@@ -444,7 +441,7 @@ def moe_bucket(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "topk_ids[T, K]:id -> [num_experts]:int32 [num_experts, T*K]:int32 [3]:int32 [3]:int32",
+    "topk_ids[..., K]:id -> [num_experts]:int32 [num_experts, ...*K]:int32 [3]:int32 [3]:int32",
     allowed={
         "num_experts": range(1, MAX_EXPERTS + 1),
         **dict.fromkeys(("gate_up_rows", "down_rows"), range(1, 2**31)),
@@ -456,7 +453,8 @@ def moe_compute_ids_tpe(
     """Pairs p = t * K + k of each expert, their counts, and the indirect-dispatch grids of two matmuls.
 
     Args:
-        topk_ids: [T, K] int32 or int64; ids outside [0, num_experts) are in no list.
+        topk_ids: [..., K] int32 or int64; t counts the tokens of all leading dimensions, T of them. Ids
+            outside [0, num_experts) are in no list.
         num_experts: E, 1 to 1024.
         gate_up_rows, down_rows: rows of an expert's gate/up and down matrices.
 

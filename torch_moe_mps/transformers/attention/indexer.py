@@ -118,7 +118,7 @@ def _into_cache(
         return q if turning is None else out.transpose(1, 2), layer.take_index(slots)
     k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
     if cos is not None and q is None:
-        k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)
+        k = ops.rope_heads(k, cos, sin, **options).transpose(1, 2)
     elif cos is not None:
         q, k = (x.transpose(1, 2) for x in ops.rope(q, k, cos, sin, **options))
     k = k.squeeze(2)

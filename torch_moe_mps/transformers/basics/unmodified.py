@@ -20,7 +20,7 @@ from .state import class_before
 SLOWER = {
     *("layer_norm", "rms_norm", "rms_norm_gated"),
     *("moe_router", "router_logits"),
-    *("_pointwise", "rope"),
+    *("_pointwise", "rope", "rope_heads"),
 }
 _all_run = False
 

@@ -41,8 +41,7 @@ def swapped(x: Tensor) -> Tensor:
 
 def turned(q, k=None, width=None, cos=COS, **options):
     tables = (cos, SIN) if width is None else (cos[..., :width], SIN[..., :width])
-    q, k_out = ops.rope(q, k, *tables, **options)
-    return q if k is None else (q, k_out)
+    return ops.rope_heads(q, *tables, **options) if k is None else ops.rope(q, k, *tables, **options)
 
 
 def write(memory: Tensor, new: Tensor) -> Tensor:
@@ -301,7 +300,7 @@ WRITTEN = {"_rope_cache_": 1, "attention": 1}
 NOT_WRITTEN = {"rope": 1, "copy_": 2, "attention": 1}
 
 
-NOT_JOINED = {"rope": 1, "_rope_cache_": 1, "copy_": 1, "attention": 1}
+NOT_JOINED = {"rope_heads": 1, "_rope_cache_": 1, "copy_": 1, "attention": 1}
 
 
 ROTATIONS: dict[Callable | str, dict[str, int]] = {
@@ -331,7 +330,7 @@ ROTATIONS: dict[Callable | str, dict[str, int]] = {
     queries_read_between: NOT_JOINED | {"mul": 1},
     one_after_the_other: NOT_JOINED,
     changed_between_rotations: NOT_JOINED | CHANGED | {"clone": 1},
-    three_rotations: WRITTEN | {"rope": 1},
+    three_rotations: WRITTEN | {"rope_heads": 1},
     parts_in_other_places: WRITTEN | {"cat": 1},
     part_of_another_head: WRITTEN | {"cat": 1, "flip": 1},
     ends_and_begins: WRITTEN | {"cat": 1},
@@ -346,7 +345,7 @@ ROTATIONS: dict[Callable | str, dict[str, int]] = {
     values_of_the_cache: NOT_WRITTEN,
     one_memory: {"rope": 1, "copy_": 2},
     "seen(*turned(q, k), swapped(v), keys.clone(), values)": NOT_WRITTEN | {"clone": 1},
-    "(turned(q), turned(k.half()))": {"rope": 2, "_to_copy": 1},
+    "(turned(q), turned(k.half()))": {"rope_heads": 2, "_to_copy": 1},
     "seen(*turned(q, k), swapped(v[:, :, :1]), keys, values)": NOT_WRITTEN,
     "seen(*turned(q, k), swapped(v).double(), keys, values)": NOT_WRITTEN | {"_to_copy": 1},
     written_by_index: {"rope": 1, "arange": 1, "index_copy_": 2, "attention": 1},
@@ -373,7 +372,7 @@ def test_a_rotation_and_a_norm_side_by_side_in_a_cache():
 
 
 def pool(of):
-    return turned(of, q_norm_weight=NORM[:WIDE], norm_eps=1e-5, norm_weight_offset=1.0)
+    return turned(of, norm_weight=NORM[:WIDE], norm_eps=1e-5, norm_weight_offset=1.0)
 
 
 def pool_written(x, keys, values):
@@ -419,7 +418,7 @@ def pool_for_every_head(x, keys, values):
     return x
 
 
-ALONE = {"rope": 1, "copy_": 1}
+ALONE = {"rope_heads": 1, "copy_": 1}
 
 
 POOLS: dict[Callable | str, dict[str, int]] = {

@@ -88,7 +88,7 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
         index_keys = _pooled(indexer, cache_layer, "indexer", x, position)
         if index_keys.shape[1] > indexer.index_topk:  # else it would choose all
             of_heads = indexer.q_b_proj(latent).unflatten(-1, (-1, indexer.head_dim))
-            of_heads, _ = ops.rope(of_heads, None, cos, sin, **turn)
+            of_heads = ops.rope_heads(of_heads, cos, sin, **turn)
             weights = indexer.scorer.weights_proj(x)
             chosen = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, cache_layer)
             indices = chosen.unsqueeze(1)
@@ -130,7 +130,7 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
     """The layer's output from what its heads have read [B, T, H, D], turned back first."""
     batch, tokens, heads, width = out.shape
     tables = (table.expand(batch, -1, -1).reshape(batch * tokens, 1, -1) for table in (cos, sin))
-    out, _ = ops.rope(out.view(batch * tokens, 1, heads, width), None, *tables, **turn)
+    out = ops.rope_heads(out.view(batch * tokens, 1, heads, width), *tables, **turn)
     out = layer.o_a_proj(out.view(batch, tokens, layer.o_a_proj.n_groups, -1))
     return layer.o_b_proj(out.flatten(2))
 
@@ -228,5 +228,5 @@ def _is_same(module: Any, forward: Callable) -> bool:
 
 
 _LAYER = Tried(
-    _may_be, compressed_layer, _is_same, (Done("_pool_window_"), Done("rope"), Done("_attention_step"))
+    _may_be, compressed_layer, _is_same, (Done("_pool_window_"), Done("rope_heads"), Done("_attention_step"))
 )

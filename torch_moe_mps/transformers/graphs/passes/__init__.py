@@ -105,6 +105,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",
+    join_rotations: "rope",
     write_into_cache: "_rope_cache_",
     join_elements: "_pointwise",
     **{passed: passed.introduced for passed in PASSES if isinstance(passed, Fusion) and passed.introduced},

@@ -1,6 +1,6 @@
 """The rotation of queries and keys: what stands in front of `rope`, and the write into a cache behind it.
 
-`rope` also does this for heads that do not turn.
+`rope` also does this for heads that do not turn. `rope_heads` takes one tensor, here `q` without `k`.
 """
 
 import itertools
@@ -32,12 +32,13 @@ from ..tracing import ITEM, VALUE
 
 _TABLES = ("cos", "sin", "pairs", "rotary_dim", "rotary_last")
 _OF_NORMS = ("norm_eps", "norm_weight_offset")
+_ROTATIONS = (ours.rope, ours.rope_heads)
 
 
 def turn_parts(graph: fx.Graph) -> None:
     """cat(A, rope(B)) -> rope(C), where A and B are the columns of C, in either order."""
-    for call in calls(graph, ours.rope):
-        passed, results = arguments(call), _results(call)
+    for call in calls(graph, *_ROTATIONS):
+        passed, results = _passed(call), _results(call)
         width = tensor_of(passed["cos"]).shape[-1] if passed["rotary_dim"] is None else passed["rotary_dim"]
         sides: set[bool] = set()
         new: dict[str, fx.Node] = {}
@@ -50,8 +51,7 @@ def turn_parts(graph: fx.Graph) -> None:
                     new[name], results[name], is_last = whole
                     sides.add(is_last)
         if new and len(sides) == 1:
-            new_call = changed(call, call, **new, rotary_last=sides.pop())
-            _give(new_call, results)
+            _give(_changed(call, call, **new, rotary_last=sides.pop()), results)
 
 
 def heads_that_do_not_turn(graph: fx.Graph) -> None:
@@ -81,25 +81,24 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
 
 def norms_in_rotation(graph: fx.Graph) -> None:
     """rope(rms_norm(Q), rms_norm(K)) -> rope(Q, K, norms), or so for one of them."""
-    for call in calls(graph, ours.rope):
-        passed = arguments(call)
+    for call in calls(graph, *_ROTATIONS):
+        passed = _passed(call)
         for name in _given(call):
             norm = None if passed[f"{name}_norm_weight"] is not None else _norm_of(passed[name], call)
             options = None if norm is None or norm.weight is None else _options_of_both(passed, norm)
             if norm is not None and options is not None:
                 passed |= {name: norm.x, f"{name}_norm_weight": norm.weight, **options}
-        if passed != arguments(call):
-            call.replace_all_uses_with(changed(call, call, **passed))
+        if passed != _passed(call):
+            call.replace_all_uses_with(_changed(call, call, **passed))
 
 
 def join_rotations(graph: fx.Graph) -> None:
-    """rope(Q), rope(K) -> rope(Q, K), of the same tables."""
-    alone = [call for call in calls(graph, ours.rope) if _given(call) == ["q"]]
-    for first, second in itertools.pairwise(alone):
+    """rope_heads(Q), rope_heads(K) -> rope(Q, K), of the same tables."""
+    for first, second in itertools.pairwise(calls(graph, ours.rope_heads)):
         results, last = _results(first), _results(second)
         if not (results and last):  # the first is one of a pair already
             continue
-        passed, others = arguments(first), arguments(second)
+        passed, others = _passed(first), _passed(second)
         one, other = tensor_of(passed["q"]), tensor_of(others["q"])
         norm = _Norm(
             second, others["q"], others["q_norm_weight"], others["norm_eps"], others["norm_weight_offset"]
@@ -113,8 +112,7 @@ def join_rotations(graph: fx.Graph) -> None:
             and all(is_unchanged(node, first, second) for node in first.all_input_nodes)
         ):
             new = {"k": norm.x, "k_norm_weight": norm.weight, **options}
-            new_call = changed(first, second, **new)
-            _give(new_call, results | {"k": last["q"]})
+            _give(_changed(first, second, **new), results | {"k": last["q"]})
 
 
 def write_into_cache(graph: fx.Graph) -> None:
@@ -124,12 +122,11 @@ def write_into_cache(graph: fx.Graph) -> None:
     the pools of an indexer, are keys.
     """
     copies = calls(graph, aten.copy_)
+    for call in calls(graph, ours.rope_heads):
+        _write_alone(call)
     for call in calls(graph, ours.rope):
-        if _given(call) == ["q"]:
-            _write_alone(call)
-            continue
         for name, result in _results(call).items():
-            if _given(call) == ["q", "k"] and any(_write(call, name, *w) for w in _writes(result, copies)):
+            if any(_write(call, name, *w) for w in _writes(result, copies)):
                 break
         if arguments(call)["cos"] is None and not any(
             arguments(call)[f"{name}_norm_weight"] for name in "qk"
@@ -157,8 +154,27 @@ class _Write(NamedTuple):
     source: fx.Node
 
 
+# The names of arguments of `rope_heads` in `rope`.
+_IN_ROPE = {"x": "q", "norm_weight": "q_norm_weight"}
+
+
+def _passed(call: fx.Node) -> dict[str, Any]:
+    """Arguments of a rotation by the names of `rope`."""
+    absent = {} if is_call(call, ours.rope) else {"k": None, "k_norm_weight": None}
+    return absent | {_IN_ROPE.get(name, name): value for name, value in arguments(call).items()}
+
+
+def _changed(call: fx.Node, before: fx.Node, /, **new: Any) -> fx.Node:
+    """A rotation with other arguments, by the names of `rope`, in front of a node."""
+    passed = _passed(call) | new
+    if passed["k"] is not None:
+        results = [call.meta[VALUE]] * 2 if is_call(call, ours.rope_heads) else call.meta[VALUE]
+        return put(before, ours.rope.default, results, **passed)
+    return changed(call, before, **{name: passed[_IN_ROPE.get(name, name)] for name in arguments(call)})
+
+
 def _given(call: fx.Node) -> list[str]:
-    return [name for name in "qk" if arguments(call)[name] is not None]
+    return ["q", "k"] if is_call(call, ours.rope) else ["q"]
 
 
 def _are_heads(q: fx.Node, k: fx.Node) -> bool:
@@ -168,7 +184,7 @@ def _are_heads(q: fx.Node, k: fx.Node) -> bool:
         one.dim() == other.dim() == 4
         and (one.shape[0], one.shape[2], one.dtype) == (other.shape[0], other.shape[2], other.dtype)
         and one.shape[3] % 2 == other.shape[3] % 2 == 0
-        and not any(is_call(memory_of(item), ours.rope) for item in (q, k))
+        and not any(is_call(memory_of(item), *_ROTATIONS) for item in (q, k))
     )
 
 
@@ -180,13 +196,19 @@ def _heads_of(q: fx.Node, reader: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node
 
 
 def _results(call: fx.Node) -> dict[str, fx.Node]:
-    """{q, k: what a call of `rope` makes of it}, if it is read."""
+    """{q, k: what a rotation makes of it}, if it is read."""
+    if is_call(call, ours.rope_heads):
+        return {"q": call} if call.users else {}
     items: list[Any] = [user for user in call.users if user.users]
     return {"qk"[item.args[1]]: item for item in items}
 
 
 def _give(call: fx.Node, places: dict[str, fx.Node]) -> None:
-    """Puts the results of a new call of `rope` in the place of values."""
+    """Puts the results of a new rotation in the place of values."""
+    if is_call(call, ours.rope_heads):
+        call.meta[VALUE] = tensor_of(places["q"])
+        places["q"].replace_all_uses_with(call)
+        return
     call.meta[VALUE] = [*call.meta[VALUE]]
     for name, old in places.items():
         number = "qk".index(name)
@@ -358,8 +380,8 @@ def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> boo
 
 
 def _write_alone(call: fx.Node) -> None:
-    """rope(Q), which only a copy to where a cache keeps it reads, in any shape -> _rope_cache_(None, Q)"""
-    passed = arguments(call)
+    """rope_heads(K), which only a copy to where a cache keeps it reads, in any shape -> _rope_cache_(K)"""
+    passed = _passed(call)
     for result in _results(call).values():
         (write, source), *others = readers(result)
         if others or not is_call(write, aten.copy_) or write.users or arguments(write)["src"] is not source:

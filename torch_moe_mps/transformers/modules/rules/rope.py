@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....ops.families.rope import rope
+from ....ops.families.rope import rope, rope_heads
 from ...basics.report import Done
 from ...basics.sizes import Decisions
 from ...basics.state import Unsupported
@@ -126,10 +126,14 @@ def _trial(
 
     def agrees_with(turn: Turn) -> bool:
         *tables_of_turn, settings = tables_and_options(turn, cos, sin)
-        q, k = inputs if call.tensors == 2 else (*inputs, None)
-        return all(map(agrees, torch.ops.moe_mps.rope(q, k, *tables_of_turn, **settings), expected))
+        return all(map(agrees, _turned(inputs, *tables_of_turn, **settings), expected))
 
     return agrees_with
+
+
+def _turned(rows: Sequence[Tensor], *tables: Tensor, **options: Any) -> Sequence[Tensor]:
+    """One or two tensors [B, T, H, D], turned, as [B, H, T, D]."""
+    return rope(*rows, *tables, **options) if len(rows) == 2 else (rope_heads(*rows, *tables, **options),)
 
 
 def _turned_by(
@@ -165,7 +169,8 @@ def rotation_in_place(function: types.FunctionType) -> InPlace | None:
     kinds = itertools.product(((2, False), (1, False), (2, True)), (4, 3), _options_of(function))
     calls = [RopeCall(tensors, is_complex, dims, options) for (tensors, is_complex), dims, options in kinds]
     forms = {call: form for call in calls if (form := rope_form(function, call)) is not None}
-    return InPlace(functools.partial(rotated, function, forms), Done("rope")) if forms else None
+    operator = "rope" if any(call.tensors == 2 for call in forms) else "rope_heads"
+    return InPlace(functools.partial(rotated, function, forms), Done(operator)) if forms else None
 
 
 def _options_of(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any], ...]]:
@@ -219,5 +224,5 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
     rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
     if rows[-1].shape[1] != rows[0].shape[1]:  # an assistant's keys are of more tokens
         return None
-    turned = rope(rows[0], rows[1] if len(rows) == 2 else None, cos, sin, **options)[: len(rows)]
+    turned = _turned(rows, cos, sin, **options)
     return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]
