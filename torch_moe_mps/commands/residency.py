@@ -93,7 +93,7 @@ def table(
     rows = [[*names, *estimate.cells()] for names, estimate in found.items()]
     lines = ["", "Larger than memory, with experts on the disk (docs/memory.md). Hits are as others measured"]
     lines += [
-        f"them for Qwen3-30B-A3B. Read is what the page cache beside --experts-memory does not hold, either;"
+        "them for Qwen3-30B-A3B. Read is what the page cache beside --experts-memory does not hold, either;"
     ]
     lines += [f"tokens/s are an upper bound, of a disk with {DISK / 1e9:.0f} GB/s:"]
     numbers = [{"mac": mac, "weights": size, **estimate._asdict()} for (mac, size), estimate in found.items()]

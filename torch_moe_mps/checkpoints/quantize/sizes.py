@@ -162,9 +162,8 @@ def room_for_experts(model: Any, weights: int, experts: int, tables: int, limit:
 def memory_for_slots(experts: int, room: int, least: int) -> int:
     """Bytes of the slots that experts on the disk get in their room; the page cache has the rest of it.
 
-    Reads are slower than what more slots save once the page cache is short of memory. Half of the room is the
-    page cache's, or as much as half of the experts on the disk, if that is less. Where reads go past it, slots
-    have all.
+    Reads lose more than further slots save once the page cache is short of memory. It gets half of the room,
+    or half of the bytes of experts on the disk, if that is less. Where reads go past it, slots have all.
 
     Args:
         experts: bytes of all experts.
