@@ -1,16 +1,24 @@
 """Random steps of a whole model with the fewest slots: bit for bit those of the resident model."""
 
+import contextlib
+import os
 import sys
 import time
+from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
+import simulator
 import torch
 from support import processes
 from support.jobs import Asked, ids_of
 from support.models import tiny
+from support.sweep import rows_in_sweep
+from transformers import DynamicCache
 
 from torch_moe_mps import _environment, from_pretrained
+from torch_moe_mps._faults import release_cache, synchronize
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.serving.engine import executor
@@ -20,6 +28,7 @@ from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.passes.routing import choose_in_experts
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
+from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 TOP_K = 2
 
@@ -95,6 +104,129 @@ def test_the_resident_model(models, seed, steps):
         assert not any(isinstance(reason, Exception) for _, reasons in expected for reason in reasons)
         if part % 2:
             assert len(logits[0]) == len(logits[1]) > 9 and all(map(torch.equal, *logits))
+
+
+class Walk:
+    """Random calls of the resident model and of one whose experts are on the disk, side by side.
+
+    Args:
+        shortest: least tokens of a prompt.
+
+    Attributes:
+        model: the one on the disk.
+        steps: calls whose logits were compared.
+        ended: calls that a truncated file ended.
+    """
+
+    def __init__(self, resident, model, random: Random, shortest: int):
+        self.resident, self.model, self.random, self.shortest = resident, model, random, shortest
+        self.steps = self.ended = 0
+        self.file = expert_pools(model).layers[0].reader.file.path
+        self._begin()
+
+    def run(self, count: int) -> None:
+        """Takes so many steps more."""
+        last = self.steps + count
+        while self.steps < last:
+            kind = self.random.choices(
+                (self._decode, self._continue, self._prompt, self._release), (60, 15, 15, 5)
+            )[0]
+            kind() if self.random.random() < 0.9 else self._truncated(kind)
+
+    def _begin(self) -> None:
+        self._caches = DynamicCache(config=self.resident.config), DynamicCache(config=self.model.config)
+        self._last = None
+        self._prompt_of(self.random.randrange(self.shortest, 40))
+
+    def _prompt(self) -> None:
+        self._begin()
+
+    def _continue(self) -> None:
+        self._prompt_of(self.random.randrange(self.shortest, self.shortest + 8))
+
+    def _prompt_of(self, tokens: int) -> None:
+        self._call(
+            torch.randint(2, 90, (1, tokens), generator=torch.manual_seed(self.random.getrandbits(32)))
+        )
+
+    def _decode(self) -> None:
+        """A few tokens, which the host encodes without a look at any of them."""
+        self._call(*[None] * self.random.randrange(1, 5))
+
+    def _release(self) -> None:
+        release_cache(self.model.device)
+
+    def _call(self, *inputs: torch.Tensor | None) -> None:
+        """Compares the logits of calls with these tokens; None is the likeliest of the call before."""
+        logits = []
+        for model, cache in zip((self.resident, self.model), self._caches, strict=True):
+            token, own = self._last, []
+            for ids in inputs:
+                ids = token if ids is None else ids.to(model.device)
+                own.append(model(ids, **cache_argument(model, cache), use_cache=True).logits)
+                token = own[-1][:, -1:].argmax(-1)
+            logits.append(own)
+        got = [each.cpu() for each in logits[1]]
+        synchronize(self.model.device)
+        assert all(map(torch.equal, got, (each.cpu() for each in logits[0]))), f"step {self.steps}"
+        self._last = token
+        self.steps += len(inputs)
+
+    def _truncated(self, step) -> None:
+        """A step while the file is short: it has the right values, or ends with an error of the file."""
+        content = self.file.read_bytes()
+        os.truncate(self.file, self.random.randrange(len(content) // 4, len(content)))
+        try:
+            step()
+        except (ValueError, torch.AcceleratorError) as error:
+            assert "is truncated" in str(error)
+            is_over = True
+        else:
+            is_over = False
+        finally:
+            self.file.write_bytes(content)
+        if is_over:
+            self.ended += 1
+            self._begin()
+
+
+def own_gpu(device: str, seed: int):
+    """In the simulator the GPU runs beside the host, as drawn by the seed."""
+    is_simulated = device == "mps" and sys.platform != "darwin"
+    return simulator.own_gpu(seed) if is_simulated else contextlib.nullcontext()
+
+
+FEW = 8  # tokens of a call that is captured
+
+
+@pytest.mark.slow("loads three models, and captures their tokens")
+@pytest.mark.parametrize(("walks", "steps"), rows_in_sweep([(2, 30), (50, 200)], [(2, 30)]))
+def test_random_steps(device, walks, steps, tmp_path, monkeypatch):
+    """Tokens, prompts, freed memory and files that end early, by random numbers of slots.
+
+    Every second walk runs module by module: captured calls of a few tokens, which the resident model alone
+    has, round otherwise.
+    """
+    monkeypatch.setattr(passes, "PASSES", [each for each in passes.PASSES if each is not choose_in_experts])
+    dtype = torch.float16 if device == "mps" else torch.float32
+    tiny("qwen3_moe", dtype=dtype, num_hidden_layers=3).save_pretrained(tmp_path)
+    load = partial(from_pretrained, str(tmp_path), device_map=device, bits=4, group_size=32)
+    residents: dict[bool, Any] = {}
+    ended = misses = 0
+    for number in range(walks):
+        is_captured, random = number % 2 == 0, Random(number)
+        monkeypatch.setenv(_environment.CAPTURE, str(int(is_captured)))
+        resident = residents[is_captured] = residents.get(is_captured) or load()
+        slots = random.randrange(TOP_K, resident.config.num_experts)
+        monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory, slots=slots: slots)
+        model = load(experts_memory="1GB")
+        with torch.no_grad(), own_gpu(device, number):
+            walk = Walk(resident, model, random, FEW + 1 if is_captured else 1)
+            walk.run(steps)
+        ended, misses = ended + walk.ended, misses + expert_pools(model).counters.misses
+        assert bool(captures_of(model) and captures_of(model).programs) == is_captured
+        print(f"{number + 1} walks, {misses:,} misses, {ended:,} ended", flush=True)
+    assert misses > 0 and ended > 0
 
 
 GROWN = """

@@ -1,9 +1,11 @@
 """Tokens/s of models whose experts are read from a disk, on the simulator's timeline.
 
-`PYTHONPATH=tests python -m measured.streamed` prints the table. A layer is a dispatch for what comes before
+`PYTHONPATH=tests python -m measured.streamed` prints the tables. A layer is a dispatch for what comes before
 its experts and one for these, each as long as its bytes and starts take; the host encodes a token ahead.
 Beside it stands a host that drains the queue at each layer: it waits for the ids, reads what is missing, and
 encodes the experts and what comes behind them.
+
+Prompts stream whole layers. Their time is a sum over layers: of the disk, and of the GPU by the cost model.
 """
 
 import threading
@@ -27,6 +29,7 @@ LOOK_UP = 30e-6  # seconds of the host for the slots of a layer, where it drains
 WAIT = 150e-6  # seconds of the host until it knows that a command buffer is complete
 TOKENS = 3  # after the first
 DISK = simulator.Ssd(latency=100e-6, rate=7e9, depth=8)
+COPIES = 40e9  # bytes a second that a thread copies from slots. Assumed
 BUSY = 0.5  # share of the time that a GPU works, below which its clock falls
 
 
@@ -187,6 +190,64 @@ def reached(case: Case, waits: Waits, drains: bool = False) -> float:
     return Streamed(case, waits).tokens_per_second(drains) / case.bound(waits)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of 2,048 tokens by a model on a Mac, which needs all experts of each layer.
+
+    Attributes:
+        experts, expert: experts of a layer, and bytes of one.
+        resident: share of the experts that slots or the page cache have.
+        before, matmuls: seconds of the GPU for what comes before the experts of a layer, and for these, as
+            `measured.apple.cases.ours` and the rows of `measured.apple.goals` predict them.
+    """
+
+    model: str
+    mac: str
+    layers: int
+    experts: int
+    expert: int
+    resident: float
+    before: float
+    matmuls: float
+
+    def seconds(self, of_layers: bool) -> float:
+        """Seconds to the first token, by whole layers or expert by expert.
+
+        By layers the next one is read once what comes before this one's experts is computed: its memory is
+        that of the layer before. Expert by expert the disk never stops but for memory of as many experts.
+        """
+        count = 1 if of_layers else self.experts
+        nbytes = self.experts * self.expert / count
+        copied, read = self.resident * nbytes / COPIES, (1 - self.resident) * nbytes / DISK.rate
+        disk, gpu, computed, ends = 0.0, 0.0, self.before, [0.0] * 2 * count
+        for _ in range(self.layers):
+            if of_layers:
+                disk = max(disk, computed)
+            gpu += self.before
+            for _ in range(count):
+                disk = max(disk, ends[-2 * count]) + max(copied, read)
+                gpu = max(gpu, disk) + self.matmuls / count
+                ends.append(gpu)
+            computed = gpu - self.matmuls
+        return gpu
+
+
+PROMPTS = (
+    Prompt("Qwen3-235B-A22B", "64 GB M4 Max", 94, 128, 10_600_000, 0.31, 0.0301, 0.0509),
+    Prompt("gpt-oss-120b", "32 GB M4", 36, 128, 13_200_000, 0.30, 0.0539, 0.1562),
+    Prompt("gpt-oss-120b", "48 GB M4 Max", 36, 128, 13_200_000, 0.51, 0.0125, 0.0364),
+    Prompt("Step-3.7", "128 GB M4 Max", 42, 288, 8_850_000, 0.83, 0.0315, 0.0449),
+)
+
+
+def table_of_prompts() -> str:
+    lines = ["| model | Mac | a prompt of 2,048 tokens by layers, s | expert by expert |", "|---" * 4 + "|"]
+    for prompt in PROMPTS:
+        seconds = " | ".join(f"{prompt.seconds(of_layers):.2f}" for of_layers in (True, False))
+        lines.append(f"| {prompt.model} | {prompt.mac} | {seconds} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
     titles = [
         "model",
@@ -210,4 +271,4 @@ if __name__ == "__main__":
     from support.simulated import install
 
     install()
-    print(table())
+    print(table(), table_of_prompts(), sep="\n\n")

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 import torch
-from measured.streamed import CASES, EVENTS, LAYERS, reached
+from measured.streamed import CASES, EVENTS, LAYERS, PROMPTS, reached
 from support import processes
 from support.experts_on_disk import NumberedPool as Pool
 from support.sweep import in_sweep
@@ -442,6 +442,21 @@ def test_events_beat_a_drained_queue(simulated, case):
     )
     assert 0.9 < events < 1 and drained < 0.96 * events
     assert 0.5 < slow < 0.9 < at_full_clock < 1.05  # a layer whose experts are in memory takes less
+
+
+@pytest.mark.parametrize(
+    ("prompt", "of_layers", "of_experts", "in_turn"),
+    zip(PROMPTS, (12.7, 7.7, 4.3, 3.3), (12.6, 7.6, 4.3, 3.2), (20.2, 13.6, 6.0, 5.8), strict=True),
+)
+def test_prompts_gain_little_expert_by_expert(prompt, of_layers, of_experts, in_turn):
+    """The disk or the GPU works all the time as it is, where reads and matmuls in turn take their sum."""
+    by_layers, by_experts = (prompt.seconds(each) for each in (True, False))
+    assert (by_layers, by_experts) == pytest.approx((of_layers, of_experts), abs=0.06)
+    assert by_layers < 1.03 * by_experts
+    read = (1 - prompt.resident) * prompt.experts * prompt.expert / 7e9
+    gpu = prompt.before + prompt.matmuls
+    assert prompt.layers * (read + gpu) == pytest.approx(in_turn, abs=0.06)
+    assert prompt.layers * max(read, gpu) <= 1.001 * by_experts
 
 
 def test_a_process_ends_while_a_disk_is_silent(simulated):

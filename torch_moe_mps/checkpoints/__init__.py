@@ -20,8 +20,8 @@ Other parts of the package import these names alone:
                          read_importance
     quantize.in_place    keep_when_saving, LOADED, quantize_model
     quantize.recipe      ARGUMENTS, AUTO, fits, Recipe, recipe_of, requested_recipe, SAME
-    quantize.sizes       bytes_a_token, large_tables, prompt_bytes, quantized_sizes, room_for_experts,
-                         top_k, total_bytes
+    quantize.sizes       bytes_a_token, large_tables, memory_for_slots, prompt_bytes, quantized_sizes,
+                         room_for_experts, top_k, total_bytes
     quantize.streaming   one_by_one, threads_crash
     quantize.target      quantizable, Target
     quantizer            layout_of, Quantizer, register

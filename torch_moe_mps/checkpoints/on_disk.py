@@ -33,7 +33,7 @@ from ..transformers.modules.experts_on_disk import (
 from ..transformers.modules.stacked_experts import run_form
 from .cutting import cutting
 from .layouts.files import checkpoint_files
-from .quantize.sizes import large_tables, room_for_experts, top_k, total_bytes
+from .quantize.sizes import large_tables, memory_for_slots, room_for_experts, top_k, total_bytes
 from .quantizer import quantizer_for
 from .rows import rows_of
 from .source import Source
@@ -219,10 +219,13 @@ class _Weights(NamedTuple):
         return top_k(next(iter(experts_of(self.model).values())))
 
     @property
-    def least(self) -> str:
-        """Least memory for the experts, in words."""
-        least = self.least_slots
-        return f"{least_memory(self.layers, least) / 1e9:.3g} GB, for a token's {least} experts"
+    def least(self) -> int:
+        """Bytes of the least memory for the experts."""
+        return least_memory(self.layers, self.least_slots)
+
+    @property
+    def least_in_words(self) -> str:
+        return f"{self.least / 1e9:.3g} GB, for a token's {self.least_slots} experts"
 
     def __str__(self) -> str:
         return f"{self.total / 1e9:.2f} GB of weights, {self.limit / 1e9:.2f} GB of memory"
@@ -243,13 +246,14 @@ def _slots_by_room(weights: _Weights) -> int | None:
 
     A line on stderr says what was chosen.
     """
-    memory = room_for_experts(weights.model, weights.total, weights.experts, weights.rows, weights.limit)
-    if memory is None:
+    room = room_for_experts(weights.model, weights.total, weights.experts, weights.rows, weights.limit)
+    if room is None:
         _print_choice(f"all experts are in memory: {weights}")
         return None
+    memory = memory_for_slots(weights.experts, room, weights.least)
     slots = slots_in(weights.layers, memory)
     if slots < weights.least_slots:
-        why = f"as the disk would need {weights.least}, beside the rest"
+        why = f"as the disk would need {weights.least_in_words}, beside the rest"
         _print_choice(f"all experts are in memory, {why}: {weights}")
         return None
     rows = weights.rows
@@ -265,7 +269,7 @@ def _slots_by_memory(weights: _Weights, memory: int) -> int:
     """
     slots, got = slots_in(weights.layers, memory), f"{memory / 1e9:.3g} GB"
     if slots < weights.least_slots:
-        expected = f"at least {weights.least}"
+        expected = f"at least {weights.least_in_words}"
         raise ValueError(f"moe_mps::from_pretrained: experts_memory must be {expected}, got {got}")
     rest = weights.total - weights.rows - weights.experts
     if weights.on_gpu and least_memory(weights.layers, slots) + rest > weights.limit:

@@ -1,10 +1,11 @@
 """Models larger than memory, as `fit` shows them: experts that stay on the disk."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..checkpoints.quantize.sizes import large_tables, room_for_experts, top_k
+from ..checkpoints.quantize.sizes import large_tables, memory_for_slots, room_for_experts, top_k
 from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned
 
@@ -21,8 +22,8 @@ class Residency(NamedTuple):
 
     Attributes:
         memory: bytes for --experts-memory.
-        resident, hits: shares of the experts.
-        read: bytes of the disk for a token.
+        resident, hits: shares of the experts, in slots.
+        read: bytes for a token that neither slots nor the page cache have.
         bound: tokens/s, at most.
     """
 
@@ -56,19 +57,24 @@ def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Res
     layers = [size.of(module) for module in experts.values()]
     if not layers:
         return None
-    tables = sum(large_tables(model, limit, size.quantized).values())
-    memory = room_for_experts(model, size.weights, sum(layers), tables, limit)
-    if memory is None:
+    tables, total = sum(large_tables(model, limit, size.quantized).values()), sum(layers)
+    room = room_for_experts(model, size.weights, total, tables, limit)
+    if room is None:
         return None
-    one = next(iter(experts.values()))
-    count, chosen = one.down_proj.shape[0], top_k(one)
-    resident = 1.0 if memory == sum(layers) else (memory - 2 * max(layers)) / sum(layers)
-    if resident * count < chosen:
+    one, staging = next(iter(experts.values())), 2 * max(layers)
+    of_token = total * top_k(one) / one.down_proj.shape[0]
+    least = min(total, staging + math.ceil(of_token))
+    memory = memory_for_slots(total, room, least)
+    if memory < least:
         return None
-    read = (1 - hits_of(resident)) * sum(layers) * chosen / count
+
+    def share(nbytes: int) -> float:
+        return 1.0 if nbytes == total else (nbytes - staging) / total
+
+    read = (1 - hits_of(share(room))) * of_token
     of_memory = 0.0 if bandwidth is None else size.token / (_REACHED * bandwidth * 1e9)
     seconds = read / DISK + of_memory + LAYER * len(layers)
-    return Residency(memory, resident, hits_of(resident), read, 1 / seconds)
+    return Residency(memory, share(memory), hits_of(share(memory)), read, 1 / seconds)
 
 
 def table(
@@ -86,6 +92,9 @@ def table(
     head = ["Mac", "weights", "--experts-memory", "in memory", "hits", "MB read for a token", "tokens/s"]
     rows = [[*names, *estimate.cells()] for names, estimate in found.items()]
     lines = ["", "Larger than memory, with experts on the disk (docs/memory.md). Hits are as others measured"]
-    lines += [f"them for Qwen3-30B-A3B; tokens/s are an upper bound, of a disk with {DISK / 1e9:.0f} GB/s:"]
+    lines += [
+        "them for Qwen3-30B-A3B. Read is what the page cache beside --experts-memory does not hold, either;"
+    ]
+    lines += [f"tokens/s are an upper bound, of a disk with {DISK / 1e9:.0f} GB/s:"]
     numbers = [{"mac": mac, "weights": size, **estimate._asdict()} for (mac, size), estimate in found.items()]
     return [*lines, *aligned([head, *rows], 2)], {"on_disk": numbers}

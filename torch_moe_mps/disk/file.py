@@ -363,9 +363,14 @@ class ExpertsFile:
 def opened(path: str | Path) -> int:
     """A file for reading; past the page cache, if that was measured to be faster here."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if was_faster(NO_CACHE):
+    if not uses_page_cache():
         cache(file, False)
     return file
+
+
+def uses_page_cache() -> bool:
+    """True unless reads of experts past the page cache were measured to be faster here."""
+    return not was_faster(NO_CACHE)
 
 
 def cache(file: int, is_on: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._limits import LARGEST_CHUNK
+from ...disk.file import uses_page_cache
 from ...quantization import Format, QuantizedWeight
 from ...transformers.basics.interface import experts_of, weights_in
 from ...transformers.basics.report import QuantizationReport, QuantizedProjection
@@ -156,3 +157,19 @@ def room_for_experts(model: Any, weights: int, experts: int, tables: int, limit:
     """
     room = limit - prompt_bytes(model, LARGEST_CHUNK)
     return None if weights <= room else min(experts, room - (weights - tables - experts) - _BESIDE)
+
+
+def memory_for_slots(experts: int, room: int, least: int) -> int:
+    """Bytes of the slots that experts on the disk get in their room; the page cache has the rest of it.
+
+    Reads lose more than further slots save once the page cache is short of memory. It gets half of the room,
+    or half of the bytes of experts on the disk, if that is less. Where reads go past it, slots have all.
+
+    Args:
+        experts: bytes of all experts.
+        room: by `room_for_experts`.
+        least: bytes that a token's experts need.
+    """
+    if not uses_page_cache():
+        return room
+    return min(room, max(least, room // 2, 2 * room - experts))

@@ -162,22 +162,24 @@ class SlotPool : public torch::CustomClassHolder {
   static ReadFault fill(Pool& pool, const std::shared_ptr<Staged>& staged, const std::vector<at::Tensor>& to,
                         const std::vector<int64_t>& experts) {
     std::vector<std::shared_ptr<ExpertRead>> reads;
-    for (const int64_t expert : pool.copy(experts, to)) {
-      auto read = std::make_shared<ExpertRead>();
-      read->layer = pool.layer();
-      read->expert = expert;
-      for (const at::Tensor& tensor : to) read->to.push_back(row_of(tensor, expert));
-      read->done = [staged, to](const ReadFault&) {  // the memory is kept until then
+    pool.copy(experts, to, [&](const std::vector<int64_t>& others) {
+      for (const int64_t expert : others) {
+        auto read = std::make_shared<ExpertRead>();
+        read->layer = pool.layer();
+        read->expert = expert;
+        for (const at::Tensor& tensor : to) read->to.push_back(row_of(tensor, expert));
+        read->done = [staged, to](const ReadFault&) {  // the memory is kept until then
+          const std::lock_guard<std::mutex> lock(staged->mutex);
+          if (--staged->left == 0) staged->changed.notify_all();
+        };
+        reads.push_back(std::move(read));
+      }
+      {
         const std::lock_guard<std::mutex> lock(staged->mutex);
-        if (--staged->left == 0) staged->changed.notify_all();
-      };
-      reads.push_back(std::move(read));
-    }
-    {
-      const std::lock_guard<std::mutex> lock(staged->mutex);
-      staged->left += reads.size();
-    }
-    pool.disk().read(reads);
+        staged->left += reads.size();
+      }
+      pool.disk().read(reads);
+    });
     staged->wait();
     for (const std::shared_ptr<ExpertRead>& read : reads)
       if (!read->fault.why.empty()) return read->fault;

@@ -49,9 +49,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // From here on nothing is called for a request, and it keeps no slot; what was begun is read.
   void abandon(const std::shared_ptr<Asked>& asked);
 
-  // Copies those of some experts that are in slots to memory [experts, ...] of each tensor. Returns: the
-  // others.
-  std::vector<int64_t> copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to);
+  // Copies those of some experts that are in slots to memory [experts, ...] of each tensor. `read_others` is
+  // called with the others before that, so that the disk works meanwhile.
+  void copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to,
+            const std::function<void(const std::vector<int64_t>&)>& read_others);
 
   Disk& disk() const { return *disk_; }
   int64_t layer() const { return layer_; }

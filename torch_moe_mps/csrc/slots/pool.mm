@@ -185,7 +185,8 @@ void Pool::act(Later& later) {
   for (const std::function<void()>& call : later.calls) call();
 }
 
-std::vector<int64_t> Pool::copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to) {
+void Pool::copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to,
+                const std::function<void(const std::vector<int64_t>&)>& read_others) {
   Asked holder;
   std::vector<int32_t> slots;
   std::vector<int64_t> others;
@@ -202,6 +203,7 @@ std::vector<int64_t> Pool::copy(const std::vector<int64_t>& experts, const std::
       slots.push_back(entry->second.slot);
     }
   }
+  read_others(others);
   for (size_t n = 0; n < slots.size(); ++n)
     for (size_t tensor = 0; tensor < to.size(); ++tensor)
       std::memcpy(row_of(to[tensor], holder.held[n]), row_of(views_[tensor], slots[n]),
@@ -213,7 +215,6 @@ std::vector<int64_t> Pool::copy(const std::vector<int64_t>& experts, const std::
     begin_waiting(later);
   }
   act(later);
-  return others;
 }
 
 }  // namespace moe_mps
