@@ -135,6 +135,7 @@ int simulator::macos() {
   if ((*buffer)->status != simulator::Status::kNotEnqueued)
     fail("addCompletedHandler: the command buffer is committed, and takes no handler any more");
   MTLCommandBufferHandler kept = Block_copy(block);
+  (*buffer)->tells_host = true;
   (*buffer)->completed.push_back([self, kept] {
     @autoreleasepool {
       kept(self);

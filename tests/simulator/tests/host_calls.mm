@@ -5,8 +5,13 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <fcntl.h>
+#include <sys/uio.h>
 #include <torch/library.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -495,6 +500,19 @@ double first_of(const Tensor& x) {
   return *static_cast<const volatile float*>([buffer contents]);
 }
 
+// Where the host finds a tensor's memory.
+int64_t contents(const Tensor& x) {
+  return reinterpret_cast<int64_t>([buffer(x) contents]);
+}
+
+// Reads a file into a tensor's memory, from a byte of it on.
+void read_file(const std::string& path, const Tensor& x, int64_t first, int64_t size) {
+  const int file = open(path.c_str(), O_RDONLY);
+  const iovec to = {static_cast<char*>([buffer(x) contents]) + first, static_cast<size_t>(size)};
+  TORCH_CHECK(preadv(file, &to, 1, 0) == size, "reading ", path, ": ", strerror(errno));
+  close(file);
+}
+
 // Adds "NAME" to what `seen` gives once the value is reached.
 void listen(int64_t value, const std::string& name) {
   static MTLSharedEventListener* const listener = [MTLSharedEventListener new];
@@ -523,6 +541,8 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("signalled() -> int", signalled);
   m.def("wait_by_host(int value, int milliseconds) -> bool", wait_by_host);
   m.def("first_of(Tensor x) -> float", first_of);
+  m.def("contents(Tensor x) -> int", contents);
+  m.def("read_file(str path, Tensor x, int first, int size) -> ()", read_file);
   m.def("listen(int value, str name) -> ()", listen);
   m.def("no_kernel(Tensor x) -> Tensor");
 }

@@ -3,6 +3,7 @@ pass."""
 
 import ctypes
 import gc
+import random
 import re
 import sys
 import threading
@@ -509,6 +510,12 @@ def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
     assert calls.signalled() == first + 1
 
 
+def found(does: str, command_does: str, where: str = "", byte: int = 0) -> str:
+    """A pattern of the finding about what the host does with memory of a command."""
+    memory = rf"memory that axpy, a command of the GPU, {command_does} \(byte {byte} of \d+, touched {where}"
+    return rf"{re.escape(__file__)}:\d+: the host {does} {memory}"
+
+
 @pytest.mark.parametrize("schedule", range(4))
 def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, schedule):
     """By the line that asks for it; behind the signal it may be read, although commands to come write it."""
@@ -516,7 +523,7 @@ def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, sched
     three, seven, first = x + 3, x + 7, calls.signalled() + 1
     y = calls.axpy(x, three, 1.0)
     calls.first_of(y)
-    with pytest.raises(SimulatorError, match=rf"{re.escape(__file__)}:\d+: the host reads or writes memory"):
+    with pytest.raises(SimulatorError, match=found("reads", "writes")):
         torch.mps.synchronize()
     assert calls.first_of(y) == 3.0
     z, read = calls.axpy(x, three, 1.0), []
@@ -546,6 +553,73 @@ def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
         with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the source of a copy to mps"):
             torch.mps.synchronize()
         assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
+
+
+@pytest.fixture
+def kept(calls, simulated):
+    """A tensor of four pages, the host's pointer to its floats, and a wait for all commands so far."""
+    wide = torch.zeros(4096, device="mps")
+    with simulated.own_gpu(random.randrange(1 << 30)):
+        yield wide, (ctypes.c_float * 4096).from_address(calls.contents(wide))
+
+
+def write(pointer, place: int = 0):
+    pointer[place] = 5.0
+
+
+@pytest.mark.parametrize("kind", ["reads, written", "writes, read", "writes, written"])
+def test_a_host_that_touches_memory_of_a_committed_command_is_found(calls, simulated, x, kept, kind):
+    """Whether the command has run or not, until the host has heard of its end; what lies before is free."""
+    wide, pointer = kept
+    command, is_write = kind.split(", ")[0], kind.endswith("written")
+    used, place = wide[2048:2148], 2048
+    calls.axpy(used, x, 1.0) if command == "reads" else calls.axpy_into(x, x, 1.0, used)
+    calls.commit()
+    write(pointer)
+    write(pointer, place) if is_write else pointer[place]
+    where = f"at {re.escape(__file__)}:"
+    with pytest.raises(
+        SimulatorError, match=found("writes" if is_write else "reads", command, where, 4 * place)
+    ):
+        torch.mps.synchronize()
+    write(pointer, place)  # it has waited
+    calls.axpy(used, x, 1.0)
+    calls.watch("a"), calls.commit()
+    assert pointer[place] == 5.0  # both read
+    assert told(calls, 1) == ["a: 4"]
+    write(pointer, place)  # it was told
+    torch.mps.synchronize()
+
+
+def test_memory_of_commands_behind_a_wait_is_the_hosts(calls, simulated, x, kept):
+    (wide, pointer), first = kept, calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answering(calls, first, lambda: write(pointer)))
+        ask(calls, first)
+        calls.commit()
+        y = calls.axpy(wide[:100], x, 1.0)
+        calls.commit()
+        assert answered.result()
+        assert y[0].item() == 5.0
+    calls.wait_by_gpu(first + 2), calls.axpy(wide[:100], x, 1.0), calls.commit()
+    write(pointer)
+    calls.signal_by_host(first + 2)
+    write(pointer)  # from here on it may run
+    with pytest.raises(SimulatorError, match=found("writes", "reads")):
+        torch.mps.synchronize()
+
+
+def test_a_file_that_is_read_into_memory_of_a_committed_command(calls, simulated, x, tmp_path):
+    """Where a command has read these bytes, as its results show: others are other slots."""
+    wide, file = torch.zeros(4096, device="mps"), tmp_path / "zeros"
+    file.write_bytes(bytes(4096))
+    calls.axpy(wide[:100], x, 1.0), calls.commit()
+    calls.read_file(str(file), wide, 400, 4096)
+    torch.mps.synchronize()
+    calls.axpy(wide[:100], x, 1.0), calls.commit()
+    calls.read_file(str(file), wide, 396, 8)
+    with pytest.raises(SimulatorError, match=found("writes", "reads", "in ", 396)):
+        torch.mps.synchronize()
 
 
 def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
