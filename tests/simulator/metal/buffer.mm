@@ -69,7 +69,14 @@ Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
   bytes_alive += size;
 }
 
+Memory::Memory(char* bytes, size_t count, std::function<void()> given_back)
+    : data(bytes), size(count), identity(next_identity++), release(std::move(given_back)) {}
+
 Memory::~Memory() {
+  if (release) {
+    release();
+    return;
+  }
   guarded.reset();
   bytes_alive -= size;
   if (size >= kMapBytes) {
@@ -93,13 +100,21 @@ size_t live_bytes() {
  @public
   std::shared_ptr<simulator::Memory>* memory;
   id<MTLHeap> heap;
+  NSUInteger offset;
 }
 @end
 @implementation SimulatorBuffer
 - (id<MTLHeap>)heap {
   return heap;
 }
+- (NSUInteger)heapOffset {
+  return offset;
+}
+- (MTLStorageMode)storageMode {
+  return heap ? [heap storageMode] : MTLStorageModeShared;
+}
 - (void*)contents {
+  if ([self storageMode] == MTLStorageModePrivate) return nullptr;
   return simulator::contents_for_host(**memory);
 }
 - (NSUInteger)length {
@@ -112,6 +127,10 @@ size_t live_bytes() {
   }
   buffers--;
   delete memory;
+  if (heap) {
+    simulated_give_back(heap, offset);
+    [heap release];
+  }
   [super dealloc];
 }
 @end
@@ -119,14 +138,10 @@ size_t live_bytes() {
 namespace simulator {
 
 void* buffer_new(size_t bytes) {
-  auto memory = std::make_shared<Memory>(bytes);
-  SimulatorBuffer* buffer = [SimulatorBuffer new];
-  buffer->memory = new std::shared_ptr<Memory>(std::move(memory));
-  buffer->heap = simulated_heap(bytes);
-  buffers++;
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().live.insert((void*)buffer);
-  return (void*)buffer;
+  const AsTorch as_torch;
+  id<MTLHeap> heap = simulated_heap(bytes);
+  if (heap) return (void*)[heap newBufferWithLength:bytes options:MTLResourceStorageModeShared];
+  return (void*)[simulated_device() newBufferWithLength:bytes options:MTLResourceStorageModeShared];
 }
 
 void buffer_release(void* buffer) {
@@ -143,3 +158,15 @@ std::shared_ptr<Memory> buffer_memory(const void* buffer) {
 }
 
 }  // namespace simulator
+
+id<MTLBuffer> simulated_buffer(std::shared_ptr<simulator::Memory> memory, id<MTLHeap> heap,
+                               NSUInteger offset) {
+  SimulatorBuffer* made = [SimulatorBuffer new];
+  made->memory = new std::shared_ptr<simulator::Memory>(std::move(memory));
+  made->heap = [heap retain];
+  made->offset = offset;
+  buffers++;
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().live.insert((void*)made);
+  return made;
+}

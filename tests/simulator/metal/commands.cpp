@@ -486,7 +486,11 @@ Ran run(CommandBuffer& buffer, bool stops = false) {
     if (buffer.has_begun && is_too_long(buffer)) return Ran::kTooLong;
     Command& command = commands[i];
     if (command.act) {
-      command.act();
+      {
+        const RunningCommand running(command.use);
+        command.act();
+      }
+      command.use.reset();
       continue;
     }
     if (command.event) {
@@ -570,11 +574,23 @@ void put_back(const Buffers& buffers, Buffers::const_iterator first) {
 // `is_alone`: on the GPU's own thread; the host hears of nothing but handlers and signals.
 void run(const char* event, bool stands_in = false, bool stops = false, bool is_alone = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
+  static std::atomic<bool> gpu_is_alone = false;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
-  if (!running.try_lock()) {  // whoever runs may need Python's lock
-    const WaitForQueue waiting;
+  while (!running.try_lock()) {
+    if (gpu_is_alone &&
+        state().execute == state().plain_execute) {  // a wait as torch's, with Python's lock or not
+      std::this_thread::sleep_for(kLate / 10);
+      continue;
+    }
+    const WaitForQueue waiting;  // whoever runs may need Python's lock
     running.lock();
+    break;
   }
+  struct Alone {
+    explicit Alone(bool is_alone) : before(gpu_is_alone.exchange(is_alone)) {}
+    ~Alone() { gpu_is_alone = before; }
+    const bool before;
+  } alone(is_alone);
   const Buffers buffers = take_committed(event);
   struct Finish {
     ~Finish() {
@@ -657,13 +673,34 @@ void record_operator(StreamNumber stream) {
   open.seconds += s.an_operator;
 }
 
-void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream) {
+namespace {
+// Of no kernel.
+CommandBuffer& record_act(std::function<void()> act, const std::shared_ptr<Use>& use, StreamNumber stream) {
+  CommandBuffer& open = *open_of(state(), stream);
+  Command& command = open.commands.emplace_back();
+  command.act = std::move(act);
+  command.use = use;
+  add_step(*open.line, use, nullptr);
+  return open;
+}
+}  // namespace
+
+void record_copy(std::function<void()> act, std::function<void()> appears, const std::shared_ptr<Use>& use,
+                 StreamNumber stream) {
   record_operator(stream);
-  State& s = state();
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  CommandBuffer& open = *open_of(s, stream);
-  open.commands.emplace_back().act = std::move(act);
-  open.visible.push_back(std::move(appears));
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  record_act(std::move(act), use, stream).visible.push_back(std::move(appears));
+}
+
+void record_blit(const char* name, const Binding& source, const Binding& destination,
+                 std::function<void()> act, StreamNumber stream) {
+  if (forgetting()) return;
+  std::vector<UsedMemory> all = {{destination.memory, destination.offset, true}};
+  if (source.memory) all.push_back({source.memory, source.offset, false});
+  const std::shared_ptr<Use> use = use_of(name, all);
+  record_operator(stream);
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  record_act(std::move(act), use, stream);
 }
 
 void record_barrier() {
@@ -992,6 +1029,7 @@ size_t simulator_live_buffers(void) {
 }
 long simulator_live_objects(void) {
   simulator::wait_for_handlers();
-  return simulator::live_objects() - static_cast<long>(simulator::torch_memory::free_buffers());
+  const size_t kept = simulator::torch_memory::free_buffers() + simulator::torch_memory::heaps();
+  return simulator::live_objects() - static_cast<long>(kept);
 }
 }

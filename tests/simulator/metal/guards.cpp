@@ -252,7 +252,7 @@ Guarded::~Guarded() {
 }
 
 void* contents_for_host(Memory& memory) {
-  if (dropping()) return memory.data;
+  if (dropping() || memory.release) return memory.data;
   const std::string line = python_line();
   std::unique_lock<std::recursive_mutex> no_command(running(), std::defer_lock);
   if (!memory.guarded && !no_command.try_lock()) {  // it may need Python's lock

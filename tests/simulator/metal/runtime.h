@@ -80,12 +80,14 @@ struct Guarded;
 
 struct Memory {
   explicit Memory(size_t bytes);
+  Memory(char* data, size_t bytes, std::function<void()> release);  // the host's own
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   char* data;  // for the GPU
   const size_t size;
   const uint64_t identity;
+  const std::function<void()> release = nullptr;
 
   // Guarded (guards.cpp):
   int reading = 0, writing = 0;      // commands that may run, or have run and the host has not heard of it
@@ -136,8 +138,18 @@ class RunningCommand {
 uint64_t last_run();               // the number of the last command that has run
 void host_hears(uint64_t number);  // that it has
 
+// While it lives, the thread is torch, to which the device, its memory, command buffers and encoders belong.
+struct AsTorch {
+  AsTorch();
+  ~AsTorch();
+  AsTorch(const AsTorch&) = delete;
+  AsTorch& operator=(const AsTorch&) = delete;
+  static bool is_there();
+};
+
 // Untyped handles of MTLBuffer objects, for the PyTorch side, which is plain C++.
 void* buffer_new(size_t bytes);
+size_t recommended_bytes();  // of the GPU's memory (device/torch_memory.mm)
 void buffer_release(void* buffer);
 void* buffer_contents(const void* buffer);
 std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is a live MTLBuffer
@@ -148,7 +160,8 @@ size_t live_bytes();
 
 namespace torch_memory {
 size_t free_buffers();  // that no tensor has: torch keeps them
-}
+size_t heaps();
+}  // namespace torch_memory
 
 struct CommandBuffer;
 // What torch does to a buffer that it commits, and, with `waits`, waits for.
@@ -220,8 +233,12 @@ StreamNumber current_stream();                             // of the thread
 void record(const Command& command, StreamNumber stream);  // validates; raises SimulatorError
 void record_operator(StreamNumber stream);                 // of aten, which the CPU has computed in its place
 // A copy of the GPU's to the host, which `appears` there once the host knows that its buffer is complete.
-void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream);
+void record_copy(std::function<void()> act, std::function<void()> appears, const std::shared_ptr<Use>& use,
+                 StreamNumber stream);
 void record_barrier();
+// A command of a blit encoder, which may have no source.
+void record_blit(const char* name, const Binding& source, const Binding& destination,
+                 std::function<void()> act, StreamNumber stream);
 // A signal of an event or a wait for one, as `text` in a trace. They run on the null device, too.
 void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
                   StreamNumber stream);

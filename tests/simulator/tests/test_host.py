@@ -1,6 +1,7 @@
 """Host code in the simulated Metal runtime: faults that must be found, with their message, and code that must
 pass."""
 
+import contextlib
 import ctypes
 import gc
 import random
@@ -93,6 +94,10 @@ FAULTS = {
     "residency without a request": "endResidency: it was not requested",
     "removal of what is not there": "removeAllocation: of what is not in the set",
     "own device": "MTLCreateSystemDefaultDevice: host code uses PyTorch's device",
+    "own memory": "newBufferWithLength: " + NOT_OURS,
+    "own heap": "newHeapWithDescriptor: " + NOT_OURS,
+    "own blits": "blitCommandEncoder: " + NOT_OURS,
+    "own buffers of the stream": "commandBufferFromCommandQueue: " + NOT_OURS,
     "own queue": "newCommandQueue: " + NOT_OURS,
     "own command buffer": "[commandQueue commandBuffer]: " + NOT_OURS,
     "own encoder": "computeCommandEncoder: " + NOT_OURS,
@@ -510,6 +515,45 @@ def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
     assert calls.signalled() == first + 1
 
 
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_heap(calls, simulated, is_placed):
+    """Which gives out what was given back, where it fits."""
+    objects = simulated.live_objects()
+    rest = [] if is_placed else [False]  # 512 are left in front, 512 behind
+    assert calls.heap(is_placed, 256) == [1024, 2048, 1024, 256 if is_placed else 0, *rest]
+    if is_placed:
+        with pytest.raises(SimulatorError, match="another buffer lies there"):
+            calls.heap(True, 768)
+        with pytest.raises(SimulatorError, match="offset 100 is no multiple of 256"):
+            calls.heap(True, 100)
+    else:
+        assert simulated.live_objects() == objects
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_blits(calls, simulated, x, schedule):
+    """In the order of encoding. A size that is no multiple of 4 is for torch alone."""
+    simulated.set_schedule(schedule)
+    y = torch.zeros(100, device="mps")
+    z = calls.axpy(x, x, 1.0)
+    calls.blit(z, y, [8, 80, 12], False, True), calls.blit(y, y, [0, 4], False, True)
+    calls.axpy_into(x, x, 2.0, z)
+    expected = torch.zeros(100)
+    expected[20:23], expected.view(torch.uint8)[:4] = torch.tensor([4.0, 6, 8]), 7
+    assert torch.equal(y.cpu(), expected) and torch.equal(z.cpu(), 3 * x.cpu())
+    calls.blit(x, y, [5, 3, 1], True, True)
+    for values, ends, text in (
+        ([5, 0, 4], True, "multiples of 4, got 5"),
+        ([0, 0, 6], True, "multiples of 4, got 6"),
+        ([398, 4], True, "multiples of 4, got 398"),
+        ([400, 0, 4], True, "offset 400 is out of range"),
+        ([0, 4], False, "a blit encoder is released before endEncoding"),
+    ):
+        with pytest.raises(SimulatorError, match=text):
+            calls.blit(x, y, values, False, ends)
+            torch.mps.synchronize()
+
+
 def found(does: str, command_does: str, where: str = "", byte: int = 0) -> str:
     """A pattern of the finding about what the host does with memory of a command."""
     memory = rf"memory that axpy, a command of the GPU, {command_does} \(byte {byte} of \d+, touched {where}"
@@ -635,11 +679,12 @@ def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
     assert usable(calls)
 
 
+@pytest.mark.parametrize("gpu", [contextlib.nullcontext, lambda: simulator.own_gpu(1)])
 @pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
-def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait):
+def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait, gpu):
     """As torch does there: a thread of Python's that would signal the event never runs."""
     first, may_answer, interval = calls.signalled() + 1, threading.Event(), sys.getswitchinterval()
-    with ThreadPoolExecutor(1) as pool, simulated.event_limit(0.5):
+    with ThreadPoolExecutor(1) as pool, gpu(), simulated.event_limit(0.5):
         answered = pool.submit(answering(calls, first, may_answer.wait))
         ask(calls, first)
         sys.setswitchinterval(1e6)
