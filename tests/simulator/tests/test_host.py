@@ -1,57 +1,20 @@
 """Host code in the simulated Metal runtime: faults that must be found, with their message, and code that must
 pass."""
 
-import contextlib
-import ctypes
 import gc
-import random
 import re
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import simulator
 import torch
-from simulator import SimulatorError, build_device, shaderlib
+from simulator import SimulatorError, shaderlib
+from simulator.testing import near, told, usable
 
 pytestmark = pytest.mark.usefixtures("calls")
 
 CALLS = Path(__file__).with_name("host_calls.mm")
-
-SHADER = """
-#include <metal_stdlib>
-using namespace metal;
-
-kernel void axpy(device const float* x [[buffer(0)]], device const float* y [[buffer(1)]],
-                 device float* out [[buffer(2)]], constant float& alpha [[buffer(3)]],
-                 uint i [[thread_position_in_grid]]) {
-  out[i] = alpha * x[i] + y[i];
-}
-
-kernel void make_grid(device const int* groups [[buffer(0)]], device int* grid [[buffer(1)]]) {
-  grid[2] = groups[0];
-  grid[3] = 1;
-  grid[4] = 1;
-}
-
-kernel void mark(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = int(i) + 1; }
-
-kernel void overrun(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
-  out[i + 1000] = 1;
-}
-
-kernel void scratch(device float* out [[buffer(0)]], threadgroup float* memory [[threadgroup(0)]],
-                    uint i [[thread_position_in_threadgroup]]) {
-  memory[i] = 1;
-  out[i] = memory[i];
-}
-
-[[max_total_threads_per_threadgroup(64)]]
-kernel void narrow(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = 1; }
-"""
 
 NOT_OURS = "host code encodes with stream->commandEncoder() only"
 OUTSIDE = "the encoder is used outside the dispatch_sync block in which it was taken"
@@ -116,24 +79,8 @@ FAULTS = {
 
 
 @pytest.fixture
-def calls(simulated):
-    """torch.ops.simulator_test: the operators of host_calls.mm."""
-    if not hasattr(torch.ops.simulator_test, "axpy"):
-        library = build_device.build_library("host_calls", [CALLS], [build_device.device_library()])
-        torch.ops.load_library(str(library))
-        torch.ops.simulator_test.set_shader(SHADER)
-    return torch.ops.simulator_test
-
-
-@pytest.fixture
 def x() -> torch.Tensor:
     return torch.arange(100.0, device="mps")
-
-
-def usable(calls) -> bool:
-    """Whether an operator gives its right result."""
-    x = torch.arange(100.0, device="mps")
-    return calls.axpy(x, x, 2.0).tolist() == (3 * torch.arange(100.0)).tolist()
 
 
 def test_every_fault_has_its_message():
@@ -199,7 +146,7 @@ def test_object_without_a_pool_is_reported(calls, simulated, x):
 
 
 def test_metals_message_for_a_shader_that_does_not_compile(calls):
-    broken = SHADER.replace("alpha * x[i]", "alpha * xx[i]")
+    broken = CALLS.with_suffix(".metal").read_text().replace("alpha * x[i]", "alpha * xx[i]")
     line = broken[: broken.index("xx")].count("\n") + 1
     with pytest.raises(RuntimeError, match=rf"{line}:\d+: error: use of undeclared identifier 'xx'"):
         calls.set_shader(broken)
@@ -351,14 +298,6 @@ def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
     assert calls.seen() == ["d: 4"]
 
 
-def told(calls, count: int) -> list[str]:
-    """What handlers have seen, once there are so many."""
-    seen, end = [], time.monotonic() + 60
-    while len(seen) < count and time.monotonic() < end:
-        seen += calls.seen()
-    return seen
-
-
 @simulator.torch_version("2.14")
 @pytest.mark.parametrize("schedule", [2, 3])
 def test_late_handlers(calls, simulated, x, schedule):
@@ -449,11 +388,6 @@ def test_the_gpus_clock(calls, simulated, x):
     assert calls.seen() == ["1: 4 in 0.25 s", "3: 4 in 0.75 s", "outside: 4"]
 
 
-def near(*seconds: float):
-    """The clock goes on from test to test, and rounds."""
-    return pytest.approx(seconds, abs=1e-9)
-
-
 def test_the_hosts_clock(calls, simulated, x):
     """It goes on while the GPU works, and waits where torch does: for copies that block, to and fro."""
 
@@ -473,46 +407,6 @@ def test_the_hosts_clock(calls, simulated, x):
         times.work(5.0)
         assert torch.equal(y.cpu(), expected)
         assert (times.busy, times.idle) == near(3.0, 0.75 + 5.25)
-
-
-def answering(calls, first: int, work=lambda: None):
-    """A host's thread: it waits for a value of the event, works, and signals the next."""
-
-    def answer() -> bool:
-        heard = calls.wait_by_host(first, 60_000)
-        work()
-        calls.signal_by_host(first + 1)
-        return heard
-
-    return answer
-
-
-def ask(calls, first: int) -> None:
-    calls.signal_by_gpu(first), calls.commit(), calls.wait_by_gpu(first + 1)
-
-
-@pytest.mark.parametrize("schedule", range(4))
-def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
-    """Each sees what the other wrote before its signal."""
-    simulated.set_schedule(schedule)
-    before, memory = calls.axpy(x, x, 1.0), torch.zeros_like(x)
-    read, written = (
-        (ctypes.c_float * 100).from_address(simulator.runtime.address(each)) for each in (before, memory)
-    )
-    first = calls.signalled() + 1
-
-    def work():
-        assert [*read] == (2 * torch.arange(100.0)).tolist()
-        written[:] = [5.0] * 100
-
-    with ThreadPoolExecutor(1) as pool, simulated.trace() as commands:
-        answered = pool.submit(answering(calls, first, work))
-        ask(calls, first)
-        after = calls.axpy(x, memory, 0.0)
-        assert after.tolist() == [5.0] * 100 and answered.result()
-    kinds = [line.split(" grid")[0] for line in commands]
-    assert kinds == ["signal event", "commit", "wait for event", "axpy", "synchronize"]
-    assert calls.signalled() == first + 1
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
@@ -552,224 +446,6 @@ def test_blits(calls, simulated, x, schedule):
         with pytest.raises(SimulatorError, match=text):
             calls.blit(x, y, values, False, ends)
             torch.mps.synchronize()
-
-
-def found(does: str, command_does: str, where: str = "", byte: int = 0) -> str:
-    """A pattern of the finding about what the host does with memory of a command."""
-    memory = rf"memory that axpy, a command of the GPU, {command_does} \(byte {byte} of \d+, touched {where}"
-    return rf"{re.escape(__file__)}:\d+: the host {does} {memory}"
-
-
-@pytest.mark.parametrize("schedule", range(4))
-def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, schedule):
-    """By the line that asks for it; behind the signal it may be read, although commands to come write it."""
-    simulated.set_schedule(schedule)
-    three, seven, first = x + 3, x + 7, calls.signalled() + 1
-    y = calls.axpy(x, three, 1.0)
-    calls.first_of(y)
-    with pytest.raises(SimulatorError, match=found("reads", "writes")):
-        torch.mps.synchronize()
-    assert calls.first_of(y) == 3.0
-    z, read = calls.axpy(x, three, 1.0), []
-    with ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(answering(calls, first, lambda: read.append(calls.first_of(z))))
-        ask(calls, first)
-        calls.axpy_into(x, seven, 1.0, z)
-        torch.mps.synchronize()
-        assert answered.result() and read == [3.0] and calls.first_of(z) == 7.0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
-    """The host hears of its end without a wait; both go on while one waits for the other."""
-    first, source = calls.signalled() + 1, torch.ones(100)
-    with simulated.own_gpu(seed):
-        y = calls.axpy(x, x, 2.0)
-        calls.watch("a"), calls.commit()
-        assert told(calls, 1) == ["a: 4"]
-        calls.wait_by_gpu(first)
-        z = calls.axpy(y, y, 1.0)
-        sent = source.to("mps", non_blocking=True)  # commits
-        calls.watch("b"), calls.commit()
-        source.fill_(3)  # while the GPU waits: it reads what is there once it goes on
-        calls.signal_by_host(first)
-        assert told(calls, 1) == ["b: 4"]
-        with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the source of a copy to mps"):
-            torch.mps.synchronize()
-        assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
-
-
-@pytest.fixture
-def kept(calls, simulated):
-    """A tensor of four pages, the host's pointer to its floats, and a wait for all commands so far."""
-    wide = torch.zeros(4096, device="mps")
-    with simulated.own_gpu(random.randrange(1 << 30)):
-        yield wide, (ctypes.c_float * 4096).from_address(calls.contents(wide))
-
-
-def write(pointer, place: int = 0):
-    pointer[place] = 5.0
-
-
-@pytest.mark.parametrize("kind", ["reads, written", "writes, read", "writes, written"])
-def test_a_host_that_touches_memory_of_a_committed_command_is_found(calls, simulated, x, kept, kind):
-    """Whether the command has run or not, until the host has heard of its end; what lies before is free."""
-    wide, pointer = kept
-    command, is_write = kind.split(", ")[0], kind.endswith("written")
-    used, place = wide[2048:2148], 2048
-    calls.axpy(used, x, 1.0) if command == "reads" else calls.axpy_into(x, x, 1.0, used)
-    calls.commit()
-    write(pointer)
-    write(pointer, place) if is_write else pointer[place]
-    where = f"at {re.escape(__file__)}:"
-    with pytest.raises(
-        SimulatorError, match=found("writes" if is_write else "reads", command, where, 4 * place)
-    ):
-        torch.mps.synchronize()
-    write(pointer, place)  # it has waited
-    calls.axpy(used, x, 1.0)
-    calls.watch("a"), calls.commit()
-    assert pointer[place] == 5.0  # both read
-    assert told(calls, 1) == ["a: 4"]
-    write(pointer, place)  # it was told
-    torch.mps.synchronize()
-
-
-def test_memory_of_commands_behind_a_wait_is_the_hosts(calls, simulated, x, kept):
-    (wide, pointer), first = kept, calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(answering(calls, first, lambda: write(pointer)))
-        ask(calls, first)
-        calls.commit()
-        y = calls.axpy(wide[:100], x, 1.0)
-        calls.commit()
-        assert answered.result()
-        assert y[0].item() == 5.0
-    calls.wait_by_gpu(first + 2), calls.axpy(wide[:100], x, 1.0), calls.commit()
-    write(pointer)
-    calls.signal_by_host(first + 2)
-    write(pointer)  # from here on it may run
-    with pytest.raises(SimulatorError, match=found("writes", "reads")):
-        torch.mps.synchronize()
-
-
-def test_a_file_that_is_read_into_memory_of_a_committed_command(calls, simulated, x, tmp_path):
-    """Where a command has read these bytes, as its results show: others are other slots."""
-    wide, file = torch.zeros(4096, device="mps"), tmp_path / "zeros"
-    file.write_bytes(bytes(4096))
-    calls.axpy(wide[:100], x, 1.0), calls.commit()
-    calls.read_file(str(file), wide, 400, 4096)
-    torch.mps.synchronize()
-    calls.axpy(wide[:100], x, 1.0), calls.commit()
-    calls.read_file(str(file), wide, 396, 8)
-    with pytest.raises(SimulatorError, match=found("writes", "reads", "in ", 396)):
-        torch.mps.synchronize()
-
-
-def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
-    value = calls.signalled() + 7
-    with simulated.event_limit(0.05):
-        calls.wait_by_gpu(value)
-        calls.axpy(x, x, 1.0)
-        with pytest.raises(SimulatorError) as raised:
-            torch.mps.synchronize()
-    says = f": the GPU waits for the value {value} of an event, and nobody signals it; it has {value - 7}"
-    assert re.match(rf"{re.escape(__file__)}:\d+{says}$", str(raised.value))
-    assert not calls.wait_by_host(value, 10)
-    assert usable(calls)
-
-
-@pytest.mark.parametrize("gpu", [contextlib.nullcontext, lambda: simulator.own_gpu(1)])
-@pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
-def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait, gpu):
-    """As torch does there: a thread of Python's that would signal the event never runs."""
-    first, may_answer, interval = calls.signalled() + 1, threading.Event(), sys.getswitchinterval()
-    with ThreadPoolExecutor(1) as pool, gpu(), simulated.event_limit(0.5):
-        answered = pool.submit(answering(calls, first, may_answer.wait))
-        ask(calls, first)
-        sys.setswitchinterval(1e6)
-        try:
-            may_answer.set()
-            with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the GPU waits for the value"):
-                wait(x)
-        finally:
-            sys.setswitchinterval(interval)
-        assert answered.result()
-    assert usable(calls)
-
-
-@pytest.mark.parametrize("schedule", range(4))
-def test_listeners_are_told_once(calls, simulated, schedule):
-    simulated.set_schedule(schedule)
-    first = calls.signalled() + 1
-    calls.listen(first, "a"), calls.listen(first + 2, "b"), calls.listen(first + 1, "c")
-    calls.signal_by_gpu(first)
-    torch.mps.synchronize()
-    assert told(calls, 1) == ["a"]
-    calls.signal_by_host(first + 2)
-    assert sorted(told(calls, 2)) == ["b", "c"]
-    calls.listen(first, "d")  # it was there before
-    assert told(calls, 1) == ["d"]
-
-
-def test_events_run_on_the_null_device(calls, simulated):
-    first = calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool, simulated.dropped(validate=False):
-        answered = pool.submit(answering(calls, first))
-        ask(calls, first)
-        torch.mps.synchronize()
-        assert answered.result()
-
-
-def test_the_clock_of_who_answers(calls, simulated, x):
-    """The GPU waits for the answer, and for each signal to be heard of."""
-
-    def run(dispatch) -> float:
-        shaderlib.execute(dispatch)
-        return 1.0
-
-    first = calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25, 0.0, an_event=0.5) as times:
-        ends = []
-        answered = pool.submit(answering(calls, first, lambda: ends.append(times.answer(2.0))))
-        y = calls.axpy(x, x, 1.0)
-        ask(calls, first)
-        calls.axpy(y, y, 1.0).cpu()
-        assert answered.result() and tuple(ends) == near(0.5 + 1.0 + 0.5 + 2.0)
-        assert (times.idle, times.waited, times.busy) == near(0.5, 3.0, 2.0)
-        assert (times.now,) == near(0.5 + 1.0 + 3.0 + 1.0)
-
-
-@simulator.torch_version("2.14")  # which raises nothing where it waits
-@pytest.mark.parametrize("schedule", [0, 1])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_buffer_that_takes_over_5_s_fails(calls, simulated, x, schedule, waits):
-    """By the GPU's clock, whether it works or waits; those behind it run."""
-    simulated.set_schedule(schedule)
-
-    def run(dispatch) -> float:
-        shaderlib.execute(dispatch)
-        return 2.0
-
-    def buffers(dispatches: int, answer: float) -> list[str]:
-        """Statuses of one that works and waits so long, and of one behind it."""
-        first = calls.signalled() + 1
-        with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25) as times:
-            answered = pool.submit(answering(calls, first, lambda: times.answer(answer)))
-            ask(calls, first)
-            for _ in range(dispatches):
-                calls.axpy(x, x, 1.0)
-            calls.watch("a"), calls.commit()
-            z = calls.axpy(x, x, 3.0)
-            calls.watch("b")
-            torch.mps.synchronize()
-            assert answered.result()
-        assert torch.equal(z.cpu(), 4 * x.cpu())
-        return [status.partition(" in ")[0] for status in told(calls, 2)]
-
-    assert buffers(1, 2.5) == ["a: 4", "b: 4"]
-    says, rest = buffers(1, 5.5) if waits else buffers(4, 0.5)
-    assert says.startswith("a: 5 2 Caused GPU Timeout Error") and rest == "b: 4"
 
 
 def test_reads_of_a_disk():
