@@ -10,13 +10,14 @@ TABLE = Path(__file__).with_name("metal.json")
 
 
 def plain(types: str) -> str:
-    """A method's types without offsets, self, selector and qualifiers, with one letter for a BOOL.
+    """A method's types without offsets, self, selector and qualifiers, with one letter for a byte.
 
-    "BQ" for "C24@0:8Q16": a BOOL is a char or a bool, by the machine and the compiler.
+    "BQ" for "C24@0:8Q16": a BOOL is a char or a bool, by the machine and the compiler, and a number of 8 bits
+    is a char, which has a letter of its own in wheels.
     """
     without = re.sub(r"(?<=[\w@^?}:])\d+", "", types.replace("@0:8", ""))
     unnamed = re.sub(r"\{\w+=", "{?=", without)
-    return re.sub("[rnNoORV]", "", unnamed).translate(str.maketrans("CcZ", "BBB"))
+    return re.sub("[rnNoORV]", "", unnamed).translate(str.maketrans("CcZz", "BBBB"))
 
 
 @functools.cache

@@ -158,7 +158,7 @@ def device_library() -> Path:
     """Foundation, Metal and at::mps on Linux, and the PyTorch device."""
     sources = [
         *(HERE / "metal").glob("*.mm"),
-        HERE / "metal" / "commands.cpp",
+        *(HERE / "metal" / name for name in ("commands.cpp", "guards.cpp")),
         *(HERE / "device").glob("*.mm"),
     ]
     sources += (HERE / "device").glob("*.cpp")

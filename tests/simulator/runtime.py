@@ -155,8 +155,9 @@ def own_gpu(seed: int) -> Iterator[None]:
     """The GPU has a thread of its own: what is committed runs while the host goes on.
 
     `seed` draws how late it begins, how late signals and ends of command buffers are heard of (up to 0.2 ms),
-    and how long a thread keeps Python's lock while others want it (up to 5 ms). It has none inside of
-    `timeline` and `trace`, whose results are the same in each run.
+    and how long a thread keeps Python's lock while others want it (up to 5 ms). A wait of the host's for it
+    keeps the lock where torch's would. It has none inside of `timeline` and `trace`, whose results are the
+    same in each run.
     """
     torch.mps.synchronize()
     interval = sys.getswitchinterval()
@@ -196,7 +197,8 @@ def torch_memory(recommended: int = RECOMMENDED) -> Iterator[None]:
 
     A freed buffer is given out again at once, with what is in it. `driver_allocated_memory` counts heaps: of
     8 MiB for tensors up to 1 MiB, 32 MiB below 10 MiB, 1 GiB below 512 MiB, which `empty_cache` returns. From
-    1.4 of that size on large tensors get heaps of their own, and over 1.7 of it none.
+    torch 2.14 on it finds the places in them itself. From 1.4 of that size on large tensors get heaps of
+    their own, and over 1.7 of it none.
     """
     torch.mps.synchronize()
     _runtime().simulator_pool_memory(recommended)

@@ -170,11 +170,8 @@ class Hooks final : public at::MPSHooksInterface {
     const torch_memory::Bytes bytes = torch_memory::current_bytes();
     return live_bytes() - bytes.in_use - bytes.free + bytes.heaps;
   }
-  size_t getRecommendedMaxMemory() const override {
-    const size_t recommended = torch_memory::current_bytes().recommended;
-    return recommended == 0 ? size_t{64} << 30 : recommended;
-  }
-  size_t getMaxBufferLength() const override { return size_t{64} << 30; }
+  size_t getRecommendedMaxMemory() const override { return recommended_bytes(); }
+  size_t getMaxBufferLength() const override { return recommended_bytes(); }
   uint32_t acquireEvent(bool) const override { return events().acquire(); }
   void releaseEvent(uint32_t id) const override { events().release(id); }
   void recordEvent(uint32_t id) const override { events().record(id); }

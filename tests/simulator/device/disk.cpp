@@ -1,10 +1,13 @@
 // Reads of files by host code: a test may delay, shorten or fail them.
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <vector>
+
+#include "../metal/runtime.h"
 
 #undef preadv
 
@@ -12,6 +15,28 @@ namespace {
 // Of a read of so many bytes: how many of them to read, or the negative number of an error.
 using Intercept = long (*)(int file, long offset, long size);
 std::atomic<Intercept> intercept{nullptr};
+
+// The kernel's writes fail where pages are closed, rather than fault.
+ssize_t read_and_copy(int file, const std::vector<iovec>& vectors, off_t offset) {
+  const auto is_guarded = [](const iovec& each) { return simulator::is_for_host(each.iov_base); };
+  const int count = static_cast<int>(vectors.size());
+  if (std::none_of(vectors.begin(), vectors.end(), is_guarded))
+    return preadv(file, vectors.data(), count, offset);
+  size_t size = 0;
+  for (const iovec& each : vectors) size += each.iov_len;
+  std::vector<char> bytes(size);
+  const ssize_t result = pread(file, bytes.data(), size, offset);
+  const char* from = bytes.data();
+  size_t left = result < 0 ? 0 : static_cast<size_t>(result);
+  for (const iovec& each : vectors) {
+    const size_t some = std::min(left, each.iov_len);
+    if (!simulator::host_copies(each.iov_base, from, some))
+      std::copy_n(from, some, static_cast<char*>(each.iov_base));
+    from += some;
+    left -= some;
+  }
+  return result;
+}
 }  // namespace
 
 extern "C" void simulator_intercept_reads(Intercept function) {
@@ -20,7 +45,7 @@ extern "C" void simulator_intercept_reads(Intercept function) {
 
 extern "C" ssize_t simulator_preadv(int file, const iovec* vectors, int count, off_t offset) {
   const Intercept function = intercept;
-  if (function == nullptr) return preadv(file, vectors, count, offset);
+  if (function == nullptr) return read_and_copy(file, {vectors, vectors + count}, offset);
   long size = 0;
   for (int n = 0; n < count; ++n) size += static_cast<long>(vectors[n].iov_len);
   long taken = function(file, offset, size);
@@ -33,5 +58,5 @@ extern "C" ssize_t simulator_preadv(int file, const iovec* vectors, int count, o
     some.push_back({vectors[n].iov_base, std::min(vectors[n].iov_len, static_cast<size_t>(taken))});
     taken -= static_cast<long>(some.back().iov_len);
   }
-  return preadv(file, some.data(), static_cast<int>(some.size()), offset);
+  return read_and_copy(file, some, offset);
 }

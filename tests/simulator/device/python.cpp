@@ -31,6 +31,10 @@ std::string python_line() {
   return "";
 }
 
+bool has_python() {
+  return PyGILState_Check() != 0;
+}
+
 namespace {
 std::mutex reports_mutex;
 std::vector<std::string> reports;

@@ -19,11 +19,18 @@ namespace at::mps {
 
 MPSStream::MPSStream(Stream stream)
     : _stream(stream),
-      _commandQueue(simulated_queue()),
+      _commandQueue(simulated_queue(stream.id())),
       _serialQueue(dispatch_queue_create("metal gpu stream", DISPATCH_QUEUE_SERIAL)) {}
 MPSStream::~MPSStream() = default;
 MPSCommandBuffer* MPSStream::commandBuffer() {
-  return simulated_command_buffer(_stream.id());
+  if (!_commandBuffer) {
+    const simulator::AsTorch as_torch;
+    @autoreleasepool {
+      _commandBuffer = [[MPSCommandBuffer commandBufferFromCommandQueue:_commandQueue] retain];
+    }
+    simulator::keep_for_the_process(_commandBuffer);
+  }
+  return _commandBuffer;
 }
 id<MTLDevice> MPSStream::device() const {
   return simulated_device();
@@ -110,7 +117,7 @@ void* stream_queue() {
   return (void*)at::mps::getCurrentMPSStream()->queue();
 }
 void* stream_command_buffer() {
-  return (void*)simulated_command_buffer(current_stream());
+  return (void*)at::mps::getCurrentMPSStream()->commandBuffer();
 }
 
 namespace {

@@ -25,13 +25,12 @@ constexpr size_t kGuardBytes = size_t{1} << 30;
 // NaN in float32, float16 and bfloat16, and an id far out of range in int32.
 constexpr uint16_t kUnwritten = 0x7fe1;
 constexpr uint16_t kFreed = 0x7fd3;
-constexpr size_t kAlignment = 4096;  // a page: the host's reads are guarded
 
 std::atomic<uint64_t> next_identity{1};
 std::atomic<size_t> buffers{0}, bytes_alive{0};
 
 size_t round_up(size_t bytes) {
-  return (bytes + kAlignment) / kAlignment * kAlignment;
+  return (bytes + simulator::kPage) / simulator::kPage * simulator::kPage;  // its own: they are guarded
 }
 
 void fill(char* data, size_t bytes, uint16_t pattern) {
@@ -52,96 +51,6 @@ Registry& registry() {
 }  // namespace
 
 namespace simulator {
-namespace {
-
-struct Guards {
-  std::mutex mutex;
-  std::unordered_set<Memory*> taken;
-  bool runs = false, at_event = false;
-  uint64_t last = 0, heard = 0;
-};
-Guards& guards() {
-  static Guards& instance = *new Guards;
-  return instance;
-}
-
-// Under the mutex.
-void close_or_open(Memory& memory) {
-  const Guards& now = guards();
-  const bool is_unread = (memory.unwritten > 0 && !now.at_event) || memory.written > now.heard;
-  if (is_unread && !now.runs && !dropping()) return memory.taken->close();
-  memory.taken->open();
-  if (!memory.taken->was_read()) return;
-  report(
-      memory.taken->line +
-      ": the host reads or writes memory that a command of the GPU writes, before it has heard of its end: "
-      "wait for a signal behind it, or for its command buffer");
-}
-
-void close_or_open_all() {
-  for (Memory* memory : guards().taken) close_or_open(*memory);
-}
-
-void take(Memory& memory) {
-  const std::string line = python_line();
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  if (!memory.taken) {
-    memory.taken =
-        std::make_unique<Poison>(memory.data, (memory.size + kAlignment - 1) / kAlignment * kAlignment);
-    guards().taken.insert(&memory);
-  }
-  memory.taken->line = line;
-  close_or_open(memory);
-}
-
-}  // namespace
-
-void gpu_runs() {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  guards().runs = true;
-  guards().at_event = false;
-  close_or_open_all();
-}
-
-void gpu_stops(bool at_event) {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  guards().runs = false;
-  guards().at_event = at_event;
-  close_or_open_all();
-}
-
-uint64_t last_run() {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  return guards().last;
-}
-
-void host_hears(uint64_t number) {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  if (number <= guards().heard) return;
-  guards().heard = number;
-  close_or_open_all();
-}
-
-void Writes::add(const std::shared_ptr<Memory>& memory) {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  written_.push_back(memory);
-  ++memory->unwritten;
-  if (memory->taken) close_or_open(*memory);
-}
-
-void Writes::run() {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  ++guards().last;
-  for (const auto& memory : written_) memory->written = guards().last;
-}
-
-Writes::~Writes() {
-  const std::lock_guard<std::mutex> lock(guards().mutex);
-  for (const auto& memory : written_) {
-    --memory->unwritten;
-    if (memory->taken) close_or_open(*memory);
-  }
-}
 
 Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
   const bool zeros = dropping();  // nothing will write the values that the host reads
@@ -153,19 +62,22 @@ Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
     data = static_cast<char*>(mapped);
     if (bytes < kFillBytes && !zeros) fill(data, bytes, kUnwritten);
   } else {
-    data = static_cast<char*>(aligned_alloc(kAlignment, round_up(bytes)));
+    data = static_cast<char*>(aligned_alloc(simulator::kPage, round_up(bytes)));
     if (!data) throw std::bad_alloc();
     fill(data, bytes, zeros ? 0 : kUnwritten);
   }
   bytes_alive += size;
 }
 
+Memory::Memory(char* bytes, size_t count, std::function<void()> given_back)
+    : data(bytes), size(count), identity(next_identity++), release(std::move(given_back)) {}
+
 Memory::~Memory() {
-  if (taken) {
-    const std::lock_guard<std::mutex> lock(guards().mutex);
-    guards().taken.erase(this);
-    taken->open();
+  if (release) {
+    release();
+    return;
   }
+  guarded.reset();
   bytes_alive -= size;
   if (size >= kMapBytes) {
     munmap(data, size + kGuardBytes);
@@ -188,15 +100,22 @@ size_t live_bytes() {
  @public
   std::shared_ptr<simulator::Memory>* memory;
   id<MTLHeap> heap;
+  NSUInteger offset;
 }
 @end
 @implementation SimulatorBuffer
 - (id<MTLHeap>)heap {
   return heap;
 }
+- (NSUInteger)heapOffset {
+  return offset;
+}
+- (MTLStorageMode)storageMode {
+  return heap ? [heap storageMode] : MTLStorageModeShared;
+}
 - (void*)contents {
-  simulator::take(**memory);
-  return (*memory)->data;
+  if ([self storageMode] == MTLStorageModePrivate) return nullptr;
+  return simulator::contents_for_host(**memory);
 }
 - (NSUInteger)length {
   return (*memory)->size;
@@ -208,6 +127,10 @@ size_t live_bytes() {
   }
   buffers--;
   delete memory;
+  if (heap) {
+    simulated_give_back(heap, offset);
+    [heap release];
+  }
   [super dealloc];
 }
 @end
@@ -215,14 +138,10 @@ size_t live_bytes() {
 namespace simulator {
 
 void* buffer_new(size_t bytes) {
-  auto memory = std::make_shared<Memory>(bytes);
-  SimulatorBuffer* buffer = [SimulatorBuffer new];
-  buffer->memory = new std::shared_ptr<Memory>(std::move(memory));
-  buffer->heap = simulated_heap(bytes);
-  buffers++;
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().live.insert((void*)buffer);
-  return (void*)buffer;
+  const AsTorch as_torch;
+  id<MTLHeap> heap = simulated_heap(bytes);
+  if (heap) return (void*)[heap newBufferWithLength:bytes options:MTLResourceStorageModeShared];
+  return (void*)[simulated_device() newBufferWithLength:bytes options:MTLResourceStorageModeShared];
 }
 
 void buffer_release(void* buffer) {
@@ -239,3 +158,15 @@ std::shared_ptr<Memory> buffer_memory(const void* buffer) {
 }
 
 }  // namespace simulator
+
+id<MTLBuffer> simulated_buffer(std::shared_ptr<simulator::Memory> memory, id<MTLHeap> heap,
+                               NSUInteger offset) {
+  SimulatorBuffer* made = [SimulatorBuffer new];
+  made->memory = new std::shared_ptr<simulator::Memory>(std::move(memory));
+  made->heap = [heap retain];
+  made->offset = offset;
+  buffers++;
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().live.insert((void*)made);
+  return made;
+}

@@ -37,7 +37,7 @@ struct State {
   uint64_t before_failure = 0;       // buffers
   uint64_t failures = 0;             // that many in a row
   bool failed = false;
-  simulator_execute execute = nullptr;
+  simulator_execute execute = nullptr, plain_execute = nullptr;  // now, and of the executor
   uint64_t seed = 0;
   std::atomic<bool> runs_alone = false;  // the GPU has a thread of its own
   std::minstd_rand drawn;                // how late it, and who hears of it, is then
@@ -225,16 +225,67 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
   return dispatch;
 }
 
-// What a command writes counts as unwritten until it has run, or is forgotten.
-std::shared_ptr<Writes> writes_of(const Command& command) {
-  auto made = std::make_shared<Writes>();
+// The memory that a command reads and writes.
+std::shared_ptr<Use> use_of(const Command& command) {
+  std::vector<UsedMemory> all;
+  const auto add = [&all](const Binding& binding, bool writes) {
+    if (binding.memory) all.push_back({binding.memory, binding.offset, writes});
+  };
+  if (command.kind == GridKind::kIndirect) add(command.indirect, false);
   for (int i = 0; i < command.kernel->argument_count; i++) {
     const msl_argument& argument = command.kernel->arguments[i];
-    if (argument.kind != MSL_BUFFER || !argument.writable) continue;
-    if (const auto& memory = command.buffers[argument.index].memory) made->add(memory);
+    if (argument.kind == MSL_BUFFER) add(command.buffers[argument.index], argument.writable);
   }
-  return made;
+  return use_of(command.kernel->name, all);
 }
+
+// A command run again on copies of memory, in which some bytes are others.
+class OtherRun {
+ public:
+  OtherRun(const Command& command, const msl_dispatch& dispatch, const RunningCommand::Doubt& doubt)
+      : command_(command) {
+    each_binding([&](const Binding& binding, bool writes, int) {
+      const Memory& memory = *binding.memory;
+      if (writes || &memory == doubt.memory) copies_.try_emplace(&memory, memory.data, memory.size);
+    });
+    msl_dispatch other = dispatch;
+    each_binding([&](const Binding& binding, bool, int index) {
+      const auto copy = copies_.find(binding.memory.get());
+      if (copy != copies_.end()) other.buffers[index].data = copy->second.data() + binding.offset;
+    });
+    const auto doubtful = copies_.find(doubt.memory);
+    if (doubtful == copies_.end()) return;
+    for (size_t i = doubt.first; i < doubt.end; ++i)
+      doubtful->second[i] = static_cast<char>(~doubtful->second[i]);
+    msl_counters counters{};
+    char message[256];
+    has_finding_ = state().plain_execute(&other, &counters, message, sizeof(message)) != 0;
+  }
+
+  // Whether the results differ from those of the command, which has run meanwhile.
+  bool differs() {
+    bool result = has_finding_;
+    each_binding([&](const Binding& binding, bool writes, int) {
+      const Memory& memory = *binding.memory;
+      result = result || (writes && memcmp(copies_.at(&memory).data(), memory.data, memory.size) != 0);
+    });
+    return result;
+  }
+
+ private:
+  template <typename Call>
+  void each_binding(Call call) const {
+    for (int i = 0; i < command_.kernel->argument_count; i++) {
+      const msl_argument& argument = command_.kernel->arguments[i];
+      if (argument.kind != MSL_BUFFER || !command_.buffers[argument.index].memory) continue;
+      call(command_.buffers[argument.index], argument.writable, argument.index);
+    }
+  }
+
+  const Command& command_;
+  std::map<const Memory*, std::string> copies_;
+  bool has_finding_ = false;
+};
 
 // The finding, "" if there is none.
 std::string execute(const Command& command) {
@@ -242,8 +293,10 @@ std::string execute(const Command& command) {
   if (!s.execute) return "the MSL executor is not loaded";
   const auto groups = threadgroups(command);
   if (std::find(groups.begin(), groups.end(), 0) != groups.end()) return "";  // an indirect grid may be empty
-  if (command.writes) command.writes->run();
+  const RunningCommand running(command.use);
   const msl_dispatch dispatch = describe(command, groups, s.seed);
+  std::vector<OtherRun> others;
+  for (const auto& doubt : running.doubtful) others.emplace_back(command, dispatch, doubt);
   msl_counters counters{};
   std::string message(16384, '\0');
   const int findings = s.execute(&dispatch, &counters, message.data(), message.size());
@@ -252,6 +305,8 @@ std::string execute(const Command& command) {
     const bool named = text.find(command.kernel->name) != std::string::npos;
     return named ? text : command.kernel->name + (": " + text);
   }
+  for (size_t i = 0; i < others.size(); ++i)
+    if (others[i].differs()) running.doubtful[i].is_read();
   std::lock_guard<std::mutex> lock(s.mutex);
   if (!s.counting) return "";
   s.counted.push_back({command.kernel->name, counters});
@@ -265,7 +320,10 @@ bool is_empty(const CommandBuffer& buffer) {
 // A stream's open buffer, under the mutex.
 std::shared_ptr<CommandBuffer>& open_of(State& s, StreamNumber stream) {
   std::shared_ptr<CommandBuffer>& open = s.open[stream];
-  if (!open) open = std::make_shared<CommandBuffer>();
+  if (!open) {
+    open = std::make_shared<CommandBuffer>();
+    open->line = new_line();
+  }
   return open;
 }
 
@@ -278,6 +336,7 @@ void commit_open(State& s, StreamNumber stream, By by) {
   if (by != By::kGraph) torch_commits(*open, stream, by == By::kWaitOfTorch);
   open->status = Status::kCommitted;
   open->committed = s.host;
+  commit_line(open->line);
   s.committed.push_back(std::move(open));
 }
 
@@ -314,6 +373,7 @@ Failure next_failure() {
 
 void end(CommandBuffer& buffer, Failure failure) {
   buffer.commands.clear();
+  end_line(buffer.line);
   buffer.last = last_run();
   buffer.failure = failure;
   buffer.status = failure == Failure::kNone ? Status::kCompleted : Status::kError;
@@ -323,7 +383,6 @@ void end(CommandBuffer& buffer, Failure failure) {
 
 // Copies of a buffer appear in the host's memory.
 void show(CommandBuffer& buffer) {
-  host_hears(buffer.last);
   std::vector<std::function<void()>> visible;
   {
     const std::lock_guard<std::mutex> lock(state().mutex);
@@ -343,10 +402,14 @@ void show_ended() {
     ended.assign(first, s.unseen.end());
     s.unseen.erase(first, s.unseen.end());
   }
-  for (const auto& buffer : ended) show(*buffer);
+  for (const auto& buffer : ended) {
+    host_hears(buffer->last);
+    show(*buffer);
+  }
 }
 
 void tell(CommandBuffer& buffer) {
+  if (buffer.tells_host) host_hears(buffer.last);
   show(buffer);
   for (const auto& handler : buffer.completed) handler();
   buffer.completed.clear();
@@ -419,17 +482,15 @@ enum class Ran { kAll, kUpToFinding, kUpToWait, kTooLong };
 // behind a wait for an event that nobody has signalled yet: they stay.
 Ran run(CommandBuffer& buffer, bool stops = false) {
   std::vector<Command>& commands = buffer.commands;
-  struct Running {
-    bool at_event = false;
-    Running() { gpu_runs(); }
-    ~Running() { gpu_stops(at_event); }
-  } running;
   for (size_t i = 0; i < commands.size(); i++) {
     if (buffer.has_begun && is_too_long(buffer)) return Ran::kTooLong;
     Command& command = commands[i];
-    running.at_event = static_cast<bool>(command.event);
     if (command.act) {
-      command.act();
+      {
+        const RunningCommand running(command.use);
+        command.act();
+      }
+      command.use.reset();
       continue;
     }
     if (command.event) {
@@ -437,14 +498,11 @@ Ran run(CommandBuffer& buffer, bool stops = false) {
         commands.erase(commands.begin(), commands.begin() + static_cast<long>(i));
         return Ran::kUpToWait;
       }
-      gpu_stops(true);
-      const bool goes_on = command.event();
-      gpu_runs();
-      if (!goes_on) return Ran::kUpToFinding;
+      if (!command.event()) return Ran::kUpToFinding;
       continue;
     }
     const std::string finding = execute(command);
-    command.writes.reset();
+    command.use.reset();
     if (finding.empty()) continue;
     report(finding);
     return Ran::kUpToFinding;
@@ -516,11 +574,23 @@ void put_back(const Buffers& buffers, Buffers::const_iterator first) {
 // `is_alone`: on the GPU's own thread; the host hears of nothing but handlers and signals.
 void run(const char* event, bool stands_in = false, bool stops = false, bool is_alone = false) {
   static std::recursive_mutex& gpu = *new std::recursive_mutex;
+  static std::atomic<bool> gpu_is_alone = false;
   std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
-  if (!running.try_lock()) {  // whoever runs may need Python's lock
-    const WaitForQueue waiting;
+  while (!running.try_lock()) {
+    if (gpu_is_alone &&
+        state().execute == state().plain_execute) {  // a wait as torch's, with Python's lock or not
+      std::this_thread::sleep_for(kLate / 10);
+      continue;
+    }
+    const WaitForQueue waiting;  // whoever runs may need Python's lock
     running.lock();
+    break;
   }
+  struct Alone {
+    explicit Alone(bool is_alone) : before(gpu_is_alone.exchange(is_alone)) {}
+    ~Alone() { gpu_is_alone = before; }
+    const bool before;
+  } alone(is_alone);
   const Buffers buffers = take_committed(event);
   struct Finish {
     ~Finish() {
@@ -551,7 +621,7 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
     if (!buffer->visible.empty()) state().unseen.push_back(buffer);
     state().untold.push_back(buffer);
   }
-  if (!stops && !is_alone) host_hears(last_run());
+  if (!stops && !stands_in && !is_alone) host_hears(last_run());
   if (stands_in && !state().timed && state().seed % 4 < 2) return;
   if (state().timed || state().seed % 4 < 2) return tell_ended();
   Buffers ended;
@@ -584,11 +654,13 @@ void record(const Command& command, StreamNumber stream) {
     check_arguments(command);
     check_threadgroup_memory(command);
   }
-  std::shared_ptr<Writes> writes = writes_of(command);
+  const std::shared_ptr<Use> use = use_of(command);
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
   s.host += s.a_command;
-  open_of(s, stream)->commands.emplace_back(command).writes = std::move(writes);
+  CommandBuffer& open = *open_of(s, stream);
+  open.commands.emplace_back(command).use = use;
+  add_step(*open.line, use, nullptr);
 }
 
 void record_operator(StreamNumber stream) {
@@ -601,13 +673,34 @@ void record_operator(StreamNumber stream) {
   open.seconds += s.an_operator;
 }
 
-void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream) {
+namespace {
+// Of no kernel.
+CommandBuffer& record_act(std::function<void()> act, const std::shared_ptr<Use>& use, StreamNumber stream) {
+  CommandBuffer& open = *open_of(state(), stream);
+  Command& command = open.commands.emplace_back();
+  command.act = std::move(act);
+  command.use = use;
+  add_step(*open.line, use, nullptr);
+  return open;
+}
+}  // namespace
+
+void record_copy(std::function<void()> act, std::function<void()> appears, const std::shared_ptr<Use>& use,
+                 StreamNumber stream) {
   record_operator(stream);
-  State& s = state();
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  CommandBuffer& open = *open_of(s, stream);
-  open.commands.emplace_back().act = std::move(act);
-  open.visible.push_back(std::move(appears));
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  record_act(std::move(act), use, stream).visible.push_back(std::move(appears));
+}
+
+void record_blit(const char* name, const Binding& source, const Binding& destination,
+                 std::function<void()> act, StreamNumber stream) {
+  if (forgetting()) return;
+  std::vector<UsedMemory> all = {{destination.memory, destination.offset, true}};
+  if (source.memory) all.push_back({source.memory, source.offset, false});
+  const std::shared_ptr<Use> use = use_of(name, all);
+  record_operator(stream);
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  record_act(std::move(act), use, stream);
 }
 
 void record_barrier() {
@@ -622,7 +715,9 @@ void record_event(const char* text, std::function<bool()> event, std::function<b
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += std::string(text) + "\n";
   s.host += s.a_command;
-  Command& command = open_of(s, stream)->commands.emplace_back();
+  CommandBuffer& open = *open_of(s, stream);
+  if (waits) add_step(*open.line, nullptr, waits);
+  Command& command = open.commands.emplace_back();
   command.event = std::move(event);
   command.waits = std::move(waits);
 }
@@ -756,6 +851,7 @@ void wait_for_all() {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.host = std::max(s.host, s.clock.load());
   }
+  host_hears(last_run());
   show_ended();
   tell_ended();
 }
@@ -772,6 +868,7 @@ using simulator::state;
 
 extern "C" {
 void simulator_set_executor(simulator_execute execute) {
+  if (!state().execute) state().plain_execute = execute;
   state().execute = execute;
 }
 void simulator_set_schedule(uint64_t seed) {
@@ -932,6 +1029,7 @@ size_t simulator_live_buffers(void) {
 }
 long simulator_live_objects(void) {
   simulator::wait_for_handlers();
-  return simulator::live_objects() - static_cast<long>(simulator::torch_memory::free_buffers());
+  const size_t kept = simulator::torch_memory::free_buffers() + simulator::torch_memory::heaps();
+  return simulator::live_objects() - static_cast<long>(kept);
 }
 }

@@ -7,9 +7,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "foundation.h"
@@ -27,6 +27,25 @@ std::atomic<bool> strict = false;
        "encoders, commit and wait belong to PyTorch's stream");
 }
 }  // namespace
+
+namespace {
+thread_local int torches = 0;
+
+// Of what host code may do only where it does not have to be portable.
+void only_torch(const char* method) {
+  if (simulator::is_strict() && !simulator::AsTorch::is_there()) not_ours(method);
+}
+}  // namespace
+
+simulator::AsTorch::AsTorch() {
+  ++torches;
+}
+simulator::AsTorch::~AsTorch() {
+  --torches;
+}
+bool simulator::AsTorch::is_there() {
+  return torches > 0;
+}
 
 bool simulator::is_strict() {
   return strict;
@@ -51,6 +70,47 @@ int simulator::macos() {
 }
 - (NSUInteger)maxThreadgroupMemoryLength {
   return simulator::kMaxThreadgroupMemory;
+}
+- (NSUInteger)maxBufferLength {
+  return simulator::recommended_bytes();
+}
+- (uint64_t)recommendedMaxWorkingSetSize {
+  return simulator::recommended_bytes();
+}
+- (NSUInteger)currentAllocatedSize {
+  return simulator::live_bytes();
+}
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  only_torch("newBufferWithLength");
+  if (length == 0) fail("newBufferWithLength: of no bytes");
+  return simulated_buffer(std::make_shared<simulator::Memory>(length), nil, 0);
+}
+- (id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pointer
+                                   length:(NSUInteger)length
+                                  options:(MTLResourceOptions)options
+                              deallocator:(void (^)(void*, NSUInteger))deallocator {
+  only_torch("newBufferWithBytesNoCopy");
+  if (length == 0 || length % simulator::kPage != 0 ||
+      reinterpret_cast<uintptr_t>(pointer) % simulator::kPage != 0)
+    fail("newBufferWithBytesNoCopy: pointer and length must be multiples of a page");
+  std::function<void()> release = [] {};
+  if (deallocator) {
+    void (^kept)(void*, NSUInteger) = Block_copy(deallocator);
+    release = [kept, pointer, length] {
+      kept(pointer, length);
+      Block_release(kept);
+    };
+  }
+  return simulated_buffer(std::make_shared<simulator::Memory>(static_cast<char*>(pointer), length, release),
+                          nil, 0);
+}
+- (MTLSizeAndAlign)heapBufferSizeAndAlignWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  constexpr NSUInteger kAlign = 256;  // assumed
+  return {(length + kAlign - 1) / kAlign * kAlign, kAlign};
+}
+- (id<MTLHeap>)newHeapWithDescriptor:(MTLHeapDescriptor*)descriptor {
+  only_torch("newHeapWithDescriptor");
+  return simulated_new_heap(descriptor);
 }
 - (BOOL)shouldMaximizeConcurrentCompilation {
   return maximize_concurrent_compilation;
@@ -97,13 +157,18 @@ int simulator::macos() {
 }
 @end
 
-@interface SimulatorCommandQueue : NSObject <MTLCommandQueue>
+@interface SimulatorCommandQueue : NSObject <MTLCommandQueue> {
+ @public
+  simulator::StreamNumber stream;
+}
 @end
 @implementation SimulatorCommandQueue
 - (id<MTLCommandBuffer>)commandBuffer {
   not_ours("[commandQueue commandBuffer]");
 }
 @end
+
+static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
 
 // One that the stream has encoded into: the host may ask how it ended, and no more.
 @interface SimulatorCommandBuffer : NSObject <MTLCommandBuffer> {
@@ -135,6 +200,7 @@ int simulator::macos() {
   if ((*buffer)->status != simulator::Status::kNotEnqueued)
     fail("addCompletedHandler: the command buffer is committed, and takes no handler any more");
   MTLCommandBufferHandler kept = Block_copy(block);
+  (*buffer)->tells_host = true;
   (*buffer)->completed.push_back([self, kept] {
     @autoreleasepool {
       kept(self);
@@ -157,6 +223,11 @@ int simulator::macos() {
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
   not_ours("computeCommandEncoder");
 }
+- (id<MTLBlitCommandEncoder>)blitCommandEncoder {
+  only_torch("blitCommandEncoder");
+  [self check:"blitCommandEncoder"];
+  return simulated_blit_encoder(stream);
+}
 - (void)commit {
   not_ours("commit");
 }
@@ -166,6 +237,17 @@ int simulator::macos() {
 @end
 
 @implementation MPSCommandBuffer
++ (instancetype)commandBufferFromCommandQueue:(id<MTLCommandQueue>)queue {
+  only_torch("commandBufferFromCommandQueue");
+  if (!queue) fail("commandBufferFromCommandQueue: the queue is nil");
+  return simulated_buffers(((SimulatorCommandQueue*)queue)->stream);
+}
+- (id<MTLBlitCommandEncoder>)blitCommandEncoder {
+  return [[self rootCommandBuffer] blitCommandEncoder];
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  return [[self rootCommandBuffer] computeCommandEncoder];
+}
 - (id<MTLCommandBuffer>)commandBuffer {
   return self;
 }
@@ -232,21 +314,16 @@ id<MTLDevice> simulated_device() {
   static SimulatorDevice* device = [SimulatorDevice new];
   return device;
 }
-id<MTLCommandQueue> simulated_queue() {
-  static SimulatorCommandQueue* queue = [SimulatorCommandQueue new];
-  return queue;
+static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream) {
+  SimulatorBuffers* made = [[SimulatorBuffers new] autorelease];
+  made->stream = stream;
+  return made;
 }
-MPSCommandBuffer* simulated_command_buffer(simulator::StreamNumber stream) {
-  static std::mutex& mutex = *new std::mutex;
-  static auto& of_streams = *new std::map<simulator::StreamNumber, SimulatorBuffers*>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  SimulatorBuffers*& buffers = of_streams[stream];
-  if (!buffers) {
-    buffers = [SimulatorBuffers new];
-    simulator::keep_for_the_process(buffers);
-    buffers->stream = stream;
-  }
-  return buffers;
+id<MTLCommandQueue> simulated_queue(simulator::StreamNumber stream) {
+  SimulatorCommandQueue* queue = [SimulatorCommandQueue new];
+  simulator::keep_for_the_process(queue);
+  queue->stream = stream;
+  return queue;
 }
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void) {

@@ -1,6 +1,7 @@
 // MTLComputeCommandEncoder: collects bindings and records commands, valid in one dispatch_sync block only.
 #import <Metal/Metal.h>
 
+#include <cstring>
 #include <string>
 
 #include "dispatch.h"
@@ -199,4 +200,60 @@ id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
     current->stream = stream;
   }
   return current;
+}
+
+// It copies what lies in memory when its turn comes.
+@interface SimulatorBlitEncoder : NSObject <MTLBlitCommandEncoder> {
+ @public
+  simulator::StreamNumber stream;
+  bool is_over;
+}
+@end
+@implementation SimulatorBlitEncoder
+- (void)dealloc {
+  if (!is_over) simulator::report("a blit encoder is released before endEncoding");
+  [super dealloc];
+}
+- (void)use:(const char*)method {
+  if (is_over) fail(std::string(method) + ": the blit encoder has ended");
+}
+- (void)check:(const char*)method multiple:(NSUInteger)value {
+  if (value % 4 != 0 && !simulator::AsTorch::is_there())
+    fail(std::string(method) + ": offsets and sizes must be multiples of 4, got " + std::to_string(value));
+}
+- (void)copyFromBuffer:(id<MTLBuffer>)sourceBuffer
+          sourceOffset:(NSUInteger)sourceOffset
+              toBuffer:(id<MTLBuffer>)destinationBuffer
+     destinationOffset:(NSUInteger)destinationOffset
+                  size:(NSUInteger)size {
+  const char* method = "copyFromBuffer";
+  [self use:method];
+  for (NSUInteger value : {sourceOffset, destinationOffset, size}) [self check:method multiple:value];
+  const simulator::Binding from = bind(method, sourceBuffer, sourceOffset, size);
+  const simulator::Binding to = bind(method, destinationBuffer, destinationOffset, size);
+  const auto act = [from, to, size] {
+    memmove(to.memory->data + to.offset, from.memory->data + from.offset, size);
+  };
+  simulator::record_blit("copyFromBuffer", from, to, act, stream);
+}
+- (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value {
+  const char* method = "fillBuffer";
+  [self use:method];
+  for (NSUInteger each : {range.location, range.length}) [self check:method multiple:each];
+  const simulator::Binding to = bind(method, buffer, range.location, range.length);
+  const auto act = [to, size = range.length, value] { memset(to.memory->data + to.offset, value, size); };
+  simulator::record_blit("fillBuffer", {}, to, act, stream);
+}
+- (void)endEncoding {
+  [self use:"endEncoding"];
+  is_over = true;
+}
+@end
+
+id<MTLBlitCommandEncoder> simulated_blit_encoder(simulator::StreamNumber stream) {
+  if (simulator::has_encoder(stream))
+    fail("blitCommandEncoder: the stream has an encoder, which has to end before");
+  SimulatorBlitEncoder* made = [[SimulatorBlitEncoder new] autorelease];
+  made->stream = stream;
+  return made;
 }

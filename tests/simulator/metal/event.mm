@@ -40,28 +40,32 @@ struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t value = 0;
+  uint64_t ran = 0;             // number of the last command before a signal of the GPU's
   std::vector<Signal> signals;  // ascending
   std::vector<Listener> listeners;
 
   // A signal of the GPU's raises the value, if it is larger; the host sets it.
   void set(uint64_t to, double time, bool raises) {
     std::vector<std::function<void()>> blocks;
+    const uint64_t run = raises ? simulator::last_run() : 0;
     {
       const std::lock_guard<std::mutex> lock(mutex);
       if (raises && to <= value) return;
       value = to;
+      ran = std::max(ran, run);
       if (signals.size() == kRemembered) signals.erase(signals.begin(), signals.begin() + kRemembered / 2);
       signals.push_back({to, time});
       const auto waits = [&](const Listener& listener) { return listener.value > to; };
       const auto reached = std::stable_partition(listeners.begin(), listeners.end(), waits);
       for (auto each = reached; each != listeners.end(); ++each)
-        blocks.push_back([call = std::move(each->call), time, ran = simulator::last_run()] {
-          simulator::host_hears(ran);
+        blocks.push_back([call = std::move(each->call), time, run] {
+          simulator::host_hears(run);
           call(time);
         });
       listeners.erase(reached, listeners.end());
       changed.notify_all();
     }
+    simulator::event_changed();
     if (!blocks.empty()) simulator::tell_listeners(std::move(blocks));
   }
 
@@ -100,9 +104,11 @@ struct Event {
   [super dealloc];
 }
 - (uint64_t)signaledValue {
-  simulator::host_hears(simulator::last_run());
-  const std::lock_guard<std::mutex> lock((*event)->mutex);
-  return (*event)->value;
+  std::unique_lock<std::mutex> lock((*event)->mutex);
+  const uint64_t value = (*event)->value, ran = (*event)->ran;
+  lock.unlock();
+  simulator::host_hears(ran);
+  return value;
 }
 - (void)setSignaledValue:(uint64_t)value {
   (*event)->set(value, simulator::answer_clock(), false);
@@ -122,21 +128,26 @@ struct Event {
     [self release];
   };
   double time = 0;
+  uint64_t ran = 0;
   {
     const std::lock_guard<std::mutex> lock((*event)->mutex);
     if ((*event)->value < value) return (*event)->listeners.push_back({value, call});
     time = (*event)->time_of(value);
+    ran = (*event)->ran;
   }
-  simulator::tell_listeners({[call, time, ran = simulator::last_run()] {
+  simulator::tell_listeners({[call, time, ran] {
     simulator::host_hears(ran);
     call(time);
   }});
 }
 - (BOOL)waitUntilSignaledValue:(uint64_t)value timeoutMS:(uint64_t)milliseconds {
   if (!(*event)->wait(value, static_cast<double>(milliseconds) / 1000)) return NO;
-  simulator::host_hears(simulator::last_run());
-  const std::lock_guard<std::mutex> lock((*event)->mutex);
-  simulator::answer_hears((*event)->time_of(value));
+  std::unique_lock<std::mutex> lock((*event)->mutex);
+  const uint64_t ran = (*event)->ran;
+  const double time = (*event)->time_of(value);
+  lock.unlock();
+  simulator::host_hears(ran);
+  simulator::answer_hears(time);
   return YES;
 }
 @end

@@ -13,8 +13,14 @@
 @end
 
 id<MTLDevice> simulated_device();
-id<MTLCommandQueue> simulated_queue();
-MPSCommandBuffer* simulated_command_buffer(simulator::StreamNumber stream);
+id<MTLCommandQueue> simulated_queue(simulator::StreamNumber stream);
+id<MTLBlitCommandEncoder> simulated_blit_encoder(simulator::StreamNumber stream);
+// The memory of a heap's buffer goes back to it with the last reference.
+id<MTLBuffer> simulated_buffer(std::shared_ptr<simulator::Memory> memory, id<MTLHeap> heap,
+                               NSUInteger offset);
+void simulated_give_back(id<MTLHeap> heap, NSUInteger offset);
+id<MTLHeap> simulated_new_heap(MTLHeapDescriptor* descriptor);
+bool simulated_is_heap(const void* object);
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error);
 // Of a file that stands for a .metallib: the line "simulated metallib", and the source.
 id<MTLLibrary> simulated_compiled_library(NSURL* url, NSError** error);

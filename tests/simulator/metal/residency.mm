@@ -21,25 +21,19 @@ std::map<const void*, int> resident;
 std::atomic<int> requested{0};  // sets
 std::atomic<int> requests{0};
 std::atomic<size_t> heap_limit{0};
+constexpr NSUInteger kOneHeap = NSUInteger{1} << 40;  // for all buffers below the limit
 
 void count(const std::set<const void*>& allocations, int change) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const void* allocation : allocations) resident[allocation] += change;
 }
 
-std::atomic<const void*> the_heap{nullptr};
-
 void check_alive(const char* method, const void* allocation) {
-  if (allocation == the_heap || simulator::buffer_memory(allocation)) return;
+  if (simulated_is_heap(allocation) || simulator::buffer_memory(allocation)) return;
   fail(std::string(method) + ": an allocation was freed, which nobody but the set may have retained");
 }
 
 }  // namespace
-
-@interface SimulatorHeap : NSObject <MTLHeap>
-@end
-@implementation SimulatorHeap
-@end
 
 @implementation MTLResidencySetDescriptor
 - (NSUInteger)initialCapacity {
@@ -60,7 +54,7 @@ void check_alive(const char* method, const void* allocation) {
 @implementation SimulatorResidencySet
 - (void)addAllocation:(id)allocation {
   if (allocation == nil) fail("addAllocation: of nil");
-  if ([allocation class] != [SimulatorHeap class] && [(id<MTLBuffer>)allocation heap] != nil)
+  if (!simulated_is_heap((__bridge void*)allocation) && [(id<MTLBuffer>)allocation heap] != nil)
     fail("addAllocation: a buffer of a heap is resident with its heap alone");
   added->insert((void*)allocation);
 }
@@ -113,10 +107,13 @@ id<MTLResidencySet> simulated_residency_set(MTLResidencySetDescriptor* descripto
 
 id<MTLHeap> simulated_heap(size_t bytes) {
   if (bytes >= heap_limit) return nil;
-  static SimulatorHeap* heap = [] {
-    SimulatorHeap* made = [SimulatorHeap new];
+  static id<MTLHeap> heap = [] {
+    MTLHeapDescriptor* descriptor = [MTLHeapDescriptor new];
+    descriptor.size = kOneHeap;
+    descriptor.storageMode = MTLStorageModeShared;
+    id<MTLHeap> made = simulated_new_heap(descriptor);
+    [descriptor release];
     simulator::keep_for_the_process(made);
-    the_heap = (__bridge void*)made;
     return made;
   }();
   return heap;

@@ -24,6 +24,7 @@ bool is_strict();
 int macos();
 // The line of Python that the calling thread runs: "file:number", or "" where it runs none.
 std::string python_line();
+bool has_python();  // the calling thread has Python's lock
 // Keeps a finding for the next synchronisation, where raising now is not possible.
 void report(const std::string& message);
 // The reported findings, one a line; forgets them.
@@ -34,64 +35,121 @@ std::string take_reports();
 // Translates and compiles MSL; the path of the library, or "" with the compiler's message in `error`.
 std::string compile_shader(const std::string& source, std::string& error);
 
-// --- memory that nobody may read yet (device/poison.cpp)
+// --- pages that not everybody may touch (device/poison.cpp)
 
-// Whole pages. While they are closed, whoever reads or writes them goes on, and it is noted.
-class Poison {
+constexpr size_t kPage = 4096;
+
+// Whoever touches one that is closed calls `touched`, which opens it, and goes on.
+class Pages {
  public:
-  Poison(char* data, size_t size) : data_(data), size_(size) {}
-  ~Poison() { open(); }
-  void close();
-  void open();
-  bool was_read() { return is_read_.exchange(false); }  // since then
-  bool note(const char* address);                       // of a fault: whether it is this memory's
-
-  std::string line;  // of Python, for a finding
+  using Touched = std::function<void(const char* address, bool writes)>;
+  Pages(char* data, size_t size, Touched touched);
+  ~Pages();
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  void protect(int protection);  // all, from here on
+  void open(size_t page, int protection);
+  bool note(const char* address, bool writes);  // of a fault: whether it is this memory's
 
  private:
   char* const data_;
   const size_t size_;
-  std::atomic<bool> is_read_ = false, is_closed_ = false;
+  const Touched touched_;
+  std::atomic<int> protection_;
+  std::atomic<bool> is_opened_ = false;  // some of them
+};
+
+// Memory that nobody may read yet: a copy's of torch.
+class Poison {
+ public:
+  Poison(char* data, size_t size);
+  void close();
+  void open();
+  bool was_read() { return is_read_.exchange(false); }  // since then
+
+  std::string line;  // of Python, for a finding
+
+ private:
+  std::atomic<bool> is_read_ = false;
+  Pages pages_;
 };
 
 // --- memory (buffer.mm)
 
+struct Guarded;
+
 struct Memory {
   explicit Memory(size_t bytes);
+  Memory(char* data, size_t bytes, std::function<void()> release);  // the host's own
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
-  char* data;
+  char* data;  // for the GPU
   const size_t size;
   const uint64_t identity;
+  const std::function<void()> release = nullptr;
 
-  // What the host must not read once it has asked for the contents: what the GPU has not written, or has
-  // without a signal, nor the end of its buffer, that the host has heard of.
-  int unwritten = 0;              // recorded commands that write it and have not run
-  uint64_t written = 0;           // the number of the last one that has
-  std::unique_ptr<Poison> taken;  // of the host
+  // Guarded (guards.cpp):
+  int reading = 0, writing = 0;      // commands that may run, or have run and the host has not heard of it
+  std::shared_ptr<Guarded> guarded;  // once the host has asked for the contents
 };
 
-// The memory that a recorded command will write.
-class Writes {
+// --- who may touch memory (guards.cpp)
+
+void* contents_for_host(Memory& memory);
+// Copies what host code reads from a file. Returns: false where the memory is none that it has asked for.
+// From here on nothing else that the host writes there is looked at.
+bool host_copies(void* to, const void* from, size_t size);
+bool is_for_host(const void* address);
+
+struct Use;   // of memory, by a command
+struct Line;  // the commands of a command buffer
+struct UsedMemory {
+  std::shared_ptr<Memory> memory;
+  size_t offset;  // it is used from there on
+  bool writes;
+};
+std::shared_ptr<Use> use_of(const char* kernel, const std::vector<UsedMemory>& all);
+std::shared_ptr<Line> new_line();
+void add_step(Line& line, const std::shared_ptr<Use>& use, std::function<bool()> waits);  // one of them
+void commit_line(const std::shared_ptr<Line>& line);
+void end_line(const std::shared_ptr<Line>& line);
+void event_changed();
+
+// While it lives the GPU runs a command.
+class RunningCommand {
  public:
-  ~Writes();
-  void add(const std::shared_ptr<Memory>& memory);
-  void run();  // now
+  explicit RunningCommand(const std::shared_ptr<Use>& use);
+  ~RunningCommand();
+  RunningCommand(const RunningCommand&) = delete;
+  RunningCommand& operator=(const RunningCommand&) = delete;
+
+  // Bytes that the host has read from a file meanwhile, and what to call if the command reads them.
+  struct Doubt {
+    const Memory* memory;
+    size_t first, end;
+    std::function<void()> is_read;
+  };
+  std::vector<Doubt> doubtful;
 
  private:
-  std::vector<std::shared_ptr<Memory>> written_;
+  const std::shared_ptr<Use> use_;
 };
-
-// The GPU runs commands, and may read and write everything; or it stops, perhaps at an event, where the host
-// may read what commands behind it will write.
-void gpu_runs();
-void gpu_stops(bool at_event);
 uint64_t last_run();               // the number of the last command that has run
 void host_hears(uint64_t number);  // that it has
 
+// While it lives, the thread is torch, to which the device, its memory, command buffers and encoders belong.
+struct AsTorch {
+  AsTorch();
+  ~AsTorch();
+  AsTorch(const AsTorch&) = delete;
+  AsTorch& operator=(const AsTorch&) = delete;
+  static bool is_there();
+};
+
 // Untyped handles of MTLBuffer objects, for the PyTorch side, which is plain C++.
 void* buffer_new(size_t bytes);
+size_t recommended_bytes();  // of the GPU's memory (device/torch_memory.mm)
 void buffer_release(void* buffer);
 void* buffer_contents(const void* buffer);
 std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is a live MTLBuffer
@@ -102,7 +160,8 @@ size_t live_bytes();
 
 namespace torch_memory {
 size_t free_buffers();  // that no tensor has: torch keeps them
-}
+size_t heaps();
+}  // namespace torch_memory
 
 struct CommandBuffer;
 // What torch does to a buffer that it commits, and, with `waits`, waits for.
@@ -136,7 +195,7 @@ struct Command {
   std::function<void()> act;    // of a copy, which has no kernel
   std::function<bool()> event;  // of a signal, or a wait for one: whether the GPU goes on
   std::function<bool()> waits;  // whether the GPU would wait now
-  std::shared_ptr<Writes> writes;
+  std::shared_ptr<Use> use;
   GridKind kind = GridKind::kThreadgroups;
   std::array<size_t, 3> grid{};     // threads or threadgroups
   std::array<size_t, 3> threads{};  // per threadgroup
@@ -151,9 +210,11 @@ std::string text_of(Failure failure);  // as macOS describes it
 // The commands that the GPU is given together. Those of a buffer that fails do not run.
 struct CommandBuffer {
   std::vector<Command> commands;
+  std::shared_ptr<Line> line;
   std::vector<std::function<void()>> ended;      // called where it ends,
   std::vector<std::function<void()>> visible;    // once the host knows that it has,
   std::vector<std::function<void()>> completed;  // and of the host's own, which are told of it
+  bool tells_host = false;                       // there are some
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
   uint64_t last = 0;             // number of the last command that has run when it ends
@@ -172,8 +233,12 @@ StreamNumber current_stream();                             // of the thread
 void record(const Command& command, StreamNumber stream);  // validates; raises SimulatorError
 void record_operator(StreamNumber stream);                 // of aten, which the CPU has computed in its place
 // A copy of the GPU's to the host, which `appears` there once the host knows that its buffer is complete.
-void record_copy(std::function<void()> act, std::function<void()> appears, StreamNumber stream);
+void record_copy(std::function<void()> act, std::function<void()> appears, const std::shared_ptr<Use>& use,
+                 StreamNumber stream);
 void record_barrier();
+// A command of a blit encoder, which may have no source.
+void record_blit(const char* name, const Binding& source, const Binding& destination,
+                 std::function<void()> act, StreamNumber stream);
 // A signal of an event or a wait for one, as `text` in a trace. They run on the null device, too.
 void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
                   StreamNumber stream);

@@ -1,4 +1,4 @@
-"""The simulated device for every test where this folder runs alone (`python -m pytest`).
+"""Host code, and the simulated device for every test where this folder runs alone (`python -m pytest`).
 
 Within the repository that it lies in, tests/conftest.py has it, and package/ runs, too.
 """
@@ -14,9 +14,11 @@ if importlib.util.find_spec("simulator") is None:  # not installed: the folder i
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import simulator
+from simulator import build_device
 from simulator.errors import BuildError
 
 LINUX = sys.platform == "linux"
+CALLS = Path(__file__).with_name("host_calls.mm")
 
 if importlib.util.find_spec("support") is None:
     collect_ignore = ["package"]
@@ -41,3 +43,15 @@ if importlib.util.find_spec("support") is None:
             torch.mps.synchronize()
         finally:
             simulator.reset()
+
+
+@pytest.fixture
+def calls(simulated):
+    """torch.ops.simulator_test: the operators of host_calls.mm."""
+    import torch
+
+    if not hasattr(torch.ops.simulator_test, "axpy"):
+        library = build_device.build_library("host_calls", [CALLS], [build_device.device_library()])
+        torch.ops.load_library(str(library))
+        torch.ops.simulator_test.set_shader(CALLS.with_suffix(".metal").read_text())
+    return torch.ops.simulator_test

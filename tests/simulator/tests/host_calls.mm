@@ -5,11 +5,24 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <fcntl.h>
+#include <sys/uio.h>
 #include <torch/library.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
+
+namespace simulator {
+struct AsTorch {
+  AsTorch();
+  ~AsTorch();
+};
+}  // namespace simulator
 
 namespace {
 
@@ -351,6 +364,12 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
        [set release];
      }},
     {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
+    {"own memory",
+     [](const Tensor& x) { [device() newBufferWithLength:16 options:MTLResourceStorageModeShared]; }},
+    {"own heap", [](const Tensor& x) { [device() newHeapWithDescriptor:[MTLHeapDescriptor new]]; }},
+    {"own blits", [](const Tensor& x) { [stream()->commandBuffer() blitCommandEncoder]; }},
+    {"own buffers of the stream",
+     [](const Tensor& x) { [MPSCommandBuffer commandBufferFromCommandQueue:stream()->commandQueue()]; }},
     {"own queue", [](const Tensor& x) { [device() newCommandQueue]; }},
     {"own command buffer", [](const Tensor& x) { [stream()->commandQueue() commandBuffer]; }},
     {"own encoder", [](const Tensor& x) { [stream()->commandBuffer() computeCommandEncoder]; }},
@@ -495,6 +514,67 @@ double first_of(const Tensor& x) {
   return *static_cast<const volatile float*>([buffer contents]);
 }
 
+// Where the host finds a tensor's memory.
+int64_t contents(const Tensor& x) {
+  return reinterpret_cast<int64_t>([buffer(x) contents]);
+}
+
+// Reads a file into a tensor's memory, from a byte of it on.
+void read_file(const std::string& path, const Tensor& x, int64_t first, int64_t size) {
+  const int file = open(path.c_str(), O_RDONLY);
+  const iovec to = {static_cast<char*>([buffer(x) contents]) + first, static_cast<size_t>(size)};
+  TORCH_CHECK(preadv(file, &to, 1, 0) == size, "reading ", path, ": ", strerror(errno));
+  close(file);
+}
+
+// Bytes from one tensor to another, or a fill of 7, as torch would if `is_torch`.
+void blit(const Tensor& from, const Tensor& to, at::IntArrayRef range, bool is_torch, bool ends) {
+  in_plain_block(^{
+    auto torch = std::make_unique<simulator::AsTorch>();
+    const id<MTLBlitCommandEncoder> encoder = [stream()->commandBuffer() blitCommandEncoder];
+    if (!is_torch) torch.reset();
+    if (range.size() == 3) {
+      [encoder copyFromBuffer:buffer(from)
+                 sourceOffset:range[0]
+                     toBuffer:buffer(to)
+            destinationOffset:range[1]
+                         size:range[2]];
+    } else {
+      [encoder fillBuffer:buffer(to) range:NSMakeRange(range[0], range[1]) value:7];
+    }
+    if (ends) [encoder endEncoding];
+  });
+}
+
+// Sizes and places in a heap of 2,560 bytes: of two buffers, of all of it once one was released, of a third
+// and of one that has no room.
+std::vector<int64_t> heap(bool is_placed, int64_t place) {
+  const simulator::AsTorch torch;
+  MTLHeapDescriptor* descriptor = [MTLHeapDescriptor new];
+  TORCH_CHECK(descriptor.storageMode == MTLStorageModePrivate);
+  descriptor.size = 2560;
+  descriptor.type = is_placed ? MTLHeapTypePlacement : MTLHeapTypeAutomatic;
+  const id<MTLHeap> made = [device() newHeapWithDescriptor:descriptor];
+  [descriptor release];
+  const auto next = [&](NSUInteger length, NSUInteger offset) {
+    return is_placed ? [made newBufferWithLength:length options:MTLResourceStorageModeShared offset:offset]
+                     : [made newBufferWithLength:length options:MTLResourceStorageModeShared];
+  };
+  const id<MTLBuffer> first = next(1000, 0), second = next(1024, 1024);
+  std::vector<int64_t> seen = {static_cast<int64_t>([second heapOffset]),
+                               static_cast<int64_t>([made usedSize])};
+  TORCH_CHECK([first heap] == made && [first contents] == nullptr);
+  [first release];
+  seen.push_back([made maxAvailableSizeWithAlignment:256]);
+  const id<MTLBuffer> third = next(500, place);
+  seen.push_back([third heapOffset]);
+  if (!is_placed) seen.push_back(next(1024, 0) != nil);
+  [third release];
+  [second release];
+  [made release];
+  return seen;
+}
+
 // Adds "NAME" to what `seen` gives once the value is reached.
 void listen(int64_t value, const std::string& name) {
   static MTLSharedEventListener* const listener = [MTLSharedEventListener new];
@@ -523,6 +603,10 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("signalled() -> int", signalled);
   m.def("wait_by_host(int value, int milliseconds) -> bool", wait_by_host);
   m.def("first_of(Tensor x) -> float", first_of);
+  m.def("contents(Tensor x) -> int", contents);
+  m.def("blit(Tensor source, Tensor out, int[] range, bool is_torch, bool ends) -> ()", blit);
+  m.def("heap(bool is_placed, int place) -> int[]", heap);
+  m.def("read_file(str path, Tensor x, int first, int size) -> ()", read_file);
   m.def("listen(int value, str name) -> ()", listen);
   m.def("no_kernel(Tensor x) -> Tensor");
 }

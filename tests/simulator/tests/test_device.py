@@ -236,8 +236,9 @@ def test_memory_is_recycled_with_what_is_in_it(simulated):
     assert simulated.live_buffers() == live
 
 
-def test_the_driver_has_heaps_until_the_cache_is_emptied(simulated):
-    with simulated.torch_memory():
+@pytest.mark.parametrize("version", ["2.13", "2.15"])
+def test_the_driver_has_heaps_until_the_cache_is_emptied(simulated, version):
+    with simulated.torch_version(version), simulated.torch_memory():
         before = torch.mps.driver_allocated_memory()
 
         def heaps() -> int:
@@ -254,6 +255,13 @@ def test_the_driver_has_heaps_until_the_cache_is_emptied(simulated):
         torch.mps.empty_cache()
         assert heaps() == 8
         del kept
+        torch.mps.empty_cache()
+        assert heaps() == 0
+        holed = [torch.empty(12 * MIB, dtype=torch.uint8, device="mps") for _ in range(85)]
+        del holed[::2]  # of a heap of 1,024 with 4 left; what is free is too small for more
+        torch.empty(13 * MIB, dtype=torch.uint8, device="mps")
+        assert heaps() == 2 * 1024
+        del holed
         torch.mps.empty_cache()
         assert heaps() == 0
 

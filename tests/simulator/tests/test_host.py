@@ -1,55 +1,20 @@
 """Host code in the simulated Metal runtime: faults that must be found, with their message, and code that must
 pass."""
 
-import ctypes
 import gc
 import re
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import simulator
 import torch
-from simulator import SimulatorError, build_device, shaderlib
+from simulator import SimulatorError, shaderlib
+from simulator.testing import near, told, usable
 
 pytestmark = pytest.mark.usefixtures("calls")
 
 CALLS = Path(__file__).with_name("host_calls.mm")
-
-SHADER = """
-#include <metal_stdlib>
-using namespace metal;
-
-kernel void axpy(device const float* x [[buffer(0)]], device const float* y [[buffer(1)]],
-                 device float* out [[buffer(2)]], constant float& alpha [[buffer(3)]],
-                 uint i [[thread_position_in_grid]]) {
-  out[i] = alpha * x[i] + y[i];
-}
-
-kernel void make_grid(device const int* groups [[buffer(0)]], device int* grid [[buffer(1)]]) {
-  grid[2] = groups[0];
-  grid[3] = 1;
-  grid[4] = 1;
-}
-
-kernel void mark(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = int(i) + 1; }
-
-kernel void overrun(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
-  out[i + 1000] = 1;
-}
-
-kernel void scratch(device float* out [[buffer(0)]], threadgroup float* memory [[threadgroup(0)]],
-                    uint i [[thread_position_in_threadgroup]]) {
-  memory[i] = 1;
-  out[i] = memory[i];
-}
-
-[[max_total_threads_per_threadgroup(64)]]
-kernel void narrow(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = 1; }
-"""
 
 NOT_OURS = "host code encodes with stream->commandEncoder() only"
 OUTSIDE = "the encoder is used outside the dispatch_sync block in which it was taken"
@@ -92,6 +57,10 @@ FAULTS = {
     "residency without a request": "endResidency: it was not requested",
     "removal of what is not there": "removeAllocation: of what is not in the set",
     "own device": "MTLCreateSystemDefaultDevice: host code uses PyTorch's device",
+    "own memory": "newBufferWithLength: " + NOT_OURS,
+    "own heap": "newHeapWithDescriptor: " + NOT_OURS,
+    "own blits": "blitCommandEncoder: " + NOT_OURS,
+    "own buffers of the stream": "commandBufferFromCommandQueue: " + NOT_OURS,
     "own queue": "newCommandQueue: " + NOT_OURS,
     "own command buffer": "[commandQueue commandBuffer]: " + NOT_OURS,
     "own encoder": "computeCommandEncoder: " + NOT_OURS,
@@ -110,24 +79,8 @@ FAULTS = {
 
 
 @pytest.fixture
-def calls(simulated):
-    """torch.ops.simulator_test: the operators of host_calls.mm."""
-    if not hasattr(torch.ops.simulator_test, "axpy"):
-        library = build_device.build_library("host_calls", [CALLS], [build_device.device_library()])
-        torch.ops.load_library(str(library))
-        torch.ops.simulator_test.set_shader(SHADER)
-    return torch.ops.simulator_test
-
-
-@pytest.fixture
 def x() -> torch.Tensor:
     return torch.arange(100.0, device="mps")
-
-
-def usable(calls) -> bool:
-    """Whether an operator gives its right result."""
-    x = torch.arange(100.0, device="mps")
-    return calls.axpy(x, x, 2.0).tolist() == (3 * torch.arange(100.0)).tolist()
 
 
 def test_every_fault_has_its_message():
@@ -193,7 +146,7 @@ def test_object_without_a_pool_is_reported(calls, simulated, x):
 
 
 def test_metals_message_for_a_shader_that_does_not_compile(calls):
-    broken = SHADER.replace("alpha * x[i]", "alpha * xx[i]")
+    broken = CALLS.with_suffix(".metal").read_text().replace("alpha * x[i]", "alpha * xx[i]")
     line = broken[: broken.index("xx")].count("\n") + 1
     with pytest.raises(RuntimeError, match=rf"{line}:\d+: error: use of undeclared identifier 'xx'"):
         calls.set_shader(broken)
@@ -345,14 +298,6 @@ def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
     assert calls.seen() == ["d: 4"]
 
 
-def told(calls, count: int) -> list[str]:
-    """What handlers have seen, once there are so many."""
-    seen, end = [], time.monotonic() + 60
-    while len(seen) < count and time.monotonic() < end:
-        seen += calls.seen()
-    return seen
-
-
 @simulator.torch_version("2.14")
 @pytest.mark.parametrize("schedule", [2, 3])
 def test_late_handlers(calls, simulated, x, schedule):
@@ -443,11 +388,6 @@ def test_the_gpus_clock(calls, simulated, x):
     assert calls.seen() == ["1: 4 in 0.25 s", "3: 4 in 0.75 s", "outside: 4"]
 
 
-def near(*seconds: float):
-    """The clock goes on from test to test, and rounds."""
-    return pytest.approx(seconds, abs=1e-9)
-
-
 def test_the_hosts_clock(calls, simulated, x):
     """It goes on while the GPU works, and waits where torch does: for copies that block, to and fro."""
 
@@ -469,188 +409,43 @@ def test_the_hosts_clock(calls, simulated, x):
         assert (times.busy, times.idle) == near(3.0, 0.75 + 5.25)
 
 
-def answering(calls, first: int, work=lambda: None):
-    """A host's thread: it waits for a value of the event, works, and signals the next."""
-
-    def answer() -> bool:
-        heard = calls.wait_by_host(first, 60_000)
-        work()
-        calls.signal_by_host(first + 1)
-        return heard
-
-    return answer
-
-
-def ask(calls, first: int) -> None:
-    calls.signal_by_gpu(first), calls.commit(), calls.wait_by_gpu(first + 1)
-
-
-@pytest.mark.parametrize("schedule", range(4))
-def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
-    """Each sees what the other wrote before its signal."""
-    simulated.set_schedule(schedule)
-    before, memory = calls.axpy(x, x, 1.0), torch.zeros_like(x)
-    read, written = (
-        (ctypes.c_float * 100).from_address(simulator.runtime.address(each)) for each in (before, memory)
-    )
-    first = calls.signalled() + 1
-
-    def work():
-        assert [*read] == (2 * torch.arange(100.0)).tolist()
-        written[:] = [5.0] * 100
-
-    with ThreadPoolExecutor(1) as pool, simulated.trace() as commands:
-        answered = pool.submit(answering(calls, first, work))
-        ask(calls, first)
-        after = calls.axpy(x, memory, 0.0)
-        assert after.tolist() == [5.0] * 100 and answered.result()
-    kinds = [line.split(" grid")[0] for line in commands]
-    assert kinds == ["signal event", "commit", "wait for event", "axpy", "synchronize"]
-    assert calls.signalled() == first + 1
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_heap(calls, simulated, is_placed):
+    """Which gives out what was given back, where it fits."""
+    objects = simulated.live_objects()
+    rest = [] if is_placed else [False]  # 512 are left in front, 512 behind
+    assert calls.heap(is_placed, 256) == [1024, 2048, 1024, 256 if is_placed else 0, *rest]
+    if is_placed:
+        with pytest.raises(SimulatorError, match="another buffer lies there"):
+            calls.heap(True, 768)
+        with pytest.raises(SimulatorError, match="offset 100 is no multiple of 256"):
+            calls.heap(True, 100)
+    else:
+        assert simulated.live_objects() == objects
 
 
 @pytest.mark.parametrize("schedule", range(4))
-def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, schedule):
-    """By the line that asks for it; behind the signal it may be read, although commands to come write it."""
+def test_blits(calls, simulated, x, schedule):
+    """In the order of encoding. A size that is no multiple of 4 is for torch alone."""
     simulated.set_schedule(schedule)
-    three, seven, first = x + 3, x + 7, calls.signalled() + 1
-    y = calls.axpy(x, three, 1.0)
-    calls.first_of(y)
-    with pytest.raises(SimulatorError, match=rf"{re.escape(__file__)}:\d+: the host reads or writes memory"):
-        torch.mps.synchronize()
-    assert calls.first_of(y) == 3.0
-    z, read = calls.axpy(x, three, 1.0), []
-    with ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(answering(calls, first, lambda: read.append(calls.first_of(z))))
-        ask(calls, first)
-        calls.axpy_into(x, seven, 1.0, z)
-        torch.mps.synchronize()
-        assert answered.result() and read == [3.0] and calls.first_of(z) == 7.0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
-    """The host hears of its end without a wait; both go on while one waits for the other."""
-    first, source = calls.signalled() + 1, torch.ones(100)
-    with simulated.own_gpu(seed):
-        y = calls.axpy(x, x, 2.0)
-        calls.watch("a"), calls.commit()
-        assert told(calls, 1) == ["a: 4"]
-        calls.wait_by_gpu(first)
-        z = calls.axpy(y, y, 1.0)
-        sent = source.to("mps", non_blocking=True)  # commits
-        calls.watch("b"), calls.commit()
-        source.fill_(3)  # while the GPU waits: it reads what is there once it goes on
-        calls.signal_by_host(first)
-        assert told(calls, 1) == ["b: 4"]
-        with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the source of a copy to mps"):
+    y = torch.zeros(100, device="mps")
+    z = calls.axpy(x, x, 1.0)
+    calls.blit(z, y, [8, 80, 12], False, True), calls.blit(y, y, [0, 4], False, True)
+    calls.axpy_into(x, x, 2.0, z)
+    expected = torch.zeros(100)
+    expected[20:23], expected.view(torch.uint8)[:4] = torch.tensor([4.0, 6, 8]), 7
+    assert torch.equal(y.cpu(), expected) and torch.equal(z.cpu(), 3 * x.cpu())
+    calls.blit(x, y, [5, 3, 1], True, True)
+    for values, ends, text in (
+        ([5, 0, 4], True, "multiples of 4, got 5"),
+        ([0, 0, 6], True, "multiples of 4, got 6"),
+        ([398, 4], True, "multiples of 4, got 398"),
+        ([400, 0, 4], True, "offset 400 is out of range"),
+        ([0, 4], False, "a blit encoder is released before endEncoding"),
+    ):
+        with pytest.raises(SimulatorError, match=text):
+            calls.blit(x, y, values, False, ends)
             torch.mps.synchronize()
-        assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
-
-
-def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
-    value = calls.signalled() + 7
-    with simulated.event_limit(0.05):
-        calls.wait_by_gpu(value)
-        calls.axpy(x, x, 1.0)
-        with pytest.raises(SimulatorError) as raised:
-            torch.mps.synchronize()
-    says = f": the GPU waits for the value {value} of an event, and nobody signals it; it has {value - 7}"
-    assert re.match(rf"{re.escape(__file__)}:\d+{says}$", str(raised.value))
-    assert not calls.wait_by_host(value, 10)
-    assert usable(calls)
-
-
-@pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
-def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait):
-    """As torch does there: a thread of Python's that would signal the event never runs."""
-    first, may_answer, interval = calls.signalled() + 1, threading.Event(), sys.getswitchinterval()
-    with ThreadPoolExecutor(1) as pool, simulated.event_limit(0.5):
-        answered = pool.submit(answering(calls, first, may_answer.wait))
-        ask(calls, first)
-        sys.setswitchinterval(1e6)
-        try:
-            may_answer.set()
-            with pytest.raises(SimulatorError, match=r"test_host.py:\d+: the GPU waits for the value"):
-                wait(x)
-        finally:
-            sys.setswitchinterval(interval)
-        assert answered.result()
-    assert usable(calls)
-
-
-@pytest.mark.parametrize("schedule", range(4))
-def test_listeners_are_told_once(calls, simulated, schedule):
-    simulated.set_schedule(schedule)
-    first = calls.signalled() + 1
-    calls.listen(first, "a"), calls.listen(first + 2, "b"), calls.listen(first + 1, "c")
-    calls.signal_by_gpu(first)
-    torch.mps.synchronize()
-    assert told(calls, 1) == ["a"]
-    calls.signal_by_host(first + 2)
-    assert sorted(told(calls, 2)) == ["b", "c"]
-    calls.listen(first, "d")  # it was there before
-    assert told(calls, 1) == ["d"]
-
-
-def test_events_run_on_the_null_device(calls, simulated):
-    first = calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool, simulated.dropped(validate=False):
-        answered = pool.submit(answering(calls, first))
-        ask(calls, first)
-        torch.mps.synchronize()
-        assert answered.result()
-
-
-def test_the_clock_of_who_answers(calls, simulated, x):
-    """The GPU waits for the answer, and for each signal to be heard of."""
-
-    def run(dispatch) -> float:
-        shaderlib.execute(dispatch)
-        return 1.0
-
-    first = calls.signalled() + 1
-    with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25, 0.0, an_event=0.5) as times:
-        ends = []
-        answered = pool.submit(answering(calls, first, lambda: ends.append(times.answer(2.0))))
-        y = calls.axpy(x, x, 1.0)
-        ask(calls, first)
-        calls.axpy(y, y, 1.0).cpu()
-        assert answered.result() and tuple(ends) == near(0.5 + 1.0 + 0.5 + 2.0)
-        assert (times.idle, times.waited, times.busy) == near(0.5, 3.0, 2.0)
-        assert (times.now,) == near(0.5 + 1.0 + 3.0 + 1.0)
-
-
-@simulator.torch_version("2.14")  # which raises nothing where it waits
-@pytest.mark.parametrize("schedule", [0, 1])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_buffer_that_takes_over_5_s_fails(calls, simulated, x, schedule, waits):
-    """By the GPU's clock, whether it works or waits; those behind it run."""
-    simulated.set_schedule(schedule)
-
-    def run(dispatch) -> float:
-        shaderlib.execute(dispatch)
-        return 2.0
-
-    def buffers(dispatches: int, answer: float) -> list[str]:
-        """Statuses of one that works and waits so long, and of one behind it."""
-        first = calls.signalled() + 1
-        with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25) as times:
-            answered = pool.submit(answering(calls, first, lambda: times.answer(answer)))
-            ask(calls, first)
-            for _ in range(dispatches):
-                calls.axpy(x, x, 1.0)
-            calls.watch("a"), calls.commit()
-            z = calls.axpy(x, x, 3.0)
-            calls.watch("b")
-            torch.mps.synchronize()
-            assert answered.result()
-        assert torch.equal(z.cpu(), 4 * x.cpu())
-        return [status.partition(" in ")[0] for status in told(calls, 2)]
-
-    assert buffers(1, 2.5) == ["a: 4", "b: 4"]
-    says, rest = buffers(1, 5.5) if waits else buffers(4, 0.5)
-    assert says.startswith("a: 5 2 Caused GPU Timeout Error") and rest == "b: 4"
 
 
 def test_reads_of_a_disk():

@@ -34,9 +34,28 @@ typedef enum MTLMathFloatingPointFunctions : NSInteger {
   MTLMathFloatingPointFunctionsPrecise
 } MTLMathFloatingPointFunctions;
 
+typedef enum MTLStorageMode : NSUInteger {
+  MTLStorageModeShared = 0,
+  MTLStorageModePrivate = 2
+} MTLStorageMode;
+typedef enum MTLHazardTrackingMode : NSUInteger {
+  MTLHazardTrackingModeDefault,
+  MTLHazardTrackingModeUntracked,
+  MTLHazardTrackingModeTracked,
+} MTLHazardTrackingMode;
+typedef enum MTLResourceOptions : NSUInteger {
+  MTLResourceStorageModeShared = 0,
+  MTLResourceHazardTrackingModeDefault = 0,
+} MTLResourceOptions;
+typedef enum MTLHeapType : NSInteger { MTLHeapTypeAutomatic, MTLHeapTypePlacement } MTLHeapType;
+
+typedef struct {
+  NSUInteger size, align;
+} MTLSizeAndAlign;
+
 @protocol MTLDevice
 , MTLBuffer, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLCommandQueue, MTLCommandBuffer,
-    MTLComputeCommandEncoder, MTLEvent, MTLSharedEvent, MTLHeap, MTLResidencySet;
+    MTLComputeCommandEncoder, MTLBlitCommandEncoder, MTLEvent, MTLSharedEvent, MTLHeap, MTLResidencySet;
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 
 @interface MTLCompileOptions : NSObject {
@@ -50,13 +69,37 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @property(nonatomic) BOOL fastMathEnabled;  // the older name: YES is MTLMathModeFast, NO is MTLMathModeSafe
 @end
 
+@interface MTLHeapDescriptor : NSObject {
+  NSUInteger _size;
+  MTLHeapType _type;
+  MTLStorageMode _storageMode;
+  MTLHazardTrackingMode _hazardTrackingMode;
+}
+@property(nonatomic) NSUInteger size;
+@property(nonatomic) MTLHeapType type;
+@property(nonatomic) MTLStorageMode storageMode;  // MTLStorageModePrivate unless it is set
+@property(nonatomic) MTLHazardTrackingMode hazardTrackingMode;
+@end
+
 @protocol MTLHeap <NSObject>
+@property(readonly) NSUInteger size;
+@property(readonly) NSUInteger usedSize;
+@property(readonly) NSUInteger currentAllocatedSize;
+@property(readonly) MTLHeapType type;
+@property(readonly) MTLStorageMode storageMode;
+- (NSUInteger)maxAvailableSizeWithAlignment:(NSUInteger)alignment;
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;  // or nil
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length
+                             options:(MTLResourceOptions)options
+                              offset:(NSUInteger)offset;  // of a heap for placement
 @end
 
 @protocol MTLBuffer <NSObject>
 @property(readonly) NSUInteger length;
+@property(readonly) MTLStorageMode storageMode;
 @property(readonly) id<MTLHeap> heap;  // nil for a buffer that stands alone
-- (void*)contents;
+@property(readonly) NSUInteger heapOffset;
+- (void*)contents;  // null where it is private
 @end
 
 @protocol MTLFunction <NSObject>
@@ -92,6 +135,16 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
 @end
 
+@protocol MTLBlitCommandEncoder <NSObject>
+- (void)copyFromBuffer:(id<MTLBuffer>)sourceBuffer
+          sourceOffset:(NSUInteger)sourceOffset
+              toBuffer:(id<MTLBuffer>)destinationBuffer
+     destinationOffset:(NSUInteger)destinationOffset
+                  size:(NSUInteger)size;
+- (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value;
+- (void)endEncoding;
+@end
+
 typedef enum MTLCommandBufferStatus : NSUInteger {
   MTLCommandBufferStatusNotEnqueued,
   MTLCommandBufferStatusEnqueued,
@@ -115,6 +168,7 @@ typedef enum MTLCommandBufferError : NSUInteger {
 - (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value;
 - (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
+- (id<MTLBlitCommandEncoder>)blitCommandEncoder;
 - (void)commit;
 - (void)waitUntilCompleted;
 @end
@@ -156,12 +210,22 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t val
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString* name;
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
+@property(readonly) NSUInteger maxBufferLength;
+@property(readonly) uint64_t recommendedMaxWorkingSetSize;
+@property(readonly) NSUInteger currentAllocatedSize;
 @property BOOL shouldMaximizeConcurrentCompilation;  // macOS 13.3
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error;  // macOS 26
 - (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
                                                error:(NSError**)error;  // macOS 15
 - (id<MTLCommandQueue>)newCommandQueue;
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
+- (id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pointer
+                                   length:(NSUInteger)length
+                                  options:(MTLResourceOptions)options
+                              deallocator:(void (^)(void* pointer, NSUInteger length))deallocator;
+- (MTLSizeAndAlign)heapBufferSizeAndAlignWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
+- (id<MTLHeap>)newHeapWithDescriptor:(MTLHeapDescriptor*)descriptor;
 - (id<MTLSharedEvent>)newSharedEvent;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options

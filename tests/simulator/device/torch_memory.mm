@@ -1,5 +1,6 @@
 // Torch's allocator for mps, as far as programs notice it. What is freed is given out again at once, with
 // what is in it, although commands that were encoded before may still read it: they run before those to come.
+// Metal finds the room in a heap; from torch 2.14 on torch does, in heaps for placement: here the first.
 #include "torch_memory.h"
 
 #include <c10/util/Exception.h>
@@ -14,8 +15,10 @@
 #include <sstream>
 #include <string>
 
+#include "../metal/metal.h"
 #include "../metal/runtime.h"
 #include "device.h"
+#include "torch.h"
 
 namespace simulator::torch_memory {
 namespace {
@@ -25,13 +28,65 @@ constexpr size_t kSmall = 1 * kMiB;    // the largest of a small heap
 constexpr size_t kMiddle = 10 * kMiB;  // below it a heap of the middle size
 constexpr size_t kSmallHeap = 8 * kMiB, kMiddleHeap = 32 * kMiB, kLargeHeap = 1024 * kMiB;
 constexpr size_t kRound = 2 * kMiB;        // of a heap with one buffer
-constexpr size_t kAlignment = 256;         // assumed of Metal's buffers in a heap
 constexpr double kLow = 1.4, kMost = 1.7;  // of the recommended size: garbage is collected, and an error
 
-struct Heap {
-  const size_t total;
-  size_t available;
+constexpr size_t kNowhere = SIZE_MAX;
+constexpr MTLResourceOptions kShared = MTLResourceStorageModeShared;
+
+MTLSizeAndAlign size_and_align(size_t bytes) {
+  return [simulated_device() heapBufferSizeAndAlignWithLength:bytes options:kShared];
+}
+
+class Heap {
+ public:
+  explicit Heap(size_t size) {
+    const AsTorch as_torch;
+    MTLHeapDescriptor* descriptor = [MTLHeapDescriptor new];
+    descriptor.size = size;
+    descriptor.storageMode = MTLStorageModeShared;
+    descriptor.type = torch_minor() >= 14 ? MTLHeapTypePlacement : MTLHeapTypeAutomatic;
+    heap_ = [simulated_device() newHeapWithDescriptor:descriptor];
+    [descriptor release];
+  }
+  ~Heap() { [heap_ release]; }
+  Heap(const Heap&) = delete;
+  Heap& operator=(const Heap&) = delete;
+
+  size_t size() const { return [heap_ size]; }
+  size_t available() const { return [heap_ size] - [heap_ usedSize]; }
+  bool has_room(size_t size) const {
+    if (is_placed()) return place_of(size) != kNowhere;
+    return [heap_ maxAvailableSizeWithAlignment:size_and_align(size).align] >= size;
+  }
+  void* make(size_t size) {
+    const AsTorch as_torch;
+    ++buffers;
+    if (!is_placed()) return (void*)[heap_ newBufferWithLength:size options:kShared];
+    const size_t place = place_of(size);
+    used_[place] = size;
+    return (void*)[heap_ newBufferWithLength:size options:kShared offset:place];
+  }
+  void give_back(void* buffer) {
+    used_.erase([(id<MTLBuffer>)buffer heapOffset]);
+    --buffers;
+    buffer_release(buffer);
+  }
+
   size_t buffers = 0;
+
+ private:
+  bool is_placed() const { return [heap_ type] == MTLHeapTypePlacement; }
+  size_t place_of(size_t size) const {
+    size_t place = 0;
+    for (const auto& [offset, bytes] : used_) {
+      if (offset >= place + size) return place;
+      place = offset + bytes;
+    }
+    return place + size <= [heap_ size] ? place : kNowhere;
+  }
+
+  id<MTLHeap> heap_;
+  std::map<size_t, size_t> used_;  // {offset: size}, where torch places buffers
 };
 
 struct Block {
@@ -73,12 +128,11 @@ void release(Block& block, bool and_heap) {
   const auto [first, last] = pool.free.equal_range(block.size);
   pool.free.erase(std::find_if(first, last, [&](const auto& each) { return each.second == &block; }));
   Heap& heap = block.heap;
-  heap.available += block.size;
   s.bytes.free -= block.size;
-  buffer_release(block.buffer);
+  heap.give_back(block.buffer);
   s.blocks.erase(block.buffer);
-  if (--heap.buffers > 0 || !and_heap) return;
-  s.bytes.heaps -= heap.total;
+  if (heap.buffers > 0 || !and_heap) return;
+  s.bytes.heaps -= heap.size();
   pool.heaps.erase(&heap);
 }
 
@@ -86,7 +140,7 @@ void release_free(Pool& pool) {
   while (!pool.free.empty()) release(*pool.free.begin()->second, true);
   for (auto each = pool.heaps.begin(); each != pool.heaps.end();) {
     const bool is_empty = each->second->buffers == 0;
-    if (is_empty) state().bytes.heaps -= each->second->total;
+    if (is_empty) state().bytes.heaps -= each->second->size();
     each = is_empty ? pool.heaps.erase(each) : std::next(each);
   }
 }
@@ -95,7 +149,7 @@ void release_free(Pool& pool) {
 Heap* room(const Pool& pool, size_t size) {
   Heap* found = nullptr;
   for (const auto& [heap, owned] : pool.heaps) {
-    if (heap->available >= size && (found == nullptr || heap->available < found->available)) found = heap;
+    if (heap->has_room(size) && (found == nullptr || heap->available() < found->available())) found = heap;
   }
   return found;
 }
@@ -144,15 +198,12 @@ Block* made(Pool& pool, size_t size, bool has_pressure) {
   if (driver_bytes() + size > most()) return nullptr;
   Heap* heap = room(pool, size);
   if (heap == nullptr) {
-    const size_t total = heap_size(size, has_pressure);
-    auto owned = std::make_unique<Heap>(Heap{total, total});
+    auto owned = std::make_unique<Heap>(heap_size(size, has_pressure));
     heap = owned.get();
     pool.heaps[heap] = std::move(owned);
-    s.bytes.heaps += total;
+    s.bytes.heaps += heap->size();
   }
-  heap->available -= size;
-  ++heap->buffers;
-  void* buffer = buffer_new(size);
+  void* buffer = heap->make(size);
   auto& block = s.blocks[buffer];
   block = std::make_unique<Block>(Block{buffer, size, &pool == &s.small, *heap});
   return block.get();
@@ -187,7 +238,7 @@ void* allocate(size_t bytes) {
   State& s = state();
   std::unique_lock<std::recursive_mutex> lock(s.mutex);
   if (s.bytes.recommended == 0) return nullptr;
-  const size_t size = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const size_t size = size_and_align(bytes).size;
   Pool& pool = size <= kSmall ? s.small : s.large;
   const bool has_pressure = &pool == &s.large && is_over(kLow);
   Block* block = recycled(pool, size, has_pressure);
@@ -241,7 +292,17 @@ size_t free_buffers() {
   return state().small.free.size() + state().large.free.size();
 }
 
+size_t heaps() {
+  const std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  return state().small.heaps.size() + state().large.heaps.size();
+}
+
 }  // namespace simulator::torch_memory
+
+size_t simulator::recommended_bytes() {
+  const size_t recommended = torch_memory::current_bytes().recommended;
+  return recommended == 0 ? size_t{64} << 30 : recommended;
+}
 
 // Memory is torch's from here on, of a GPU with this recommended size; 0 is no longer.
 extern "C" __attribute__((visibility("default"))) void simulator_pool_memory(size_t recommended) {

@@ -1,5 +1,6 @@
 #include "torch.h"
 
+#include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
@@ -13,6 +14,7 @@
 #include <optional>
 #include <set>
 
+#include "../metal/metal.h"
 #include "device.h"
 
 namespace simulator {
@@ -70,6 +72,36 @@ Tensor flat(const Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1});
 }
 
+std::shared_ptr<Use> use_by_copy(const Tensor& tensor, bool writes) {
+  const size_t offset = tensor.storage_offset() * tensor.itemsize();
+  return use_of("copy_", {{buffer_memory(tensor.storage().data()), offset, writes}});
+}
+
+// The GPU reads the host's pages at the command's turn. `check` is called once it has.
+void blit_from_host(const Tensor& source, const Tensor& destination, const std::function<void()>& check_) {
+  const AsTorch as_torch;
+  const std::function<void()> check = check_;  // a block keeps no reference
+  const auto first = reinterpret_cast<uintptr_t>(source.const_data_ptr()), page = first / kPage * kPage;
+  const size_t offset = first - page, pages = (offset + source.nbytes() + kPage - 1) / kPage * kPage;
+  @autoreleasepool {
+    const id<MTLBuffer> from = [simulated_device() newBufferWithBytesNoCopy:reinterpret_cast<void*>(page)
+                                                                     length:pages
+                                                                    options:MTLResourceStorageModeShared
+                                                                deallocator:^(void*, NSUInteger) {
+                                                                  check();
+                                                                }];
+    const id<MTLBlitCommandEncoder> encoder =
+        [at::mps::getCurrentMPSStream()->commandBuffer() blitCommandEncoder];
+    [encoder copyFromBuffer:from
+               sourceOffset:offset
+                   toBuffer:(id<MTLBuffer>)destination.storage().data()
+          destinationOffset:destination.storage_offset() * destination.itemsize()
+                       size:source.nbytes()];
+    [encoder endEncoding];
+    [from release];
+  }
+}
+
 // A blit: the GPU reads the source at the command's turn, and the host sees the result once the buffer is
 // complete.
 std::shared_ptr<Poison> blit(const Tensor& source, const Tensor& destination) {
@@ -89,7 +121,7 @@ std::shared_ptr<Poison> blit(const Tensor& source, const Tensor& destination) {
     if (!made->defined()) return;  // the buffer has failed
     memcpy(static_cast<char*>(storage.mutable_data()) + offset, made->data_ptr(), made->nbytes());
   };
-  record_copy(act, appear, current_stream());
+  record_copy(act, appear, use_by_copy(source, false), current_stream());
   return poisoned_memory;
 }
 
@@ -185,8 +217,7 @@ void copy_to_mps_without_waiting(const Tensor& source, const Tensor& destination
   const auto bytes = [read] {
     return std::string(static_cast<const char*>(read.const_data_ptr()), read.nbytes());
   };
-  const auto act = [read, into = host_view(destination), before = bytes(), bytes, line = python_line()] {
-    into.copy_(read);
+  const auto check = [before = bytes(), bytes, line = python_line()] {
     if (bytes() == before) return;
     report(
         line +
@@ -194,7 +225,15 @@ void copy_to_mps_without_waiting(const Tensor& source, const Tensor& destination
         "its command buffer first");
   };
   end_encoder();
-  record_copy(act, [] {}, current_stream());
+  if (destination.is_contiguous()) {
+    blit_from_host(read, destination, check);
+  } else {
+    const auto act = [read, into = host_view(destination), check] {
+      into.copy_(read);
+      check();
+    };
+    record_copy(act, [] {}, use_by_copy(destination, true), current_stream());
+  }
   commit_in_queue();
 }
 

@@ -1,0 +1,264 @@
+"""Events, and a GPU with a thread of its own: who waits for whom, and who may touch memory until then."""
+
+import contextlib
+import ctypes
+import random
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import simulator
+import torch
+from simulator import SimulatorError, shaderlib
+from simulator.testing import answering, ask, near, told, usable
+
+pytestmark = pytest.mark.usefixtures("calls")
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.arange(100.0, device="mps")
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_the_gpu_waits_for_the_host(calls, simulated, x, schedule):
+    """Each sees what the other wrote before its signal."""
+    simulated.set_schedule(schedule)
+    before, memory = calls.axpy(x, x, 1.0), torch.zeros_like(x)
+    read, written = (
+        (ctypes.c_float * 100).from_address(simulator.runtime.address(each)) for each in (before, memory)
+    )
+    first = calls.signalled() + 1
+
+    def work():
+        assert [*read] == (2 * torch.arange(100.0)).tolist()
+        written[:] = [5.0] * 100
+
+    with ThreadPoolExecutor(1) as pool, simulated.trace() as commands:
+        answered = pool.submit(answering(calls, first, work))
+        ask(calls, first)
+        after = calls.axpy(x, memory, 0.0)
+        assert after.tolist() == [5.0] * 100 and answered.result()
+    kinds = [line.split(" grid")[0] for line in commands]
+    assert kinds == ["signal event", "commit", "wait for event", "axpy", "synchronize"]
+    assert calls.signalled() == first + 1
+
+
+def found(does: str, command_does: str, where: str = "", byte: int = 0) -> str:
+    """A pattern of the finding about what the host does with memory of a command."""
+    memory = rf"memory that axpy, a command of the GPU, {command_does} \(byte {byte} of \d+, touched {where}"
+    return rf"{re.escape(__file__)}:\d+: the host {does} {memory}"
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_memory_that_is_read_before_a_signal_is_found(calls, simulated, x, schedule):
+    """By the line that asks for it; behind the signal it may be read, although commands to come write it."""
+    simulated.set_schedule(schedule)
+    three, seven, first = x + 3, x + 7, calls.signalled() + 1
+    y = calls.axpy(x, three, 1.0)
+    calls.first_of(y)
+    with pytest.raises(SimulatorError, match=found("reads", "writes")):
+        torch.mps.synchronize()
+    assert calls.first_of(y) == 3.0
+    z, read = calls.axpy(x, three, 1.0), []
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answering(calls, first, lambda: read.append(calls.first_of(z))))
+        ask(calls, first)
+        calls.axpy_into(x, seven, 1.0, z)
+        torch.mps.synchronize()
+        assert answered.result() and read == [3.0] and calls.first_of(z) == 7.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
+    """The host hears of its end without a wait; both go on while one waits for the other."""
+    first, source = calls.signalled() + 1, torch.ones(100)
+    with simulated.own_gpu(seed):
+        y = calls.axpy(x, x, 2.0)
+        calls.watch("a"), calls.commit()
+        assert told(calls, 1) == ["a: 4"]
+        calls.wait_by_gpu(first)
+        z = calls.axpy(y, y, 1.0)
+        sent = source.to("mps", non_blocking=True)  # commits
+        calls.watch("b"), calls.commit()
+        source.fill_(3)  # while the GPU waits: it reads what is there once it goes on
+        calls.signal_by_host(first)
+        assert told(calls, 1) == ["b: 4"]
+        with pytest.raises(SimulatorError, match=r"test_events.py:\d+: the source of a copy to mps"):
+            torch.mps.synchronize()
+        assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
+
+
+@pytest.fixture
+def kept(calls, simulated):
+    """A tensor of four pages, the host's pointer to its floats, and a wait for all commands so far."""
+    wide = torch.zeros(4096, device="mps")
+    with simulated.own_gpu(random.randrange(1 << 30)):
+        yield wide, (ctypes.c_float * 4096).from_address(calls.contents(wide))
+
+
+def write(pointer, place: int = 0):
+    pointer[place] = 5.0
+
+
+@pytest.mark.parametrize("kind", ["reads, written", "writes, read", "writes, written"])
+def test_a_host_that_touches_memory_of_a_committed_command_is_found(calls, simulated, x, kept, kind):
+    """Whether the command has run or not, until the host has heard of its end; what lies before is free."""
+    wide, pointer = kept
+    command, is_write = kind.split(", ")[0], kind.endswith("written")
+    used, place = wide[2048:2148], 2048
+    calls.axpy(used, x, 1.0) if command == "reads" else calls.axpy_into(x, x, 1.0, used)
+    calls.commit()
+    write(pointer)
+    write(pointer, place) if is_write else pointer[place]
+    where = f"at {re.escape(__file__)}:"
+    with pytest.raises(
+        SimulatorError, match=found("writes" if is_write else "reads", command, where, 4 * place)
+    ):
+        torch.mps.synchronize()
+    write(pointer, place)  # it has waited
+    calls.axpy(used, x, 1.0)
+    calls.watch("a"), calls.commit()
+    assert pointer[place] == 5.0  # both read
+    assert told(calls, 1) == ["a: 4"]
+    write(pointer, place)  # it was told
+    torch.mps.synchronize()
+
+
+def test_memory_of_commands_behind_a_wait_is_the_hosts(calls, simulated, x, kept):
+    (wide, pointer), first = kept, calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answering(calls, first, lambda: write(pointer)))
+        ask(calls, first)
+        calls.commit()
+        y = calls.axpy(wide[:100], x, 1.0)
+        calls.commit()
+        assert answered.result()
+        assert y[0].item() == 5.0
+    calls.wait_by_gpu(first + 2), calls.axpy(wide[:100], x, 1.0), calls.commit()
+    write(pointer)
+    calls.signal_by_host(first + 2)
+    write(pointer)  # from here on it may run
+    with pytest.raises(SimulatorError, match=found("writes", "reads")):
+        torch.mps.synchronize()
+
+
+def test_a_file_that_is_read_into_memory_of_a_committed_command(calls, simulated, x, tmp_path):
+    """Where a command has read these bytes, as its results show: others are other slots."""
+    wide, file = torch.zeros(4096, device="mps"), tmp_path / "zeros"
+    file.write_bytes(bytes(4096))
+    calls.axpy(wide[:100], x, 1.0), calls.commit()
+    calls.read_file(str(file), wide, 400, 4096)
+    torch.mps.synchronize()
+    calls.axpy(wide[:100], x, 1.0), calls.commit()
+    calls.read_file(str(file), wide, 396, 8)
+    with pytest.raises(SimulatorError, match=found("writes", "reads", "in ", 396)):
+        torch.mps.synchronize()
+
+
+def test_a_wait_that_nobody_ends_is_found(calls, simulated, x):
+    value = calls.signalled() + 7
+    with simulated.event_limit(0.05):
+        calls.wait_by_gpu(value)
+        calls.axpy(x, x, 1.0)
+        with pytest.raises(SimulatorError) as raised:
+            torch.mps.synchronize()
+    says = f": the GPU waits for the value {value} of an event, and nobody signals it; it has {value - 7}"
+    assert re.match(rf"{re.escape(__file__)}:\d+{says}$", str(raised.value))
+    assert not calls.wait_by_host(value, 10)
+    assert usable(calls)
+
+
+@pytest.mark.parametrize("gpu", [contextlib.nullcontext, lambda: simulator.own_gpu(1)])
+@pytest.mark.parametrize("wait", [lambda x: torch.mps.empty_cache(), lambda x: x.untyped_storage().cpu()])
+def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait, gpu):
+    """As torch does there: a thread of Python's that would signal the event never runs."""
+    first, may_answer, interval = calls.signalled() + 1, threading.Event(), sys.getswitchinterval()
+    with ThreadPoolExecutor(1) as pool, gpu(), simulated.event_limit(0.5):
+        answered = pool.submit(answering(calls, first, may_answer.wait))
+        ask(calls, first)
+        sys.setswitchinterval(1e6)
+        try:
+            may_answer.set()
+            with pytest.raises(SimulatorError, match=r"testing.py:\d+: the GPU waits for the value"):
+                wait(x)
+        finally:
+            sys.setswitchinterval(interval)
+        assert answered.result()
+    assert usable(calls)
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_listeners_are_told_once(calls, simulated, schedule):
+    simulated.set_schedule(schedule)
+    first = calls.signalled() + 1
+    calls.listen(first, "a"), calls.listen(first + 2, "b"), calls.listen(first + 1, "c")
+    calls.signal_by_gpu(first)
+    torch.mps.synchronize()
+    assert told(calls, 1) == ["a"]
+    calls.signal_by_host(first + 2)
+    assert sorted(told(calls, 2)) == ["b", "c"]
+    calls.listen(first, "d")  # it was there before
+    assert told(calls, 1) == ["d"]
+
+
+def test_events_run_on_the_null_device(calls, simulated):
+    first = calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool, simulated.dropped(validate=False):
+        answered = pool.submit(answering(calls, first))
+        ask(calls, first)
+        torch.mps.synchronize()
+        assert answered.result()
+
+
+def test_the_clock_of_who_answers(calls, simulated, x):
+    """The GPU waits for the answer, and for each signal to be heard of."""
+
+    def run(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        return 1.0
+
+    first = calls.signalled() + 1
+    with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25, 0.0, an_event=0.5) as times:
+        ends = []
+        answered = pool.submit(answering(calls, first, lambda: ends.append(times.answer(2.0))))
+        y = calls.axpy(x, x, 1.0)
+        ask(calls, first)
+        calls.axpy(y, y, 1.0).cpu()
+        assert answered.result() and tuple(ends) == near(0.5 + 1.0 + 0.5 + 2.0)
+        assert (times.idle, times.waited, times.busy) == near(0.5, 3.0, 2.0)
+        assert (times.now,) == near(0.5 + 1.0 + 3.0 + 1.0)
+
+
+@simulator.torch_version("2.14")  # which raises nothing where it waits
+@pytest.mark.parametrize("schedule", [0, 1])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_buffer_that_takes_over_5_s_fails(calls, simulated, x, schedule, waits):
+    """By the GPU's clock, whether it works or waits; those behind it run."""
+    simulated.set_schedule(schedule)
+
+    def run(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        return 2.0
+
+    def buffers(dispatches: int, answer: float) -> list[str]:
+        """Statuses of one that works and waits so long, and of one behind it."""
+        first = calls.signalled() + 1
+        with ThreadPoolExecutor(1) as pool, simulated.timeline(run, 0.25) as times:
+            answered = pool.submit(answering(calls, first, lambda: times.answer(answer)))
+            ask(calls, first)
+            for _ in range(dispatches):
+                calls.axpy(x, x, 1.0)
+            calls.watch("a"), calls.commit()
+            z = calls.axpy(x, x, 3.0)
+            calls.watch("b")
+            torch.mps.synchronize()
+            assert answered.result()
+        assert torch.equal(z.cpu(), 4 * x.cpu())
+        return [status.partition(" in ")[0] for status in told(calls, 2)]
+
+    assert buffers(1, 2.5) == ["a: 4", "b: 4"]
+    says, rest = buffers(1, 5.5) if waits else buffers(4, 0.5)
+    assert says.startswith("a: 5 2 Caused GPU Timeout Error") and rest == "b: 4"
