@@ -18,7 +18,6 @@ from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 SLOTS = 3  # of 8 experts, 2 of which a token needs
-FORMATS = pytest.mark.parametrize("format", [{}, {"bits": 4, "group_size": 32}], ids=["dense", "4 bit"])
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +39,10 @@ def is_captured(model: nn.Module) -> bool:
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")
-@FORMATS
-def test_the_tokens_of_the_resident_model(simulated, load, format):
+def test_the_tokens_of_the_resident_model(simulated, load):
+    """Of dense experts; tests/disk/test_steps.py has those in 4 bits."""
     simulated.set_schedule(1)
-    resident, model = load(**format), load(experts_memory="1GB", **format)
+    resident, model = load(), load(experts_memory="1GB")
     with torch.no_grad():
         a, b = Conversation(resident), Conversation(model)
         expected, logits = a.tokens(6), b.tokens(6)
