@@ -282,7 +282,7 @@ def test_an_error_in_any_call_for_one_sequence_leaves_the_others(call, folder, t
 
         disk = Disk(shutil.copytree(folder, tmp_path / str(number)), MEMORY)
         batch = Engine(model_of(), PrefixCache(MEMORY, disk=disk), 3)
-        first, bad, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, _LONG), 5), Asked(ids_of(3, 4), 9)
+        first, bad, last = Asked(ids_of(1, 5), 6), Asked(ids_of(2, _LONG), 5), Asked(ids_of(3, 4), 6)
         with monkeypatch.context() as broken:
             broken.setattr(home, name, fails)
             died = []
@@ -291,7 +291,7 @@ def test_an_error_in_any_call_for_one_sequence_leaves_the_others(call, folder, t
             thread.join(60)
         assert raised and died == [], (call, raised, died)
         for length, which, each in ((5, 1, first), (4, 3, last)):
-            assert (each.reasons, each.tokens) == (["length"], alone(which, length, 9)), (call, kind)
+            assert (each.reasons, each.tokens) == (["length"], alone(which, length, 6)), (call, kind)
         (reason,) = bad.reasons
         if call in OPTIONAL:
             assert reason == "length" and bad.tokens == alone(2, _LONG, 5)
@@ -331,8 +331,8 @@ def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architectu
     model, prompts = model_of(architecture), PrefixCache(MEMORY)
     batch = Engine(model, prompts, 3)
     run(batch, Asked(ids_of(4, 40), 2), Asked(ids_of(5, 40), 2))
-    first, drawn, last = Asked(ids_of(1, 5), 12), Asked(ids_of(2, 6), 12), Asked(ids_of(3, 9), 12)
-    for each in (drawn, twin := Asked(ids_of(2, 6), 12)):
+    first, drawn, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(3, 9), 9)
+    for each in (drawn, twin := Asked(ids_of(2, 6), 9)):
         each.job.seed, each.config.do_sample = 5, True
     run(Engine(model, None, 1), twin)
     fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == at)

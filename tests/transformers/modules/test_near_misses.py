@@ -190,7 +190,7 @@ def test_a_norm_of_channels_first():
 
 def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     """At the width of large models, but for matrices of linear layers, which a trial does not read."""
-    yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=8192), 0)
+    yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=4096), 0)
     yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
     yield "_index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
