@@ -26,7 +26,7 @@ def model_of(architecture: str, seed: int = 0, **sizes):
 def test_a_draft_that_is_the_model_drafts_all(architecture):
     """Its cache is cut where the model goes on otherwise: drawn tokens, and the turn behind an answer."""
     model, many = model_of(architecture), prompts(2)
-    configs = [settings(12), settings(12, do_sample=True)]
+    configs = [settings(22), settings(16, do_sample=True)]
     plain = Answered(model, many, configs, seeds=[1, 2])
     found = Answered(model, many, configs, model, width=4, seeds=[1, 2])
     assert found.answers == plain.answers
