@@ -198,8 +198,8 @@ def test_leading_dimensions(device, leading):
     x, residual, shared = (numbers(*leading, hidden, seed=seed) for seed in (1, 2, 3))
     gate, weights = numbers(*leading, seed=4), numbers(*leading, top_k, seed=5)
     ids = torch.randint(0, experts, (*leading, top_k), generator=torch.Generator().manual_seed(6))
-    gate_up = quantize(numbers(experts, 2 * inner, hidden, seed=7) / 8, 8, 32)
-    down = quantize(numbers(experts, hidden, inner, seed=8) / 8, 8, 32)
+    gate_up = quantize(numbers(experts, 2 * inner, hidden, seed=7) / 8, 4, 32)
+    down = quantize(numbers(experts, hidden, inner, seed=8) / 8, 4, 32)
     norm_weight = numbers(hidden, seed=9)
     around = {"shared_gate": gate, "shared_out": shared, "residual": residual, "norm_weight": norm_weight}
     placed = {name: tensor.to(device) for name, tensor in around.items()}

@@ -1,5 +1,7 @@
 """index_topk: the sets that it chooses against scores in float64, and exactly where scores are exact."""
 
+import itertools
+
 import pytest
 import torch
 from support.oracles_operators import checked
@@ -90,6 +92,7 @@ def test_blocks(device, dtype, reduce):
     def whole(*shape):
         return torch.randint(-4, 5, shape, generator=generator).to(dtype).to(device)
 
+    forms = itertools.cycle((False, True, True))  # of results: bits, or ids
     for tokens, heads, width, rows, block, top_k in BLOCKS:
         q, k, weights = whole(2, tokens, heads, width), whole(2, rows, width), whole(2, tokens, heads)
         options = {"key_range": None, "keys": 0, "reduce": reduce, "block": block}
@@ -101,7 +104,6 @@ def test_blocks(device, dtype, reduce):
             ranges = torch.tensor([(3, 2**31 - 1), (-5, rows // 2)], dtype=torch.int32)
             given += [{"tail": min(tail, top_k)} for tail in (0, 1, 2)]
             given += [{"key_range": ranges.to(device)}]
-        for each in given:
-            for as_bits in (False, True):
-                call = {"weights": None, "tail": 0, **options, **each, "as_bits": as_bits}
-                checked("_index_topk", q=q, k=k, top_k=top_k, scale=0.5, **call)
+        for each, as_bits in zip(given, forms, strict=False):
+            call = {"weights": None, "tail": 0, **options, **each, "as_bits": as_bits}
+            checked("_index_topk", q=q, k=k, top_k=top_k, scale=0.5, **call)

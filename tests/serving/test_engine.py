@@ -352,7 +352,7 @@ def test_half_of_the_rows_are_left_by_many_answers_to_several_requests():
 def test_what_is_tried_for_two_answers_is_tried_before_the_first(monkeypatch):
     """On the thread that makes the engine, and only where two have drafts."""
     model, threads = model_of(), []
-    memory.forget()
+    monkeypatch.setattr(memory, "_known", {})
     monkeypatch.setattr(batching, "_tried", lambda model: threads.append(threading.current_thread().name))
     for speculative, most, tried in ((None, 4, 0), ("lookup", 1, 0), ("lookup", 4, 1)):
         engine = EngineThread(model, None, most, drafting=drafting_of(model, speculative, None, "a"))

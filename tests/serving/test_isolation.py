@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from support.jobs import Asked, ids_of, model_of, on_thread, run
-from support.sweep import covering, rows_in_sweep
+from support.sweep import covering, in_sweep
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
@@ -100,27 +100,40 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "architecture"),
-    rows_in_sweep(itertools.product(WRONG, ARCHITECTURES), [(what, ARCHITECTURES[0]) for what in WRONG]),
-)
-def test_what_raises_in_one_row_ends_that_row(what, architecture):
+MANY = 3  # wrong jobs in one batch, each between two others
+TOGETHER = [[*WRONG][begin : begin + MANY] for begin in range(0, len(WRONG), MANY)]
+
+
+@functools.cache
+def drawn_alone(architecture: str) -> list[int]:
+    run(Engine(model_of(architecture), None, 1), drawn := drawn_job())
+    return drawn.tokens
+
+
+def drawn_job() -> Asked:
+    asked = Asked(ids_of(4, 7), 9, seed=5)
+    _settings(do_sample=True, top_k=20)(asked)
+    return asked
+
+
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ARCHITECTURES[:1]))
+@pytest.mark.parametrize("wrong", TOGETHER, ids=lambda wrong: wrong[0])
+def test_what_raises_in_one_row_ends_that_row(wrong, architecture):
     """Beside others, of which one has processors, and one is drawn; the next job is generated."""
     model = model_of(architecture)
-    bad, drawn, drawn_alone = Asked(ids_of(2, 6), 6), *(Asked(ids_of(4, 7), 9, seed=5) for _ in range(2))
-    WRONG[what](bad)
-    for each in (drawn, drawn_alone):
-        _settings(do_sample=True, top_k=20)(each)
-    plain = Asked(ids_of(1, 5), 9)
+    every_bad = {what: Asked(ids_of(10 + number, 6), 6) for number, what in enumerate(wrong)}
+    for what, bad in every_bad.items():
+        WRONG[what](bad)
+    plain, drawn, late = Asked(ids_of(1, 5), 9), drawn_job(), Asked(ids_of(1, 5), 9)
     masked = Asked(ids_of(3, 4), 9, processors=[Process(lambda ids, scores: scores)])
-    late = Asked(ids_of(1, 5), 9)
-    batch = Engine(model, PrefixCache(MEMORY), 4)
-    run(batch, plain, bad, masked, drawn, late)
-    run(Engine(model, None, 1), drawn_alone)
-    assert len(bad.reasons) == 1 and isinstance(bad.reasons[0], Exception), bad.reasons
+    batch = Engine(model, PrefixCache(MEMORY), 3 + len(wrong))  # the last job waits
+    between = itertools.zip_longest((plain, masked, drawn), every_bad.values())
+    run(batch, *filter(None, itertools.chain(*between)), late)
+    for what, bad in every_bad.items():
+        assert len(bad.reasons) == 1 and isinstance(bad.reasons[0], Exception), (what, bad.reasons)
     for number, length, each in ((1, 5, plain), (3, 4, masked), (1, 5, late)):
         assert (each.reasons, each.tokens) == (["length"], alone(number, length, 9, architecture))
-    assert (drawn.reasons, drawn.tokens) == (["length"], drawn_alone.tokens)
+    assert (drawn.reasons, drawn.tokens) == (["length"], drawn_alone(architecture))
 
 
 def test_scores_of_another_dtype_and_tokens_that_a_processor_changes():
@@ -271,7 +284,7 @@ def test_an_error_in_any_call_for_one_sequence_leaves_the_others(call, folder, t
 
         disk = Disk(shutil.copytree(folder, tmp_path / str(number)), MEMORY)
         batch = Engine(model_of(), PrefixCache(MEMORY, disk=disk), 3)
-        first, bad, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, _LONG), 5), Asked(ids_of(3, 4), 9)
+        first, bad, last = Asked(ids_of(1, 5), 6), Asked(ids_of(2, _LONG), 5), Asked(ids_of(3, 4), 6)
         with monkeypatch.context() as broken:
             broken.setattr(home, name, fails)
             died = []
@@ -280,7 +293,7 @@ def test_an_error_in_any_call_for_one_sequence_leaves_the_others(call, folder, t
             thread.join(60)
         assert raised and died == [], (call, raised, died)
         for length, which, each in ((5, 1, first), (4, 3, last)):
-            assert (each.reasons, each.tokens) == (["length"], alone(which, length, 9)), (call, kind)
+            assert (each.reasons, each.tokens) == (["length"], alone(which, length, 6)), (call, kind)
         (reason,) = bad.reasons
         if call in OPTIONAL:
             assert reason == "length" and bad.tokens == alone(2, _LONG, 5)
@@ -320,8 +333,8 @@ def test_a_step_without_memory_ends_the_answer_with_the_fewest_tokens(architectu
     model, prompts = model_of(architecture), PrefixCache(MEMORY)
     batch = Engine(model, prompts, 3)
     run(batch, Asked(ids_of(4, 40), 2), Asked(ids_of(5, 40), 2))
-    first, drawn, last = Asked(ids_of(1, 5), 12), Asked(ids_of(2, 6), 12), Asked(ids_of(3, 9), 12)
-    for each in (drawn, twin := Asked(ids_of(2, 6), 12)):
+    first, drawn, last = Asked(ids_of(1, 5), 9), Asked(ids_of(2, 6), 9), Asked(ids_of(3, 9), 9)
+    for each in (drawn, twin := Asked(ids_of(2, 6), 9)):
         each.job.seed, each.config.do_sample = 5, True
     run(Engine(model, None, 1), twin)
     fails_once(batch, lambda ids: len(ids) == 3 and len(last.tokens) == at)

@@ -31,11 +31,11 @@ def test_sequences_are_batched(architecture):
     """Tokens are those alone, with drafts and without; a call of the model has all sequences."""
     model, many, seen = eager(tiny_models.tiny_model(architecture)), prompts(3), []
     torch_moe_mps.accelerate(model)
-    expected = [alone(model, ids, 12) for ids in many]
+    expected = [alone(model, ids, 9) for ids in many]
     model.get_decoder().layers[0].register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    plain = Answered(model, many, [settings(12)] * 3, most=3)
+    plain = Answered(model, many, [settings(9)] * 3, most=3)
     assert plain.answers == expected and max(seen) == 3
-    drafted = Answered(model, many, [settings(12)] * 3, Partly(many, expected), most=3, width=3)
+    drafted = Answered(model, many, [settings(9)] * 3, Partly(many, expected), most=3, width=3)
     assert drafted.answers == expected and drafted.batch.drafts.drafting.accepted > 3
 
 

@@ -160,10 +160,8 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20}
 WAYS = {
     "one, 0.3 ms": (1, 0.3, [{}]),
     "one, 1 ms": (1, 1.0, [{}]),
-    "eight, 1 ms": (8, 1.0, [{}]),
     "one, sampled": (1, 1.0, [SAMPLING]),
-    "four, log probabilities": (4, 1.0, [{}, {"logprobs": 3}]),
-    "four, some sampled": (4, 1.0, [{}, SAMPLING]),
+    "eight of each kind": (8, 1.0, [{}, {"logprobs": 3}, SAMPLING]),
     "four, penalties": (4, 1.0, [{"repetition_penalty": 1.3}]),
 }
 OF_THE_SWEEP = ("one, 0.3 ms", "four, penalties")

@@ -2,8 +2,10 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 from support.models import operators_of
 from torch_moe_mps.transformers.modules import rules
@@ -20,9 +22,25 @@ def by_operators(run: Callable[[], Any], *operators: str) -> Any:
 
 def forget() -> None:
     """Forgets the results of trials and of traces."""
-    memory.forget()
+    for known in _remembered():
+        known.clear()
+
+
+@pytest.fixture
+def own_memory() -> Iterator[None]:
+    """What a test forgets is known again after it: other tests need not try everything once more."""
+    before = [(known, {**known}) for known in _remembered()]
+    yield
+    for known, results in before:
+        known.clear()
+        known.update(results)
+
+
+def _remembered() -> list[dict]:
+    found = [memory._known]
     for name, file in [*sys.modules.items()]:
         own = vars(file).values() if name.startswith(rules.__package__) else []
         for function in own:
             if inspect.isfunction(function) and "known" in function.__code__.co_freevars:
-                inspect.getclosurevars(function).nonlocals["known"].clear()
+                found.append(inspect.getclosurevars(function).nonlocals["known"])
+    return found

@@ -73,8 +73,7 @@ def test_generate(checkpoint, own, tmp_path, capsys, refused):
     assert "--image needs the chat template, got --raw" in error
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
-def test_serve(checkpoint, own, seen, monkeypatch, parallel):
+def test_serve(checkpoint, own, seen, monkeypatch):
     """A conversation about an image computes it once; another image with the same text is another prompt.
 
     Pixels are hashed while a request is read, not on the thread that computes.
@@ -103,7 +102,7 @@ def test_serve(checkpoint, own, seen, monkeypatch, parallel):
     def image(seed: int) -> dict:
         return {"type": "image_url", "image_url": {"url": as_url(picture(seed))}}
 
-    with client_of(checkpoint, "--parallel", parallel) as client:
+    with client_of(checkpoint, "--parallel", 2) as client:
         said, other = [], []
         first = ask(client, said, image(0), text("what"))
         second = ask(client, said, text("more"))

@@ -168,16 +168,16 @@ class Batch:
                     self.leave(row)
 
 
-@pytest.mark.slow("eight conversations, alone and together")
+@pytest.mark.slow("six conversations, alone and together")
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("deepseek_v32", "qwen3_next", "qwen4_exp")))
 @torch.no_grad()
 def test_each_row_is_as_alone(architecture):
     model = model_of(architecture)
-    talks = [Talk(model, number, 2 + number % 5 * 3) for number in range(8)]
+    talks = [Talk(model, number, 2 + number % 5 * 3) for number in range(6)]
     Batch(model, 3e-5 if architecture in AMPLIFY else 1e-5).run(talks, 4)
 
 
-@pytest.mark.slow("eight conversations, alone and together")
+@pytest.mark.slow("six conversations, alone and together")
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("gpt_oss", "qwen3_next", "deepseek_v4")))
 @torch.no_grad()
 def test_rows_lose_tokens_of_their_own_number(architecture):
@@ -185,7 +185,7 @@ def test_rows_lose_tokens_of_their_own_number(architecture):
     model = model_of(architecture)
     if forgets_states(model):
         pytest.skip("it does not read several tokens behind a cache rightly")
-    talks = [Talk(model, number, 6 + number % 5 * 4) for number in range(8)]
+    talks = [Talk(model, number, 6 + number % 5 * 3) for number in range(6)]
     batch = Batch(model, 1e-4 if architecture in AMPLIFY else 1e-5)
     batch.run(talks, 4, verifies=True)
 

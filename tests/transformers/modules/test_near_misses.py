@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, eager, in_parts
-from support.recognition import by_operators, forget
+from support.recognition import by_operators, forget, own_memory  # noqa: F401  # a fixture
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import (
@@ -31,6 +31,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES
 
+pytestmark = pytest.mark.usefixtures("own_memory")
 IDS = torch.randint(1, 90, (2, 22), generator=torch.Generator().manual_seed(0))
 
 
@@ -127,6 +128,12 @@ def models_of(case: Case) -> tuple[nn.Module, nn.Module]:
     return torch_moe_mps.restore(copy.deepcopy(model)), model
 
 
+@functools.cache
+def usual_output(case: Case) -> torch.Tensor:
+    own, _ = models_of(case)
+    return output(own, case, copy.deepcopy(own.get_submodule(case.path)))
+
+
 def output(model: nn.Module, case: Case, module: nn.Module) -> torch.Tensor:
     """The logits of a model with another module in it."""
     before = model.get_submodule(case.path)
@@ -157,7 +164,7 @@ def test_a_near_miss(case, change):
         twin, other = near(case, plain, change), copy.deepcopy(plain)
         done = {module: rewrite(module)[0] for module in ((twin, other) if is_first else (other, twin))}
         first = done[other][0].operator  # others are for some calls alone
-        usual = output(own, case, copy.deepcopy(plain))
+        usual = usual_output(case)
         assert_close(by_operators(lambda: output(model, case, other), first), usual, 1e-4)  # noqa: B023
         if is_rewritten(twin):
             expected = output(own, case, near(case, plain, change))
@@ -183,7 +190,7 @@ def test_a_norm_of_channels_first():
 
 def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     """At the width of large models, but for matrices of linear layers, which a trial does not read."""
-    yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=8192), 0)
+    yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=4096), 0)
     yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
     yield "_index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, operators_of
-from support.recognition import by_operators, forget
+from support.recognition import by_operators, forget, own_memory  # noqa: F401  # a fixture
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -398,6 +398,7 @@ def test_a_trace_that_ran_out_of_memory_is_made_again(monkeypatch):
         by_operators(lambda: norm(torch.randn(2, WIDTH)), "rms_norm")
 
 
+@pytest.mark.usefixtures("own_memory")
 def test_a_torch_with_other_traces_is_named_once(monkeypatch):
     def fails(self, call):
         raise TypeError("fake tensors are others")
@@ -418,7 +419,6 @@ def test_a_torch_with_other_traces_is_named_once(monkeypatch):
             assert not torch_moe_mps.accelerate(nn.ModuleList([Norm()]).eval()).replaced
     assert len(seen) == 1
     norms.warn_of_traces.cache_clear()
-    forget()
 
 
 class Ones(nn.Module):

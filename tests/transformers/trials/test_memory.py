@@ -17,10 +17,8 @@ def begin(module, *numbers):
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
-    memory.forget()
-    yield
-    memory.forget()
+def nothing_remembered(monkeypatch):
+    monkeypatch.setattr(memory, "_known", {})
 
 
 def draws(module, *arguments, forms=("first", "second")) -> int:

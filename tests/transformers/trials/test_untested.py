@@ -39,10 +39,9 @@ def untested(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(_versions, "TRANSFORMERS", ("5.0",))
     monkeypatch.setenv(_environment.CHECK, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    memory.forget()
+    monkeypatch.setattr(memory, "_known", {})
     yield tmp_path
     UNMODIFIED.clear()
-    memory.forget()
 
 
 def tiny(architecture: str, **overrides):
