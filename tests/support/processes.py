@@ -48,7 +48,8 @@ def _start_server() -> None:
             return
         listener.bind(_SOCKET)
         listener.listen(64)
-        source = f"from support.fork_server import serve; exec(serve({listener.fileno()}, {_OWNER}))"
+        call = f"serve({listener.fileno()}, {_OWNER})"
+        source = f"from support import fork_server; exec(fork_server.{call}); fork_server.end()"
         subprocess.Popen(
             [sys.executable, "-c", source],
             stdin=subprocess.DEVNULL,
