@@ -31,19 +31,17 @@ def test_pip_finds_an_extra_in_the_installed_package(tmp_path_factory):
 
 
 def test_the_pip_is_that_of_this_python(tmp_path):
-    """Where a shell finds another one first, as when nothing is activated."""
+    """Where a shell finds another one first, as when nothing is activated.
+
+    A hint leaves distutils to setuptools, whose finder gives them up for ever in a process that looks for
+    pip.
+    """
     (tmp_path / "pip").write_text("#!/bin/sh\n")
     (tmp_path / "pip").chmod(0o755)
-    command = shlex.split(python(HINT, PATH=str(tmp_path)))
-    assert command == [sys.executable, "-m", "pip", "install", "torch-moe-mps[serve]"]
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python has no distutils of its own")
-def test_a_hint_leaves_distutils_to_setuptools(tmp_path):
-    """Whose finder gives them up for ever in a process that looks for pip."""
     then = "import distutils.core; print(distutils.core.__file__)"
-    *_, file = python(f"{HINT}\n{then}", PATH=str(tmp_path)).splitlines()
-    assert "setuptools" in file
+    line, file = python(f"{HINT}\n{then}", PATH=str(tmp_path)).splitlines()
+    assert shlex.split(line) == [sys.executable, "-m", "pip", "install", "torch-moe-mps[serve]"]
+    assert "setuptools" in file  # Python has no distutils of its own from 3.12 on
 
 
 @pytest.mark.sweep

@@ -84,20 +84,29 @@ modules = [name for name in sys.modules if name.startswith("torch_moe_mps")]
 present = importlib.metadata.distribution("torch-moe-mps")
 started = [entry.name for entry in present.entry_points if entry.group != "console_scripts"]
 changed = [str(f) for f in sys.meta_path if f not in finders and "torch_moe_mps" in str(type(f))]
-print(json.dumps([modules, changed, names, ["moe_mps" in each for each in registries], started, dtypes]))
+registered = ["moe_mps" in each for each in registries]
+print(json.dumps([modules, changed, names, registered, started, dtypes]), flush=True)
 """
 
 
-@pytest.mark.slow("imports transformers in a new process")
-def test_a_process_that_never_imports_the_package(package, tmp_path):
-    """Nothing of it is there: no module, no finder, no changed name, no entry point of another library."""
-    tiny_models.tiny_model("llama").save_pretrained(tmp_path / "dense")
+@pytest.fixture(scope="module")
+def printed(package, checkpoint, tmp_path_factory) -> list:
+    """What one process finds before it imports the package, and behind that."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("plain")
+    tiny_models.tiny_model("llama").save_pretrained(folder / "dense")
     architecture, keys, matrices, _ = gguf_files.of_architecture("llama", "q4_0")
-    gguf_files.write(tmp_path / "dense" / "model.gguf", architecture, keys, matrices)
+    gguf_files.write(folder / "dense" / "model.gguf", architecture, keys, matrices)
     with tiny_models.groups_of_32():
-        mxfp4_blocks(tiny_models.tiny_model("gpt_oss"), tmp_path / "mxfp4")
-    found = json.loads(python(package, NEVER_IMPORTED, tmp_path).splitlines()[-1])
-    assert found == [[], [], [], [False] * 4, [], ["torch.float32"]]
+        mxfp4_blocks(tiny_models.tiny_model("gpt_oss"), folder / "mxfp4")
+    text = python(package, NEVER_IMPORTED + SCRIPT, folder, checkpoint, PROMPT, NEW_TOKENS)
+    return [json.loads(line) for line in text.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.slow("imports transformers in a new process")
+def test_a_process_that_never_imports_the_package(printed):
+    """Nothing of it is there: no module, no finder, no changed name, no entry point of another library."""
+    assert printed[0] == [[], [], [], [False] * 4, [], ["torch.float32"]]
 
 
 def test_the_import_needs_torch_and_numpy_alone(package):
@@ -123,13 +132,13 @@ def test_the_import_needs_torch_and_numpy_alone(package):
     assert python(package, source).split() == ["1.0", "torch_moe_mps"]
 
 
-# A script with a checkpoint of the package: plain transformers refuses it, and says why in one line.
+# Goes on with a checkpoint of the package: plain transformers refuses it, and says why in one line.
 SCRIPT = """
-import json, sys, warnings
+import warnings
+before = {*sys.modules}
 with warnings.catch_warnings():
     warnings.filterwarnings("error", message="torch_moe_mps")
     import torch_moe_mps
-    alone = [name for name in ("transformers", "safetensors", "accelerate") if name in sys.modules]
     assert {*torch_moe_mps.__all__} <= {*dir(torch_moe_mps)}  # before their first use
     assert str(sys.modules["torch"].ops.moe_mps.rms_norm) == "moe_mps.rms_norm"
     assert "rms_norm" in torch_moe_mps.ops.OPERATORS
@@ -151,15 +160,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 registries = [AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING, ALL_EXPERTS_FUNCTIONS]
 registries += [AttentionInterface(), AttentionMaskInterface()]
 registered = [each["moe_mps"].__module__ for each in registries]
-others = alone + [name for name in ("peft", "trl") if name in sys.modules]
+others = [name for name in ("peft", "trl") if name in sys.modules and name not in before]
 try:
-    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    AutoModelForCausalLM.from_pretrained(sys.argv[2])
 except ValueError as error:
     refused = str(error)
-model = torch_moe_mps.from_pretrained(sys.argv[1])
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = tokenizer(sys.argv[2], return_tensors="pt")["input_ids"]
-text = tokenizer.decode(model.generate(ids, max_new_tokens=int(sys.argv[3]))[0, ids.shape[1] :])
+model = torch_moe_mps.from_pretrained(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+ids = tokenizer(sys.argv[3], return_tensors="pt")["input_ids"]
+text = tokenizer.decode(model.generate(ids, max_new_tokens=int(sys.argv[4]))[0, ids.shape[1] :])
 with torch.no_grad(), Called() as called:
     model(ids[:, :1])
 
@@ -170,15 +179,12 @@ print(json.dumps([others, registered, refused, text, sorted(called.names), train
 """
 
 
-@pytest.mark.slow("imports transformers in a new process")
-def test_a_script_that_imports_the_package(package, checkpoint):
+def test_a_script_that_imports_the_package(printed, checkpoint):
     """The import registers operators alone, its part for transformers a quantizer and implementations.
 
     The model writes the right text by the operators; PEFT, imported behind it, finds quantised layers.
     """
-    pytest.importorskip("peft")
-    out = python(package, SCRIPT, checkpoint, PROMPT, NEW_TOKENS).splitlines()[-1]
-    others, registered, refused, text, called, trained = json.loads(out)
+    others, registered, refused, text, called, trained = printed[1]
     assert registered == [
         "torch_moe_mps.checkpoints.quantizer",
         "torch_moe_mps.checkpoints.own.config",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from .processes import REPOSITORY
+from .processes import LEAVE, REPOSITORY
 
 spec = importlib.util.spec_from_file_location(
     "build_wheel", REPOSITORY / "scripts" / "macos" / "build_wheel.py"
@@ -120,7 +120,7 @@ def environment(package: Path, **variables: str) -> dict[str, str]:
 
 def python(package: Path, source: str, *arguments: object, **variables: str) -> str:
     """What a fresh interpreter with the installed package prints."""
-    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
+    command = [sys.executable, "-c", textwrap.dedent(source) + LEAVE, *map(str, arguments)]
     variables = environment(package, **variables)
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, cwd=package)
     assert result.returncode == 0, result.stderr

@@ -18,6 +18,9 @@ from support.fork_server import NUMBER, SECONDS
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = "import runpy; runpy.run_module('torch_moe_mps', run_name='__main__')"  # python -m torch_moe_mps
 
+# Of a process that has printed all: tearing modules down takes a second.
+LEAVE = "\nimport os, sys; sys.stdout.flush(); os._exit(0)"
+
 
 def environment(*paths: object) -> dict[str, str]:
     """The variables of this process with `paths`, the checkout and its tests in front of other packages."""
@@ -27,7 +30,7 @@ def environment(*paths: object) -> dict[str, str]:
 
 def python(source: str, *arguments: str, paths: tuple = (), **variables: str) -> str:
     """What a fresh interpreter prints, with `variables` of the environment."""
-    command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
+    command = [sys.executable, "-c", textwrap.dedent(source) + LEAVE, *arguments]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment(*paths) | variables
     )
@@ -48,7 +51,8 @@ def _start_server() -> None:
             return
         listener.bind(_SOCKET)
         listener.listen(64)
-        source = f"from support.fork_server import serve; exec(serve({listener.fileno()}, {_OWNER}))"
+        call = f"serve({listener.fileno()}, {_OWNER})"
+        source = f"from support import fork_server; exec(fork_server.{call}); fork_server.end()"
         subprocess.Popen(
             [sys.executable, "-c", source],
             stdin=subprocess.DEVNULL,
