@@ -40,6 +40,7 @@ def few(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setattr(check, "never_launched", lambda kernels: [])
     monkeypatch.setattr(check, "control", lambda dtypes: (0, []))
+    monkeypatch.setattr(check.variants, "libraries", lambda dtypes, formats: [])
 
 
 def report() -> dict:

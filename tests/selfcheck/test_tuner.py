@@ -49,11 +49,12 @@ def traced(simulated, call) -> list[str]:
 
 
 def calls_of(format: str | None, dtype: torch.dtype):
-    """{label: call}: one token and a few, experts that a router chooses, a norm; sizes that fill no block."""
+    """{label: call}: one token, a few and a prompt, experts that a router chooses, a norm; sizes that fill no
+    block."""
     values = partial(random_values, dtype=dtype, seed=1)
     group = 64 if format in ("affine4_64", "mxfp4") else 256  # of which inputs are a multiple
     hidden, inner = (group, 2 * group) if format else (52, 76)
-    for tokens in (1, 4):
+    for tokens in (1, 4, 20) if format else (1, 4):
         x, weights, ids, *dense = (t.to("mps") for t in layer(tokens, 3, 5, hidden, inner, dtype))
         ids[0, 1] = -1
         if format is None:
@@ -72,6 +73,8 @@ def calls_of(format: str | None, dtype: torch.dtype):
         y, norm = values((tokens, inner)).to("mps"), values((inner,)).to("mps")
         yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, format)
         if tokens == 1:
+            wide = values((inner,), dtype=torch.float32).to("mps")
+            yield "linear, normed widely", partial(ops.linear_quantized, y, *weight, format, norm_weight=wide)
             logits = values((1, 5)).to("mps")
             given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
             chosen = partial(ops._moe_experts_quantized, x, None, None, *parts, format, **given)
@@ -84,32 +87,42 @@ def calls_of(format: str | None, dtype: torch.dtype):
 
 @pytest.mark.parametrize("format", [None, *in_sweep(EVERY_FORMAT, {"affine4_64"})])
 def test_bits(simulated, format):
-    """Of every number of simdgroups that is offered, in each of its kernels; what is launched has so many."""
+    """Of every launch that is offered, in each of its kernels; what is launched has so many simdgroups."""
     dtype = DTYPES[0 if format is None else EVERY_FORMAT.index(format) % 3]
-    kernels = set()
+    kernels, varied = set(), set()
     ops._plan_for(1)  # so that simdgroups share no inputs, which would be other bits
     try:
         for label, call in calls_of(format, dtype):
             expected = bits_of(call().cpu())
             for name, numbers in tuner._tunable(call).items():
                 kernel = name.split()[0]
-                assert len(numbers) == len({*numbers}) > 1, label
+                plain = re.sub(rf"(_{format})?_b?f(32|16)$", "", kernel)
+                assert len(numbers) == len({*numbers}), label
+                if len(numbers) == 1:
+                    continue
                 for number in numbers:
                     ops._tune(name, number)
                     with simulated.trace() as commands:
                         got = call()
                     ops._tune(name, 0)
-                    (line,) = [line for line in commands if line.startswith(f"{kernel} ")]
-                    assert f" of {32 * number}x1x1:" in line
+                    launched = kernel
+                    if number > tuner.VARIANT:
+                        launched = re.sub(rf"(?=_{format}_b?f(32|16)$)", "_variant", kernel)
+                        varied.add(plain)
+                    lines = [line for line in commands if line.startswith(f"{launched} ")]
+                    assert lines and f" of {32 * (number % tuner.VARIANT)}x1x1:" in lines[0], (label, number)
                     assert torch.equal(bits_of(got.cpu()), expected), (label, name, number)
-                kernels.add(re.sub(rf"(_{format})?_b?f(32|16)$", "", kernel))
+                kernels.add(plain)
     finally:
         ops._plan_for(0)
-    wanted = {"matmul_rows", "matmul_rows_few", "expert_down", "expert_down_few"}
+    wanted, few = {"matmul_rows", "expert_down"}, {"matmul_rows_few", "expert_down_few"}
     if format:
-        wanted.add("matmul_rows_chosen8")
-        wanted.update({"matmul_rows_normed"} if re.search(r"\d", format)[0] > "2" else ())
-    assert kernels == wanted
+        wanted |= {"matmul_rows_chosen8", "gemm32"}
+        if re.search(r"\d", format)[0] > "2":
+            wide = set() if dtype == torch.float32 else {"matmul_rows_normed_wide"}
+            wanted |= {"matmul_rows_normed"} | wide
+    assert kernels == wanted | few
+    assert varied == (wanted if format else set())
 
 
 def test_a_number_that_nobody_offers(simulated, linear):
@@ -168,7 +181,7 @@ def test_a_clock_that_errs_costs_nothing(wrong):
         factors = {number: random.Random(seed + number).uniform(0.9, 1.3) for number in NUMBERS}
         factors[2] = 1.0
         found = tuner.choose(NUMBERS, clock(factors, seed, **wrong))
-        assert factors[found.simdgroups] <= 1.02, seed
+        assert factors[found.number] <= 1.02, seed
 
 
 @pytest.mark.parametrize("said", [0.0, -1.0, float("nan"), float("inf")])
@@ -190,7 +203,7 @@ def test_a_good_clock_finds_the_best():
 
         found = tuner.choose(NUMBERS, timed)
         assert found[:2] == (4, 2) and 0.18 < found.gain < 0.22
-    assert tuner.choose(NUMBERS, clock({2: 1.0, 1: 0.985, 4: 0.98, 8: 0.99}, 0, 0.002)).simdgroups == 2
+    assert tuner.choose(NUMBERS, clock({2: 1.0, 1: 0.985, 4: 0.98, 8: 0.99}, 0, 0.002)).number == 2
 
 
 # --- in a model
@@ -267,7 +280,7 @@ def test_a_model_runs_what_is_fastest(new_machine, monkeypatch, capsys):
         with torch.no_grad():
             assert all(torch.equal(model(ids[:, : e.shape[1]]).logits.cpu(), e) for e in logits)
     for name, found in tuner.known().items():
-        assert found.simdgroups == fastest(name.split()[0], predicted), name
+        assert found.number == fastest(name.split()[0], predicted), name
     tuned = threads_of_token(new_machine, token)
     assert tuned.keys() == planned.keys() and {"matmul_rows_normed_affine4_32_f32"} <= tuned.keys()
     for kernel, threads in tuned.items():

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
+from .._environment import TUNE, is_on
 from .._extension import host_library, torch_version
 from .._versions import TORCH
 from ..macs import refusal
@@ -119,7 +120,8 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
             continue
         found.update(f"{file}_{dtype}" for file in files)
         for format in formats:
-            parts = ("", "joined_", "few_", "prompts_", *(("heads_",) if "heads" in files else ()))
+            parts = ["", "joined_", "few_", "prompts_", *(["heads_"] if "heads" in files else [])]
+            parts += ["variants_"] if is_on(TUNE) else []
             found.update(f"quantized_{part}{format}_{dtype}" for part in parts)
         if is_experts(module):
             found.add("bucket_i64")  # routers give such ids
