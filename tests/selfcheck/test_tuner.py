@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from support.values import DTYPES
 from support.values import random as random_values
 
 import torch_moe_mps
-from torch_moe_mps import _environment
+from torch_moe_mps import _environment, _extension
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops.families.quantized import MATRICES
@@ -363,9 +364,26 @@ def test_other_bits_are_not_used(new_machine, linear):
     assert [found[:2] for found in first_call(linear, new_machine.clocked(run)).values()] == [(2, 2)]
 
 
+def test_a_variant_that_does_not_compile(simulated, linear, tmp_path):
+    """Is not offered; nothing else needs it."""
+    (numbers,) = tuner._tunable(linear).values()
+    assert numbers == [2, 1, 4, 8, 102, 104]
+    shaders = tmp_path / "shaders"
+    shutil.copytree(_extension.SHADERS, shaders)
+    (shaders / "quantized_variants.metal").write_text("no kernels")
+    ops._set_shader_directory(str(shaders))
+    try:
+        weight = place(random_matrix(64, 64, "affine5_64", torch.float32, 0), "mps")
+        call = partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, "affine5_64")
+        assert list(tuner._tunable(call).values()) == [[2, 1, 4, 8]]
+    finally:
+        ops._set_shader_directory(str(_extension.SHADERS))
+
+
 def test_check_shows_it(new_machine, monkeypatch, capsys, tmp_path):
     """What this machine remembers, printed and in the report."""
     kept = {"a 1x2x3": tuner.Tuned(4, 2, 0.125), "b 1x2x3": tuner.Tuned(8, 8, 0.0)}
+    kept["c 1x2x3"] = tuner.Tuned(tuner.VARIANT + 2, 8, 0.25)
     machine.remember_tuned(kept)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "OPERATORS", [])
@@ -373,6 +391,7 @@ def test_check_shows_it(new_machine, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(check, name, lambda *arguments: [])
     assert main(["check", "--dtype", "float32", "--format", "affine4_32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    line = lines.index("2 kernels timed on this GPU, 1 run otherwise than planned")
+    line = lines.index("3 kernels timed on this GPU, 2 run otherwise than planned")
     assert lines[line + 1] == "  a 1x2x3: 4 simdgroups in place of 2, 12% faster"
+    assert lines[line + 2] == "  c 1x2x3: 2 simdgroups of the other kernel in place of 8, 25% faster"
     assert json.loads((tmp_path / check.REPORT).read_text())["tuned"] == {k: list(v) for k, v in kept.items()}

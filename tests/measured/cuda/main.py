@@ -34,7 +34,7 @@ SCRIPT = REPOSITORY / "scripts" / "bench" / "bench_gpu.py"
 # Of the cases that are timed.
 GROUPS = (
     *("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf"),
-    "gradients",
+    *("gradients", "variants"),
 )
 TOOLS = ("memcheck", "racecheck")
 SANITIZED = "sanitized.json"  # a file of a plan's folder
@@ -107,7 +107,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def all_cases(shape: tuple[int, ...]) -> list[Case]:
     timed = experts.expert_cases(shape) + experts.linear_cases() + experts.gguf_cases(shape)
     timed += attention.attention_cases() + layer.layer_cases() + fused.fused_cases(shape)
-    timed += gradients.gradient_cases(shape)
+    timed += gradients.gradient_cases(shape) + experts.variant_cases(shape) + fused.chosen_variants(shape)
     sanitized = experts.sanitizer_cases() + experts.sanitizer_gguf() + gradients.sanitizer_gradients()
     return timed + sanitized + attention.sanitizer_attention() + fused.sanitizer_fused()
 

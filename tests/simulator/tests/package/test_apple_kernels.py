@@ -6,7 +6,7 @@ The texts are of bfloat16, in tests/pinned/costs.txt (support/pinned.py).
 import functools
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -396,7 +396,6 @@ def variants(dtype: torch.dtype) -> Iterator[Call]:
                 yield call
 
 
-EVERY_PART = (*PARTS, "variants_")
 WIDTHS = (64, 128, 256, 512)
 OTHER_ROUTERS = ("routing_logits_{}", "bucket_i32", "bucket_i64")
 
@@ -405,8 +404,8 @@ def of_widths(name: str, caches: tuple[str, ...] = ("", "affine8_"), widths=WIDT
     return [f"{name}_{width}_{cache}{{}}" for cache in caches for width in widths]
 
 
-def of_parts(name: str, parts: Iterable[str] = PARTS) -> list[str]:
-    return [f"quantized_{part}{name}_{{}}" for part in parts]
+def of_format(name: str) -> list[str]:
+    return [f"quantized_{part}{name}_{{}}" for part in PARTS]
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
@@ -430,14 +429,14 @@ GROUPS = {
     "routing": (routing, [*(f"routing_{width}_{{}}" for width in (2, 4, 8, 16, 32)), *OTHER_ROUTERS]),
     "lora": (adapters, ["lora_{}"]),
     "dense": (dense, ["experts_{}"]),
-    "int4": (functools.partial(quantised, name="affine4_64"), of_parts("affine4_64")),
-    "int8": (functools.partial(quantised, name="affine8_64"), of_parts("affine8_64")),
-    "mxfp4": (functools.partial(quantised, name="mxfp4"), of_parts("mxfp4")),
+    "int4": (functools.partial(quantised, name="affine4_64"), of_format("affine4_64")),
+    "int8": (functools.partial(quantised, name="affine8_64"), of_format("affine8_64")),
+    "mxfp4": (functools.partial(quantised, name="mxfp4"), of_format("mxfp4")),
     "variants": (variants, ["quantized_variants_affine4_64_{}"]),
-    "int1": (functools.partial(quantised, name="affine1_64"), of_parts("affine1_64")),
+    "int1": (functools.partial(quantised, name="affine1_64"), of_format("affine1_64")),
 }
 # Types of GGUF that this package writes, too.
-GROUPS |= {name: (functools.partial(quantised, name=name), of_parts(name)) for name in sorted(SEARCHED)}
+GROUPS |= {name: (functools.partial(quantised, name=name), of_format(name)) for name in sorted(SEARCHED)}
 # What the names of libraries start with; together they are all of them.
 KINDS = [
     "norms",
@@ -457,7 +456,7 @@ KINDS = [
 KINDS += ["pointwise", "routing", "sampling", "bucket", "experts"]
 KINDS += [
     f"quantized_{part}{name}"
-    for part in EVERY_PART
+    for part in (*PARTS, "variants_")
     for name in (
         *(f"affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)),
         "mxfp4",
@@ -546,7 +545,7 @@ def registers_of_formats(*starts: str) -> str:
             continue
         end, texts = f"_{format}_bf16", []
         left_out = "^(expert|matmul_rows|matmul)_|_rows$"
-        for path in (library(name.format("bf16")) for name in of_parts(format, EVERY_PART)):
+        for path in (library(name.format("bf16")) for name in of_format(format)):
             kernels = {re.sub(left_out, "", k.removesuffix(end)): k for k in kernels_of(path)}
             texts += [f"{k} {on_both(whole, path)}" for k, whole in kernels.items()]
         text = f"{format}: {' '.join(texts)}"
