@@ -239,6 +239,8 @@ FACTORS = {"matmul_rows": {4: 0.4}, "expert_down": {1: 0.3}}
 
 def factor(dispatch) -> float | None:
     name = dispatch.kernel.contents.name.decode()
+    if "_variant_" in name:
+        return 5.0
     of_kernel = next((each for kernel, each in FACTORS.items() if name.startswith(kernel)), None)
     return None if of_kernel is None else of_kernel.get(dispatch.threads[0] // 32, 1.0)
 
@@ -350,6 +352,28 @@ def test_the_time_ends(new_machine, monkeypatch, linear):
     assert "of 64x1x1" in traced(new_machine, linear)[0]
     assert [found[:2] for found in first_call(linear).values()] == [(4, 2)]
     assert "of 128x1x1" in traced(new_machine, linear)[0]
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_another_kernel(new_machine, tokens):
+    """For one token and for a prompt, of whose length the name says nothing."""
+    call = dict(calls_of("affine4_64", torch.float16))[f"experts, {tokens}"]
+    expected = call().cpu()
+    wanted = {"matmul_rows", "expert_down"} if tokens == 1 else {"gemm32"}
+
+    def variants_are_fast(dispatch) -> float:
+        return 0.2 if b"_variant_" in dispatch.kernel.contents.name else 1.0
+
+    found = first_call(call, apple.clocked(apple.GPUS["M1"], variants_are_fast))
+    assert {name.partition("_affine")[0] for name in found} == wanted and len(found) == 2
+    assert all(
+        item.number > tuner.VARIANT and (" by " in name) == (tokens == 1) for name, item in found.items()
+    )
+    lines = [line.partition(" ")[0] for line in traced(new_machine, call) if line.startswith(tuple(wanted))]
+    assert len(lines) == 2 and {line.partition("_affine")[0] for line in lines} == {
+        f"{n}_variant" for n in wanted
+    }
+    assert torch.equal(bits_of(call().cpu()), bits_of(expected))
 
 
 def test_other_bits_are_not_used(new_machine, linear):
