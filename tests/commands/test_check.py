@@ -17,7 +17,7 @@ from torch_moe_mps import macs
 from torch_moe_mps.commands import check, main, sources
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, Format
-from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once
+from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once, variants
 from torch_moe_mps.selfcheck.control import control
 
 ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
@@ -40,6 +40,7 @@ def few(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setattr(check, "never_launched", lambda kernels: [])
     monkeypatch.setattr(check, "control", lambda dtypes: (0, []))
+    monkeypatch.setattr(check.variants, "libraries", lambda dtypes, formats: [])
 
 
 def report() -> dict:
@@ -422,8 +423,9 @@ def test_unknown_names(few, refused):
 
 
 def test_all_libraries_and_all_formats(simulated):
-    every = libraries.libraries(calls.DTYPES, calls.FORMATS)
-    assert every == torch.ops.moe_mps._libraries() and len(calls.FORMATS) == 49
+    arguments = calls.DTYPES, calls.FORMATS
+    every = [*libraries.libraries(*arguments), *variants.libraries(*arguments)]
+    assert sorted(every) == sorted(torch.ops.moe_mps._libraries()) and len(calls.FORMATS) == 49
     one = libraries.libraries([torch.bfloat16], [Format(4, 64, "affine")])
     assert "quantized_affine4_64_bf16" in one and not [name for name in one if name.endswith("f32")]
 

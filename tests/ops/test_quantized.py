@@ -1,11 +1,13 @@
 """expert_qmm and _moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from support.expert_layers import random_ids, to_device
 from support.oracles import exact
-from support.oracles_experts import assert_close, dequantise, numbers_of
+from support.oracles_experts import assert_close, dequantise, group_of, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
 from support.quantized_layers import (
@@ -18,8 +20,10 @@ from support.quantized_layers import (
     place,
     random_quantized,
 )
+from support.sweep import rows_in_sweep
 from support.values import DTYPES, EACH_DTYPE, random
 
+from torch_moe_mps._extension import setting
 from torch_moe_mps.ops.families.experts import expert_mm
 from torch_moe_mps.ops.families.linear import linear_quantized
 from torch_moe_mps.ops.families.quantized import _moe_experts_quantized, expert_qmm
@@ -96,6 +100,26 @@ def test_floats_with_float32_factors(device, format, dtype):
     for tokens in (1, 6, 40):
         check_linear(device, (tokens, 384, 37), format, dtype, tokens, bias=True)
         check_layer(device, (tokens, 2, 3, 256, 128), format, dtype, tokens)
+
+
+@pytest.mark.on("mps")
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    rows_in_sweep([*zip(FORMATS, itertools.cycle(DTYPES))], [("affine4_64", torch.float16)]),
+)
+def test_kernels_that_only_the_tuner_takes(device, every_order, format, dtype):
+    """One token, also of more experts than simdgroups, and prompts; rows that fill no block, and several
+    steps of inputs; in every order of threads."""
+    group, biases = group_of(format), {"down_bias": random((12, 4 * group_of(format)), dtype, 12)}
+    ids = torch.tensor([[3, -1, 0, 11, 5, 7, 12, 1, 2, 9]], dtype=torch.int32)
+    with setting("_take_variants", True, False):
+        for _ in every_order():
+            check_layer(device, (1, 10, 12, 4 * group, 3 * group), format, dtype, 0, ids=ids, **biases)
+            check_layer(
+                device, (1, 1, 12, group, 5 * group), format, dtype, 1, activation="relu", gated=False
+            )
+            check_layer(device, (50, 3, 3, 4 * group, 3 * group), format, dtype, 2, activation="gelu_tanh")
+            check_linear(device, (1, 5 * group, 37), format, dtype, 3, bias=True)
 
 
 @pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])

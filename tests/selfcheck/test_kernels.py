@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from support import tiny_models
 from support.any_calls import calls as any_call
 from support.faults import broken
+from support.sweep import rows_in_sweep
 from torch import Tensor
 
 import torch_moe_mps
@@ -22,7 +23,7 @@ from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, dequantize_values
 from torch_moe_mps.ops._sample import Sample
 from torch_moe_mps.ops._samples import packet
-from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
+from torch_moe_mps.selfcheck import calls, machine, once, tensor_units, variants
 from torch_moe_mps.selfcheck import compare as compare_module
 from torch_moe_mps.selfcheck.compare import compare
 from torch_moe_mps.selfcheck.libraries import libraries, pipelines
@@ -127,6 +128,17 @@ def test_each_kernel_for_tensor_units(simulated, monkeypatch, format):
     break_each_kernel(simulated, names, [tensor_units.check_of(name) for name in names])
     monkeypatch.undo()
     torch.ops.moe_mps._plan_for(0)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    rows_in_sweep([*zip(FORMATS, itertools.cycle(calls.DTYPES))], {("affine4_64", torch.float16)}),
+    ids=str,
+)
+def test_each_variant(simulated, format, dtype):
+    """Of the kernels that the tuner may take: they agree with the CPU, and broken ones are noticed."""
+    names = variants.libraries([dtype], [FORMATS[format]])
+    break_each_kernel(simulated, names, [variants.check_of(name) for name in names])
 
 
 @pytest.mark.usefixtures("few_formats")

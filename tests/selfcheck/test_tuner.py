@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from support.values import DTYPES
 from support.values import random as random_values
 
 import torch_moe_mps
-from torch_moe_mps import _environment
+from torch_moe_mps import _environment, _extension
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops.families.quantized import MATRICES
@@ -49,11 +50,12 @@ def traced(simulated, call) -> list[str]:
 
 
 def calls_of(format: str | None, dtype: torch.dtype):
-    """{label: call}: one token and a few, experts that a router chooses, a norm; sizes that fill no block."""
+    """{label: call}: one token, a few and a prompt, experts that a router chooses, a norm; sizes that fill no
+    block."""
     values = partial(random_values, dtype=dtype, seed=1)
     group = 64 if format in ("affine4_64", "mxfp4") else 256  # of which inputs are a multiple
     hidden, inner = (group, 2 * group) if format else (52, 76)
-    for tokens in (1, 4):
+    for tokens in (1, 4, 20) if format else (1, 4):
         x, weights, ids, *dense = (t.to("mps") for t in layer(tokens, 3, 5, hidden, inner, dtype))
         ids[0, 1] = -1
         if format is None:
@@ -72,6 +74,8 @@ def calls_of(format: str | None, dtype: torch.dtype):
         y, norm = values((tokens, inner)).to("mps"), values((inner,)).to("mps")
         yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, format)
         if tokens == 1:
+            wide = values((inner,), dtype=torch.float32).to("mps")
+            yield "linear, normed widely", partial(ops.linear_quantized, y, *weight, format, norm_weight=wide)
             logits = values((1, 5)).to("mps")
             given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
             chosen = partial(ops._moe_experts_quantized, x, None, None, *parts, format, **given)
@@ -84,32 +88,42 @@ def calls_of(format: str | None, dtype: torch.dtype):
 
 @pytest.mark.parametrize("format", [None, *in_sweep(EVERY_FORMAT, {"affine4_64"})])
 def test_bits(simulated, format):
-    """Of every number of simdgroups that is offered, in each of its kernels; what is launched has so many."""
+    """Of every launch that is offered, in each of its kernels; what is launched has so many simdgroups."""
     dtype = DTYPES[0 if format is None else EVERY_FORMAT.index(format) % 3]
-    kernels = set()
+    kernels, varied = set(), set()
     ops._plan_for(1)  # so that simdgroups share no inputs, which would be other bits
     try:
         for label, call in calls_of(format, dtype):
             expected = bits_of(call().cpu())
             for name, numbers in tuner._tunable(call).items():
                 kernel = name.split()[0]
-                assert len(numbers) == len({*numbers}) > 1, label
+                plain = re.sub(rf"(_{format})?_b?f(32|16)$", "", kernel)
+                assert len(numbers) == len({*numbers}), label
+                if len(numbers) == 1:
+                    continue
                 for number in numbers:
                     ops._tune(name, number)
                     with simulated.trace() as commands:
                         got = call()
                     ops._tune(name, 0)
-                    (line,) = [line for line in commands if line.startswith(f"{kernel} ")]
-                    assert f" of {32 * number}x1x1:" in line
+                    launched = kernel
+                    if number > tuner.VARIANT:
+                        launched = re.sub(rf"(?=_{format}_b?f(32|16)$)", "_variant", kernel)
+                        varied.add(plain)
+                    lines = [line for line in commands if line.startswith(f"{launched} ")]
+                    assert lines and f" of {32 * (number % tuner.VARIANT)}x1x1:" in lines[0], (label, number)
                     assert torch.equal(bits_of(got.cpu()), expected), (label, name, number)
-                kernels.add(re.sub(rf"(_{format})?_b?f(32|16)$", "", kernel))
+                kernels.add(plain)
     finally:
         ops._plan_for(0)
-    wanted = {"matmul_rows", "matmul_rows_few", "expert_down", "expert_down_few"}
+    wanted, few = {"matmul_rows", "expert_down"}, {"matmul_rows_few", "expert_down_few"}
     if format:
-        wanted.add("matmul_rows_chosen8")
-        wanted.update({"matmul_rows_normed"} if re.search(r"\d", format)[0] > "2" else ())
-    assert kernels == wanted
+        wanted |= {"matmul_rows_chosen8", "gemm32"}
+        if re.search(r"\d", format)[0] > "2":
+            wide = set() if dtype == torch.float32 else {"matmul_rows_normed_wide"}
+            wanted |= {"matmul_rows_normed"} | wide
+    assert kernels == wanted | few
+    assert varied == (wanted if format else set())
 
 
 def test_a_number_that_nobody_offers(simulated, linear):
@@ -168,7 +182,7 @@ def test_a_clock_that_errs_costs_nothing(wrong):
         factors = {number: random.Random(seed + number).uniform(0.9, 1.3) for number in NUMBERS}
         factors[2] = 1.0
         found = tuner.choose(NUMBERS, clock(factors, seed, **wrong))
-        assert factors[found.simdgroups] <= 1.02, seed
+        assert factors[found.number] <= 1.02, seed
 
 
 @pytest.mark.parametrize("said", [0.0, -1.0, float("nan"), float("inf")])
@@ -190,7 +204,7 @@ def test_a_good_clock_finds_the_best():
 
         found = tuner.choose(NUMBERS, timed)
         assert found[:2] == (4, 2) and 0.18 < found.gain < 0.22
-    assert tuner.choose(NUMBERS, clock({2: 1.0, 1: 0.985, 4: 0.98, 8: 0.99}, 0, 0.002)).simdgroups == 2
+    assert tuner.choose(NUMBERS, clock({2: 1.0, 1: 0.985, 4: 0.98, 8: 0.99}, 0, 0.002)).number == 2
 
 
 # --- in a model
@@ -225,6 +239,8 @@ FACTORS = {"matmul_rows": {4: 0.4}, "expert_down": {1: 0.3}}
 
 def factor(dispatch) -> float | None:
     name = dispatch.kernel.contents.name.decode()
+    if "_variant_" in name:
+        return 5.0
     of_kernel = next((each for kernel, each in FACTORS.items() if name.startswith(kernel)), None)
     return None if of_kernel is None else of_kernel.get(dispatch.threads[0] // 32, 1.0)
 
@@ -267,7 +283,7 @@ def test_a_model_runs_what_is_fastest(new_machine, monkeypatch, capsys):
         with torch.no_grad():
             assert all(torch.equal(model(ids[:, : e.shape[1]]).logits.cpu(), e) for e in logits)
     for name, found in tuner.known().items():
-        assert found.simdgroups == fastest(name.split()[0], predicted), name
+        assert found.number == fastest(name.split()[0], predicted), name
     tuned = threads_of_token(new_machine, token)
     assert tuned.keys() == planned.keys() and {"matmul_rows_normed_affine4_32_f32"} <= tuned.keys()
     for kernel, threads in tuned.items():
@@ -338,6 +354,28 @@ def test_the_time_ends(new_machine, monkeypatch, linear):
     assert "of 128x1x1" in traced(new_machine, linear)[0]
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_another_kernel(new_machine, tokens):
+    """For one token and for a prompt, of whose length the name says nothing."""
+    call = dict(calls_of("affine4_64", torch.float16))[f"experts, {tokens}"]
+    expected = call().cpu()
+    wanted = {"matmul_rows", "expert_down"} if tokens == 1 else {"gemm32"}
+
+    def variants_are_fast(dispatch) -> float:
+        return 0.2 if b"_variant_" in dispatch.kernel.contents.name else 1.0
+
+    found = first_call(call, apple.clocked(apple.GPUS["M1"], variants_are_fast))
+    assert {name.partition("_affine")[0] for name in found} == wanted and len(found) == 2
+    assert all(
+        item.number > tuner.VARIANT and (" by " in name) == (tokens == 1) for name, item in found.items()
+    )
+    lines = [line.partition(" ")[0] for line in traced(new_machine, call) if line.startswith(tuple(wanted))]
+    assert len(lines) == 2 and {line.partition("_affine")[0] for line in lines} == {
+        f"{n}_variant" for n in wanted
+    }
+    assert torch.equal(bits_of(call().cpu()), bits_of(expected))
+
+
 def test_other_bits_are_not_used(new_machine, linear):
     """However fast they are: a GPU on which a number gives another result."""
 
@@ -350,9 +388,26 @@ def test_other_bits_are_not_used(new_machine, linear):
     assert [found[:2] for found in first_call(linear, new_machine.clocked(run)).values()] == [(2, 2)]
 
 
+def test_a_variant_that_does_not_compile(simulated, linear, tmp_path):
+    """Is not offered; nothing else needs it."""
+    (numbers,) = tuner._tunable(linear).values()
+    assert numbers == [2, 1, 4, 8, 102, 104]
+    shaders = tmp_path / "shaders"
+    shutil.copytree(_extension.SHADERS, shaders)
+    (shaders / "quantized_variants.metal").write_text("no kernels")
+    ops._set_shader_directory(str(shaders))
+    try:
+        weight = place(random_matrix(64, 64, "affine5_64", torch.float32, 0), "mps")
+        call = partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, "affine5_64")
+        assert list(tuner._tunable(call).values()) == [[2, 1, 4, 8]]
+    finally:
+        ops._set_shader_directory(str(_extension.SHADERS))
+
+
 def test_check_shows_it(new_machine, monkeypatch, capsys, tmp_path):
     """What this machine remembers, printed and in the report."""
     kept = {"a 1x2x3": tuner.Tuned(4, 2, 0.125), "b 1x2x3": tuner.Tuned(8, 8, 0.0)}
+    kept["c 1x2x3"] = tuner.Tuned(tuner.VARIANT + 2, 8, 0.25)
     machine.remember_tuned(kept)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "OPERATORS", [])
@@ -360,6 +415,7 @@ def test_check_shows_it(new_machine, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(check, name, lambda *arguments: [])
     assert main(["check", "--dtype", "float32", "--format", "affine4_32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    line = lines.index("2 kernels timed on this GPU, 1 run otherwise than planned")
+    line = lines.index("3 kernels timed on this GPU, 2 run otherwise than planned")
     assert lines[line + 1] == "  a 1x2x3: 4 simdgroups in place of 2, 12% faster"
+    assert lines[line + 2] == "  c 1x2x3: 2 simdgroups of the other kernel in place of 8, 25% faster"
     assert json.loads((tmp_path / check.REPORT).read_text())["tuned"] == {k: list(v) for k, v in kept.items()}

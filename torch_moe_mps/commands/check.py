@@ -22,7 +22,7 @@ from .._progress import Progress
 from ..macs import is_known, refusal
 from ..ops import OPERATORS
 from ..ops._formats import Format
-from ..selfcheck import large, probe, tensor_units, tuner
+from ..selfcheck import large, probe, tensor_units, tuner, variants
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, common_subjects, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
 from ..selfcheck.control import control
@@ -131,7 +131,7 @@ def check_all(
     save: Save,
     quick: bool = False,
 ) -> list[Finding]:
-    """Compiles every library, compares every operator, a tiny model, and the tensor units.
+    """Compiles every library, compares every operator, a tiny model, the tensor units, and variants.
 
     With `quick`, only the libraries and operators that most models run.
     """
@@ -173,6 +173,8 @@ def check_all(
         f"{report['seconds_compiling']} s, {len(work)} operators compared with the CPU"
     )
     print(f"Tensor units: {report['tensor_units']}")
+    report["variants"], faults = check_variants(dtypes, formats)
+    findings += faults
     if tuned:
         print(tuner.told(tuned))
     return findings
@@ -259,6 +261,27 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
                 use.libraries.append(name)
             bar.update()
     return use
+
+
+def check_variants(
+    dtypes: Sequence[torch.dtype], formats: Sequence[Format]
+) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """Compares what the tuner may take in place of planned kernels.
+
+    Returns: the kernels that compile, and what is wrong.
+    """
+    names = variants.libraries(dtypes, formats)
+    with Progress("Variants", 2 * len(names), "step") as bar:
+        findings = compile_side_by_side(names, lambda name: bar.update())
+        failed = {finding.subject for finding in findings}
+        for name in [name for name in names if name not in failed]:
+            if fault := _or_fault(name, partial(first_fault, variants.check_of(name))):
+                findings.append(fault)
+            bar.update()
+    kernels = pipelines(name for name in names if name not in failed)
+    findings += [Finding(kernel, "was not compared") for kernel in never_launched(kernels)]
+    print(f"Kernels for the tuner: {len(kernels)} compared with the CPU, {len(findings)} faults")
+    return kernels, findings
 
 
 def check_model(dtype: torch.dtype, weights: Sequence[Format | None]) -> list[Finding]:

@@ -33,7 +33,8 @@ Library quantized_library(const WeightFormat& format, c10::ScalarType dtype);
 // shaders/quantized_<part>.metal for the weights of a library; dense ones have all kernels in one.
 Library part_of(Library library, const char* file);
 constexpr const char *kJoined = "quantized_joined", *kOfFew = "quantized_few",
-                     *kOfPrompts = "quantized_prompts", *kOfHeads = "quantized_heads";
+                     *kOfPrompts = "quantized_prompts", *kOfHeads = "quantized_heads",
+                     *kVariants = "quantized_variants";
 
 // shaders/tensor_units.metal for the weights of another library.
 Library tensor_units_library(const Library& library);

@@ -20,8 +20,8 @@ enum class MatmulWork {
 };
 
 // What the kernels of a file are for: one token, one token with a norm or a router in front, a few tokens,
-// prompts, prompts on tensor units.
-enum class KernelsOf { kToken, kJoined, kFew, kPrompts, kTensorUnits };
+// prompts, prompts on tensor units; and what the tuner compares with some of these.
+enum class KernelsOf { kToken, kJoined, kFew, kPrompts, kTensorUnits, kVariants };
 
 struct MatmulStep {
   MatmulWork work;
@@ -68,11 +68,14 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t inputs, int64_t outputs, int64_t cores,
                        bool tensor_units, InputNorms norms = InputNorms::kNone);
 
-// The numbers of simdgroups of a threadgroup with which a step gives the same bits, because each has rows or
-// pairs of its own; the planned one first.
-std::vector<int64_t> simdgroups_of(const MatmulStep& step);
+// Launches of a step that give the same bits are numbered: by the simdgroups of a threadgroup, each of which
+// has rows or pairs of its own, and beyond kVariant by those of its kernel's variant.
+constexpr int64_t kVariant = 100;
 
-// The step with so many, as it is where they are not among those.
-MatmulStep with_simdgroups(MatmulStep step, int64_t simdgroups);
+// The numbers of a step; the planned one first. Dense weights have no variants.
+std::vector<int64_t> launches_of(const MatmulStep& step, bool quantised);
+
+// The step with the launch of a number, as it is where that is not among those.
+MatmulStep with_launch(MatmulStep step, int64_t number, bool quantised);
 
 }  // namespace moe_mps

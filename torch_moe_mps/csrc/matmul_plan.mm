@@ -116,6 +116,31 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
   return {MatmulWork::kSecond, "expert_down", grid, simdgroups * kSimdWidth};
 }
 
+bool is_down(const MatmulStep& step) {
+  return step.kernel == "expert_down";
+}
+
+// The simdgroups of a threadgroup with which the tuner tries the other kernel of a pair; none: there is none.
+std::vector<int64_t> simdgroups_of_variant(const MatmulStep& step) {
+  const bool of_token = step.kernels == KernelsOf::kToken || step.kernels == KernelsOf::kJoined;
+  // Among more experts a lane of the variant would need too many registers.
+  const bool rows = of_token && step.blocks > 0 && !step.kernel.starts_with("matmul_rows_chosen16");
+  if (rows || is_down(step)) return {2, kVariantSimdgroups};
+  if (step.kernel == c10::str("gemm", kTilePairs)) return {kGemmSimdgroups};
+  return {};
+}
+
+MatmulStep variant_of(MatmulStep step) {
+  if (is_down(step)) {
+    step.blocks = step.grid.x;
+  } else if (step.blocks > 0) {
+    step.blocks = ceil_div(step.blocks, kVariantRows / kSingleRows);
+  }
+  step.kernel += "_variant";
+  step.kernels = KernelsOf::kVariants;
+  return step;
+}
+
 // A matrix product; the caller adds the grid.
 MatmulStep gemm_step(MatmulWork work, int64_t tile_pairs, bool on_tensor_units) {
   MatmulStep step{work, c10::str("gemm", tile_pairs, on_tensor_units ? "_tensor" : "")};
@@ -154,19 +179,24 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
 
 }  // namespace
 
-std::vector<int64_t> simdgroups_of(const MatmulStep& step) {
+std::vector<int64_t> launches_of(const MatmulStep& step, bool quantised) {
   const int64_t planned = step.threads / kSimdWidth;
   const int64_t most = step.blocks > 0 ? 8 : step.work == MatmulWork::kSecond ? planned : 0;
   std::vector<int64_t> numbers = {planned};
   for (int64_t number = 1; number <= most; number *= 2) {
     if (number != planned) numbers.push_back(number);
   }
+  if (quantised) {
+    for (const int64_t number : simdgroups_of_variant(step)) numbers.push_back(kVariant + number);
+  }
   return numbers;
 }
 
-MatmulStep with_simdgroups(MatmulStep step, int64_t simdgroups) {
-  const std::vector<int64_t> numbers = simdgroups_of(step);
-  if (std::find(numbers.begin(), numbers.end(), simdgroups) == numbers.end()) return step;
+MatmulStep with_launch(MatmulStep step, int64_t number, bool quantised) {
+  const std::vector<int64_t> numbers = launches_of(step, quantised);
+  if (std::find(numbers.begin(), numbers.end(), number) == numbers.end()) return step;
+  if (number > kVariant) step = variant_of(std::move(step));
+  const int64_t simdgroups = number % kVariant;
   step.threads = simdgroups * kSimdWidth;
   if (step.blocks > 0) step.grid.x = ceil_div(step.blocks, simdgroups);
   return step;

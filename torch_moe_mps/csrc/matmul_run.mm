@@ -153,9 +153,10 @@ void check_inputs(const MatmulStep& step, const Tensor& x) {
 }
 
 // Adds one matmul; `out` has a row for each pair.
-void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
+void add_matmul(Commands& commands, const Run& run, const MatmulStep& planned, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
                 bool x_per_pair, bool is_last, const Tensor& out) {
+  const MatmulStep step = tuned(planned, matrix, run.ids.numel());
   check_inputs(step, x);
   MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
@@ -165,7 +166,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(x)
       .params(params);  // x stands in for a residual
   if (step.norms_inputs) command.bind(norm->weight);
-  run.launch(run.bind_buckets(command), tuned(step, matrix, run.ids.numel()));
+  run.launch(run.bind_buckets(command), step);
 }
 
 // Binds the matrix of a shared expert; the kernel reads none of `x` in its place.
@@ -174,9 +175,10 @@ Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& 
 }
 
 // Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
-void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
+void add_chosen(Commands& commands, const Run& run, const MatmulStep& planned, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
                 const Router& router, const Tensor& weights, const SharedExpert* shared, const Tensor& out) {
+  const MatmulStep step = tuned(planned, matrix, run.ids.numel());
   ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params, step.norms_inputs};
   params.matmul.slots += shared != nullptr;
   if (step.norms_inputs) set_norm(params.matmul, *norm);
@@ -187,14 +189,14 @@ void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(router.logits, router.bias, router.scale, weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
-  run.launch(bind_shared(command, shared ? &shared->matrices.gate_up : nullptr, x),
-             tuned(step, matrix, run.ids.numel()));
+  run.launch(bind_shared(command, shared ? &shared->matrices.gate_up : nullptr, x), step);
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
-void add_second(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& hidden,
+void add_second(Commands& commands, const Run& run, const MatmulStep& planned, const Tensor& hidden,
                 const MatrixStack& matrix, const MatrixStack* shared, const ExpertSum& sum,
                 const Tensor& out) {
+  const MatmulStep step = tuned(planned, matrix, run.ids.numel());
   check_inputs(step, hidden);
   ExpertDownParams params = down_params(hidden, matrix, run.ids, sum);
   params.has_shared_expert = shared != nullptr;
@@ -206,7 +208,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
   } else {
     bind_shared(command, shared, hidden);
   }
-  run.launch(command, tuned(step, matrix, run.ids.numel()));
+  run.launch(command, step);
 }
 
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
@@ -226,6 +228,7 @@ Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
     case KernelsOf::kFew: return part_of(matrix.library, kOfFew);
     case KernelsOf::kPrompts: return part_of(matrix.library, kOfPrompts);
     case KernelsOf::kTensorUnits: return tensor_units_library(matrix.library);
+    case KernelsOf::kVariants: return part_of(matrix.library, kVariants);
   }
 }
 
@@ -262,7 +265,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   bind_matmul(command, x, matrix, order ? *order : x, out, tokens).stand_in(x).bind(residual).params(params);
   if (step.norms_inputs) {
     command.bind(norm->weight);
-  } else if (step.kernel != "matmul_rows") {
+  } else if (!step.kernel.starts_with("matmul_rows") || step.kernels == KernelsOf::kFew) {
     command.bind(x, x);  // in place of lists of pairs; not read
   }
   command.threadgroups(step.grid, {step.threads});

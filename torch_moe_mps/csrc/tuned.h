@@ -1,5 +1,5 @@
-// Plans that selfcheck/tuner.py has found faster on this GPU than the usual ones, of those that give the same
-// bits.
+// Launches that selfcheck/tuner.py has found faster on this GPU than the planned ones, of those that give the
+// same bits.
 #pragma once
 #include "matmul_run.h"
 

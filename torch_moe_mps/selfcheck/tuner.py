@@ -1,9 +1,9 @@
 """Times plans that give the same bits, and keeps for this GPU the clearly faster ones.
 
-A plan says how many simdgroups a threadgroup has. Where other numbers give the same bits
-(`simdgroups_of` of csrc/matmul_plan.h has them), the first call of a matmul for few tokens times all of them
-by the GPU's own clock, with the arguments of that call. What comes of it is remembered beside what passed the
-self-check.
+A plan says how many simdgroups a threadgroup has, and which kernel runs. Where other numbers, or another
+kernel, give the same bits (`launches_of` of csrc/matmul_plan.h numbers them), the first call of a matmul
+times all of them by the GPU's own clock, with the arguments of that call. What comes of it is remembered
+beside what passed the self-check.
 """
 
 import itertools
@@ -29,24 +29,27 @@ from .probe import no_commits
 
 SECONDS = 0.5  # for a model; what is left is timed the next time
 OPERATORS = ("linear_quantized", "_mlp_quantized", "_moe_experts", "_moe_experts_quantized")
-MOST_TOKENS = 64  # matmuls of more are no dot products
-ROUNDS = 12  # in each half: every number of simdgroups once
+MOST_TOKENS = 512  # a longer prompt takes a large part of SECONDS in one round
+ROUNDS = 12  # in each half: every launch once
 FASTER = 0.97  # times the planned time at most, in all rounds of both halves but one of each
 BUFFER_SECONDS = 3e-4  # for a command buffer that is timed
 FIRST_CALLS, MOST_CALLS = 4, 64  # in one
 BEYOND_CACHES = 64 << 20  # bytes: weights that no cache of a GPU holds from call to call
 MOST_COPIES = 16
+VARIANT = 100  # kVariant of csrc/matmul_plan.h
 
 
 class Tuned(NamedTuple):
-    """Simdgroups of a threadgroup, used and planned, and the part of the operator's time that this saves."""
+    """Numbers of the launches, used and planned, and the part of the operator's time that this saves."""
 
-    simdgroups: int
+    number: int
     planned: int
     gain: float
 
     def __str__(self) -> str:
-        return f"{self.simdgroups} simdgroups in place of {self.planned}, {self.gain:.0%} faster"
+        simdgroups = f"{self.number % VARIANT} simdgroups"
+        of = " of the other kernel" if self.number > VARIANT else ""
+        return f"{simdgroups}{of} in place of {self.planned}, {self.gain:.0%} faster"
 
 
 _known: dict[str, Tuned] = {}  # by what `_listed_tunable` calls it
@@ -77,7 +80,7 @@ def remembered() -> dict[str, Tuned]:
 
 
 def _is_whole(found: Tuned) -> bool:
-    return type(found.simdgroups) is type(found.planned) is int and 0 <= found.gain < 1
+    return type(found.number) is type(found.planned) is int and 0 <= found.gain < 1
 
 
 def told(found: Mapping[str, Tuned]) -> str | None:
@@ -216,7 +219,7 @@ def _tunable(call: Callable[[], Tensor]) -> dict[str, list[int]]:
 
 
 def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Tensor]) -> list[int]:
-    """Numbers of simdgroups that give, on this very GPU, the bits of the planned one."""
+    """Launches that give, on this very GPU, the bits of the planned one."""
     results = []
     for number in numbers:
         torch.ops.moe_mps._tune(kernel, number)
@@ -226,6 +229,6 @@ def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Ten
 
 
 def _apply(kernel: str) -> None:
-    """Run a kernel with the number of simdgroups that is known to be faster; as planned, where none is."""
+    """Run a matmul by the launch that is known to be faster; as planned, where none is."""
     result = _known.get(kernel)
-    torch.ops.moe_mps._tune(kernel, result.simdgroups if result and result.gain else 0)
+    torch.ops.moe_mps._tune(kernel, result.number if result and result.gain else 0)

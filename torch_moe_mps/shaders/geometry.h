@@ -19,3 +19,4 @@
 #include "geometry/routing.h"
 #include "geometry/sampling.h"
 #include "geometry/selective_scan.h"
+#include "geometry/variants.h"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
+from .._environment import TUNE, is_on
 from .._extension import host_library, torch_version
 from .._versions import TORCH
 from ..macs import refusal
@@ -113,7 +114,8 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
     were put in place of others.
     """
     files, found = _files_of(model, operators), set[str]()
-    parts = ("", "joined_", "few_", "prompts_", *(("heads_",) if "heads" in files else ()))
+    parts = ["", "joined_", "few_", "prompts_", *(["heads_"] if "heads" in files else [])]
+    parts += ["variants_"] if is_on(TUNE) else []
     for module, dtype in _on_mps(model):
         formats = formats_in(module).values()
         if not formats and not is_experts(module):

@@ -74,6 +74,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="experts: our kernels for the tensor units of the M5, which multiply at an assumed rate beside "
         "the rest: a bound, no prediction",
     )
+    add(
+        "--variants",
+        action="store_true",
+        help="experts: our kernels that only the tuner takes, where there are some",
+    )
     add("--no-mlx", action="store_true", help="the package's kernels alone")
     add("--classes", action="store_true", help="also instructions of a lane for each multiply-add, by class")
     add(
@@ -115,7 +120,8 @@ def print_table(shape: Shape, format_name: str, options: argparse.Namespace, gpu
     dtype = options.dtype if format_name in FORMATS else format_name
     print(f"\n{shape}; {format_name}, activations {dtype}\n{report.head(gpus)}")
     for tokens in numbers(options.tokens, None, "tokens"):
-        rows = ours(shape, format_name, dtype, tokens, tensor_units=options.tensor_units)
+        kernels = {"tensor_units": options.tensor_units, "variants": options.variants}
+        rows = ours(shape, format_name, dtype, tokens, **kernels)
         sides = [("ours", rows, gpus)]
         if not options.no_mlx:
             sides += peers(shape, format_name, dtype, tokens, gpus)

@@ -74,12 +74,12 @@ def _work(
 # Ours ------------------------------------------------------------------------------------------------
 
 
-def _case(shape: Shape, format_name: str, dtype: str, tokens: int, tensor_units: bool = False) -> Case:
+def _case(shape: Shape, format_name: str, dtype: str, tokens: int, **kernels: bool) -> Case:
     name = format_name if format_name in FORMATS else "dense"
     if shape.alone:
         return Linear("", name, dtype, tokens, shape.hidden, shape.intermediate)
     sizes = (shape.experts, shape.slots, shape.hidden, shape.intermediate)
-    return Experts("", name, dtype, tokens, *sizes, tensor_units)
+    return Experts("", name, dtype, tokens, *sizes, **kernels)
 
 
 @functools.lru_cache(maxsize=2)
@@ -95,10 +95,13 @@ def ours(
     dtype: str,
     tokens: int,
     limit: Limit = DEFAULT_LIMIT,
-    tensor_units: bool = False,
+    **kernels: bool,
 ) -> list[Row]:
-    """What `_moe_experts*`, or for one matrix `linear_quantized` and `expert_mm`, of the package dispatch."""
-    case, ids = _case(shape, format_name, dtype, tokens, tensor_units), routing(shape, tokens)
+    """What `_moe_experts*`, or for one matrix `linear_quantized` and `expert_mm`, of the package dispatch.
+
+    `kernels`: of experts, `tensor_units` or `variants` in place of planned ones.
+    """
+    case, ids = _case(shape, format_name, dtype, tokens, **kernels), routing(shape, tokens)
     tensors = _weights(shape, format_name, dtype) | {
         "x": torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps"),
         "ids": torch.from_numpy(ids).to("mps"),

@@ -95,10 +95,11 @@ class Experts(Case):
     hidden: int
     intermediate: int
     tensor_units: bool = False
+    variants: bool = False  # the kernels that the tuner may take, where there are some
 
     @property
     def name(self) -> str:
-        units = " on tensor units" if self.tensor_units else ""
+        units = " on tensor units" if self.tensor_units else " by variants" if self.variants else ""
         return f"{self.group} {self.format} {self.dtype} T {self.tokens}{units}"
 
     def weights(self, values):
@@ -117,9 +118,11 @@ class Experts(Case):
 
     def call(self, t):
         ops()._set_tensor_units("1" if self.tensor_units else "0")
+        ops()._take_variants(self.variants)
         try:
             return self.called(t)
         finally:
+            ops()._take_variants(False)
             ops()._set_tensor_units("auto")
 
     def called(self, t, **others):
@@ -208,6 +211,15 @@ def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     return cases + [Experts("prefill", *f, tokens, *shape) for f in formats for tokens in (64, 512, 2048)]
 
 
+# One token, and prompts.
+VARIED = (("int4", "f16", 1), ("mxfp4", "bf16", 1), ("int4", "f16", 512), ("int4", "bf16", 2048))
+
+
+def variant_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
+    """Planned kernels and, behind them, those that the tuner compares with them."""
+    return [Experts("variants", *of, *shape, variants=varied) for of in VARIED for varied in (False, True)]
+
+
 class LinearOnUnits(Linear):
     """The same on tensor units, in the tiles of a GPU that it fills."""
 
@@ -265,6 +277,11 @@ def sanitizer_cases() -> list[Case]:
             Experts("sanitize", format_, next(small), tokens, *shape, tensor_units=True)
             for tokens in (70, 290)
         ]
+        if format_ != "dense":
+            cases += [
+                Experts("sanitize", format_, next(dtypes), tokens, *shape, variants=True)
+                for tokens in (1, 40)
+            ]
     quantised = [format_ for format_ in SANITIZED if format_ != "dense"]
     shapes = ((40, 256, 130), (100, 128, 70))  # tiles of 32 tokens, and of 64
     return cases + [LinearOnUnits("sanitize", f, next(small), *shape) for f in quantised for shape in shapes]

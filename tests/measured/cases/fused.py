@@ -560,6 +560,11 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
+def chosen_variants(shape: tuple[int, ...] = SHAPE) -> list[Case]:
+    """As experts.variant_cases."""
+    return [ChosenExperts("variants", "int4", "f16", 1, *shape, variants=varied) for varied in (False, True)]
+
+
 def sanitizer_fused() -> list[Case]:
     """Small cases of every kernel."""
     cases: list[Case] = []
@@ -571,6 +576,7 @@ def sanitizer_fused() -> list[Case]:
         for f in (("int4", "f16"), ("mxfp4", "bf16")):
             families = (ChosenExperts, SharedExperts, WideExperts)
             cases += [family("sanitize", *f, 1, *shape) for family in families]
+            cases += [family("sanitize", *f, 1, *shape, variants=True) for family in families]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases.append(FusedLinear("sanitize", "int8", "f16", 1, 2752, 45))  # simdgroups share the inputs
     cases += [WideLinear("sanitize", "int8", "f16", 1, width, 45) for width in (320, 2752)]

@@ -34,7 +34,7 @@ SCRIPT = REPOSITORY / "scripts" / "bench" / "bench_gpu.py"
 # Of the cases that are timed.
 GROUPS = (
     *("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf"),
-    *("others", "gradients"),
+    *("others", "gradients", "variants"),
 )
 TOOLS = ("memcheck", "racecheck")
 SANITIZED = "sanitized.json"  # a file of a plan's folder
@@ -108,6 +108,7 @@ def all_cases(shape: tuple[int, ...]) -> list[Case]:
     timed = experts.expert_cases(shape) + experts.linear_cases() + experts.gguf_cases(shape)
     timed += attention.attention_cases() + layer.layer_cases() + fused.fused_cases(shape)
     timed += experts.other_cases(shape) + gradients.gradient_cases(shape)
+    timed += experts.variant_cases(shape) + fused.chosen_variants(shape)
     sanitized = experts.sanitizer_cases() + experts.sanitizer_blocks() + gradients.sanitizer_gradients()
     return timed + sanitized + attention.sanitizer_attention() + fused.sanitizer_fused()
 

@@ -266,7 +266,7 @@ const std::vector<Library>& all_libraries() {
       for (const Library& library : attention_libraries(dtype)) list->push_back(library);
       for (const WeightFormat& format : all_formats()) {
         const Library library = quantized_library(format, dtype);
-        for (const char* file : {library.file, kJoined, kOfFew, kOfPrompts, kOfHeads})
+        for (const char* file : {library.file, kJoined, kOfFew, kOfPrompts, kOfHeads, kVariants})
           list->push_back(part_of(library, file));
       }
     }

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/simdgroups.h"
 #include "expert_sum.h"
+#include "geometry/variants.h"
 #include "matmul/dots.h"
 #include "matmul/epilogue.h"
 #include "matmul/pairs.h"
@@ -71,7 +72,10 @@ struct TermsBlock {
 
 // For one token; the simdgroups take turns at its slots. A pair behind those of the only token is of the
 // shared expert. Grid: (blocks of rows, tokens).
-template <typename W, int R>
+//
+// With kInTurn each simdgroup has rows of its own and takes all slots, so that a threadgroup reads
+// neighbouring rows of one expert at a time.
+template <typename W, int R, bool kInTurn = false>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down(
     DOWN_BUFFERS(typename W::Element), device const uchar* shared_packed [[buffer(12)]],
     device const uchar* shared_scales [[buffer(13)]], device const uchar* shared_biases [[buffer(14)]],
@@ -79,25 +83,34 @@ template <typename W, int R>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int kRows = kRowGroups * R;
-  threadgroup float memory[(kMaxSlots + 1) * kRows];
+  constexpr int kTerms = (kMaxSlots + 1) * kRows;
+  threadgroup float memory[(kInTurn ? kVariantSimdgroups : 1) * kTerms];
   constant MatmulParams& matmul = params.matmul;
-  const PairTerms<kRows> terms = {memory};
-  const uint token = group.y, first = group.x * kRows;
-  for (uint slot = simdgroup; slot < matmul.slots + params.has_shared_expert; slot += simdgroups) {
+  const PairTerms<kRows> terms = {memory + (kInTurn ? simdgroup * kTerms : 0)};
+  const uint token = group.y, block = kInTurn ? group.x * simdgroups + simdgroup : group.x;
+  const uint first = block * kRows;
+  if (kInTurn && first >= matmul.outputs) return;
+  const uint turn = kInTurn ? 0 : simdgroup, turns = kInTurn ? 1 : simdgroups;
+  for (uint slot = turn; slot < matmul.slots + params.has_shared_expert; slot += turns) {
     const PairSet<1> pairs = {{token * matmul.slots + slot}}, places = {{slot}};
     const bool is_shared = slot == matmul.slots;
     const uint expert = is_shared ? 0 : expert_of(ids, pairs.v[0], matmul);
     if (expert < matmul.experts) {
       const W weights(is_shared ? shared_packed : packed, is_shared ? shared_scales : scales,
                       is_shared ? shared_biases : biases, expert, matmul);
-      const TermsBlock<W, R> block = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
-                                      terms};
-      block.add(pairs, places, 1, params);
+      const TermsBlock<W, R> rows = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
+                                     terms};
+      rows.add(pairs, places, 1, params);
     } else if (lane == 0) {
       terms.clear(slot);
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   const Addends<T> addends = {shared_gate, shared_out, residual};
-  store_combined<T>(terms, token, 1, first, addends, out, thread_index, simdgroups * kSimdWidth, params);
+  if constexpr (kInTurn) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    store_combined<T>(terms, token, 1, first, addends, out, lane, kSimdWidth, params);
+  } else {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    store_combined<T>(terms, token, 1, first, addends, out, thread_index, simdgroups * kSimdWidth, params);
+  }
 }

@@ -41,6 +41,7 @@ struct GemmThread {
 constant constexpr int kSimdgroupRows = kGemmRows / kGemmSimdgroups;
 constant constexpr int kRowTiles = kSimdgroupRows / 8;
 constant constexpr int kSumsOfSimdgroup = 8 * kSimdgroupRows;  // of 8 pairs
+constant constexpr int kMostTileBytes = 32768;                 // of a threadgroup's memory
 
 // The rows of a lane, one in each row tile of the simdgroup, with a chunk of kCount values of each. Gate and
 // up rows alternate.
@@ -150,11 +151,14 @@ inline void store_tile(thread TileSums<F, kPairTiles>& sums, threadgroup float* 
 
 // The work of a threadgroup on up to 8 * kPairTiles pairs. The loop over the inputs has no branches:
 // fragments past the last pair are left out by choosing a smaller kPairTiles.
-template <typename W, int kPairTiles, bool kSplit>
+//
+// With two buffers the inputs of a step are staged while others still read those before: one barrier a step.
+// kUsedBuffers is 1 where two do not fit.
+template <typename W, int kPairTiles, bool kSplit, int kBuffers>
 struct Gemm;
 
-template <typename W, int kPairTiles>
-struct Gemm<W, kPairTiles, false> {
+template <typename W, int kPairTiles, int kBuffers>
+struct Gemm<W, kPairTiles, false, kBuffers> {
   typedef typename W::Element T;
   typedef typename FragmentOf<T>::type F;
   typedef TileRows<W, W::kTileValues> Rows;
@@ -165,7 +169,9 @@ struct Gemm<W, kPairTiles, false> {
   static constant constexpr int kStride = kMostPairs + 4;     // of an input in threadgroup memory; not tuned
   static constant constexpr int kTileBytes = kDepth * kStride * sizeof(F);
   static constant constexpr int kSumBytes = kGemmSimdgroups * kSumsOfSimdgroup * sizeof(float);
-  static constant constexpr int kBytes = kTileBytes > kSumBytes ? kTileBytes : kSumBytes;
+  static constant constexpr int kUsedBuffers = kBuffers * kTileBytes <= kMostTileBytes ? kBuffers : 1;
+  static constant constexpr int kInputBytes = kUsedBuffers * kTileBytes;
+  static constant constexpr int kBytes = kInputBytes > kSumBytes ? kInputBytes : kSumBytes;
 
   // The part of the inputs that a thread copies: eight columns of some pairs.
   struct Inputs {
@@ -236,12 +242,15 @@ struct Gemm<W, kPairTiles, false> {
     Rows rows(work.weights, work.first, place, params);
     const Inputs inputs(work.x, work.pairs, at, params);
     Sums sums;
+    uint offset = 0;  // of the step's buffer
     for (uint depth = 0; depth < params.inputs; depth += kDepth) {
       rows.load(work.weights, depth + place.quarter * W::kTileValues, params.inputs);
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
-      inputs.stage(tile, depth, params);
+      // The tile before this one has been read; of two, by a step before.
+      if constexpr (kBuffers == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+      inputs.stage(tile + offset, depth, params);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      UNROLL for (int k = 0; k < kDepth / 8; ++k) multiply(sums, rows, own, k);
+      UNROLL for (int k = 0; k < kDepth / 8; ++k) multiply(sums, rows, own + offset, k);
+      if constexpr (kBuffers > 1) offset = kDepth * kStride - offset;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read
     store_tile<false>(sums, reinterpret_cast<threadgroup float*>(memory), work, at.again(), params);
@@ -251,7 +260,7 @@ struct Gemm<W, kPairTiles, false> {
 // For quantised weights. Of each pack of a row, a lane's first elements are one half and its second elements
 // the other: so it loads runs of neighbouring inputs of its pairs.
 template <typename W, int kPairTiles>
-struct Gemm<W, kPairTiles, true> {
+struct Gemm<W, kPairTiles, true, 1> {
   typedef typename W::Element T;
   typedef typename FragmentOf<T>::type F;
   typedef simdgroup_matrix<F, 8, 8> Fragment;
@@ -259,6 +268,7 @@ struct Gemm<W, kPairTiles, true> {
   typedef TileSums<F, kPairTiles> Sums;
   static constant constexpr int kDepth = 4 * W::kValues;  // inputs of a step
   static constant constexpr int kRun = W::kPackSize / 2;  // fragments of a pack
+  static constant constexpr int kUsedBuffers = 1;
   static constant constexpr int kBytes = kGemmSimdgroups * kSumsOfSimdgroup * sizeof(float);
   // A lane's weights and inputs of a step, as loaded and as fragments. With more bytes and more than two pair
   // tiles a thread needs more than 128 registers, by the cost model.
@@ -332,28 +342,30 @@ struct Gemm<W, kPairTiles, true> {
 };
 
 // Runs the Gemm with the fewest pair tiles, from kPairTiles on, that hold the pairs.
-template <typename W, int kPairTiles, int kMostPairTiles, bool kSplit>
+template <typename W, int kPairTiles, int kMostPairTiles, bool kSplit, int kBuffers>
 inline void run_gemm(GemmWork<W> work, threadgroup float4* memory, GemmThread at,
                      constant MatmulParams& params) {
   if constexpr (kPairTiles < kMostPairTiles) {
     if (work.pairs.count > 8 * kPairTiles) {
-      run_gemm<W, kPairTiles + 1, kMostPairTiles, kSplit>(work, memory, at, params);
+      run_gemm<W, kPairTiles + 1, kMostPairTiles, kSplit, kBuffers>(work, memory, at, params);
       return;
     }
   }
-  Gemm<W, kPairTiles, kSplit>::run(work, memory, at, params);
+  Gemm<W, kPairTiles, kSplit, kBuffers>::run(work, memory, at, params);
 }
 
 // Grid: (blocks of rows, tiles).
-template <typename W, int kPairTiles, bool kSplit>
+template <typename W, int kPairTiles, bool kSplit, int kBuffers = 1>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void gemm(
     MATMUL_BUFFERS(typename W::Element), device const int* pair_order [[buffer(9)]],
     device const int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], LANES) {
   // Pairs whose inputs do not fit into registers are taken in two turns.
-  constexpr bool kFits = Gemm<W, kPairTiles, kSplit>::kFits;
+  constexpr bool kFits = Gemm<W, kPairTiles, kSplit, kBuffers>::kFits;
   constexpr int kAtOnce = kFits ? kPairTiles : kPairTiles / 2;
-  threadgroup float4 memory[Gemm<W, kAtOnce, kSplit>::kBytes / sizeof(float4)];
+  typedef Gemm<W, kAtOnce, kSplit, kBuffers> Largest;
+  constexpr int kUsedBuffers = Largest::kUsedBuffers;  // also for fewer pairs
+  threadgroup float4 memory[Largest::kBytes / sizeof(float4)];
   const bool listed = !kSplit && params.has_ids != 0;
   const PairTile tile = tile_of(tiles, pair_order, listed, group.y, 8 * kPairTiles, params);
   if (tile.pairs.count == 0) return;
@@ -371,13 +383,13 @@ template <typename W, int kPairTiles, bool kSplit>
       first + (kSplit ? 0 : simdgroup * outputs)};
   const GemmThread at = {thread_index, lane, simdgroup};
   if constexpr (kFits) {
-    run_gemm<W, 1, kPairTiles, kSplit>(work, memory, at, params);
+    run_gemm<W, 1, kPairTiles, kSplit, kUsedBuffers>(work, memory, at, params);
   } else {
     for (uint start = 0; start < tile.pairs.count; start += 8 * kAtOnce) {
       GemmWork<W> part = work;
       part.pairs.first += start;
       part.pairs.count = min(tile.pairs.count - start, uint(8 * kAtOnce));
-      run_gemm<W, 1, kAtOnce, kSplit>(part, memory, at, params);
+      run_gemm<W, 1, kAtOnce, kSplit, kUsedBuffers>(part, memory, at, params);
     }
   }
 }

@@ -21,6 +21,7 @@ from support.pinned import assert_pinned, pinned
 from support.quantized_layers import GGUF_FORMATS, OTHERS, place, random_quantized
 from support.sweep import in_sweep
 
+from torch_moe_mps._extension import setting
 from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._formats import FORMATS as FORMATS_BY_NAME
 from torch_moe_mps.selfcheck.libraries import PARTS
@@ -387,6 +388,14 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
 
 
+def variants(dtype: torch.dtype) -> Iterator[Call]:
+    """Of the calls of a format, with the kernels that the tuner may take, those that have some."""
+    with setting("_take_variants", True, False):
+        for call in quantised(dtype, "affine4_64"):
+            if re.search(r", (1|256) tokens, . of", call[0]):
+                yield call
+
+
 WIDTHS = (64, 128, 256, 512)
 OTHER_ROUTERS = ("routing_logits_{}", "bucket_i32", "bucket_i64")
 
@@ -423,6 +432,7 @@ GROUPS = {
     "int4": (functools.partial(quantised, name="affine4_64"), of_format("affine4_64")),
     "int8": (functools.partial(quantised, name="affine8_64"), of_format("affine8_64")),
     "mxfp4": (functools.partial(quantised, name="mxfp4"), of_format("mxfp4")),
+    "variants": (variants, ["quantized_variants_affine4_64_{}"]),
     "int1": (functools.partial(quantised, name="affine1_64"), of_format("affine1_64")),
 }
 # Types of GGUF that this package writes, too.
@@ -446,7 +456,7 @@ KINDS = [
 KINDS += ["pointwise", "routing", "sampling", "bucket", "experts"]
 KINDS += [
     f"quantized_{part}{name}"
-    for part in PARTS
+    for part in (*PARTS, "variants_")
     for name in (
         *(f"affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)),
         "mxfp4",

@@ -28,7 +28,7 @@ SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
 # One of each file but that of the probe, which no operator launches.
 OTHERS = {"probe": [], "bucket": ["bucket_i32"], "tensor_units": ["tensor_units_affine4_64_f16"]}
 OTHERS["quantized"] = [f"quantized_{name}" for name in ("affine4_64_f16", "affine3_32_bf16", "nvfp4_f32")]
-PARTS_OF_FORMATS = ("joined", "few", "prompts", "heads")
+PARTS_OF_FORMATS = ("joined", "few", "prompts", "heads", "variants")
 OTHERS |= {f"quantized_{part}": [f"quantized_{part}_affine4_64_f16"] for part in PARTS_OF_FORMATS}
 OTHERS |= {f"attention{of}": [f"attention{of}_128_f16"] for of in ("", "_turned", "_selected")}
 OTHERS |= {"attention_tailed": ["attention_tailed_512_f16"], "routing": ["routing_8_f16"]}
@@ -174,6 +174,7 @@ def some_cases() -> list:
         Experts("experts", "mxfp4", "bf16", 3, *SHAPE),
         Experts("prefill", "dense", "f32", 40, *SHAPE),
         Experts("sanitize", "int4", "f16", 70, *SHAPE, tensor_units=True),
+        Experts("variants", "int4", "f16", 40, *SHAPE, variants=True),
         Linear("linear", "int8", "f16", 2, 512, 64),
         Experts("experts", "q3_k", "bf16", 3, *experts.GGUF_SHAPE),
         Linear("linear", "q4_k", "f16", 1, 256, 37),

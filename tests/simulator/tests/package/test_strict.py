@@ -19,7 +19,7 @@ LIKE_OTHERS = re.compile(r"attention_(\w+_)?(64|256|512)|attention_(\w+_)?affine
 
 
 def format_of(library: str) -> str | None:
-    found = re.fullmatch(r"(?:quantized(?:_prompts|_heads)?|tensor_units)_(\w+)_[a-z0-9]+", library)
+    found = re.fullmatch(r"(?:quantized(?:_prompts|_heads|_variants)?|tensor_units)_(\w+)_[a-z0-9]+", library)
     return found and found[1]
 
 
@@ -44,7 +44,7 @@ def in_sweep(library):
     else:
         others = library.endswith(("_f16", "_f32")) or format_of(library) not in (None, *ALWAYS)
         others = others or (
-            not library.endswith("q4_k_bf16") and re.match("quantized_(prompts|heads)", library)
+            not library.endswith("q4_k_bf16") and re.match("quantized_(prompts|heads|variants)", library)
         )
         others = others or (LIKE_OTHERS.match(library) is not None and "tailed" not in library)
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
