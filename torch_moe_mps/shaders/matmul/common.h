@@ -15,6 +15,13 @@ inline uint expert_of(device const int* ids, uint pair, constant MatmulParams& p
   return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
 }
 
+// Whether an id is not negative, and of none of the experts.
+inline bool is_beyond(device const int* ids, uint pair, constant MatmulParams& params) {
+  if (params.wide_ids == 0) return ids[pair] >= int(params.experts);
+  const int high = ids[2 * pair + 1];
+  return high > 0 || (high == 0 && uint(ids[2 * pair]) >= params.experts);
+}
+
 inline uint input_row(uint pair, constant MatmulParams& params) {
   return params.x_per_pair != 0 ? pair : pair / params.slots;
 }

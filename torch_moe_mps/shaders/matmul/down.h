@@ -15,8 +15,6 @@ struct PairTerms {
 
   threadgroup float& at(uint pair, uint row) const { return values[pair * kRows + row]; }
 
-  void clear(uint pair) const { UNROLL for (int r = 0; r < kRows; ++r) at(pair, r) = 0.0f; }
-
   // The sum over the slots of a token, ascending; `first` is the token's first pair.
   float sum(uint first, uint slots, uint row) const {
     float sum = 0.0f;
@@ -40,6 +38,16 @@ inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens
     }
     out[ulong(token) * columns + row] = T(addends.add_to(sum, token, row, columns, params.sum));
   }
+}
+
+// The term of a pair without an expert: 0, or what ids beyond the experts give.
+template <typename T>
+inline float term_without_expert(device const int* ids, device const uchar* routing, device const T* identity,
+                                 uint pair, uint row, constant ExpertDownParams& params) {
+  constant MatmulParams& matmul = params.matmul;
+  if (params.has_identity == 0 || row >= matmul.outputs || !is_beyond(ids, pair, matmul)) return 0.0f;
+  return load_one(routing, params.sum.weights_dtype, pair) *
+         float(identity[ulong(pair / matmul.slots) * matmul.outputs + row]);
 }
 
 // Parts of the terms of a block of rows.
@@ -93,8 +101,10 @@ template <typename W, int R>
       const TermsBlock<W, R> block = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
                                       terms};
       block.add(pairs, places, 1, params);
-    } else if (lane == 0) {
-      terms.clear(slot);
+    } else {
+      for (uint row = lane; row < uint(kRows); row += kSimdWidth) {
+        terms.at(slot, row) = term_without_expert(ids, routing, shared_out, pairs.v[0], first + row, params);
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
