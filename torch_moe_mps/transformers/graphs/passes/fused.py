@@ -30,7 +30,7 @@ add_in_operators = Fusion(
 weights_on_inputs = Fusion(
     "weights_on_inputs",
     (
-        "_moe_experts_quantized(X[..., H] * W[..., 1], ones_like(I, *O), IDS, *A[T, H])",
+        "_moe_experts_quantized(X[..., H] * W[..., 1], ones_like(IDS, *O), IDS, *A[T, H])",
         "_moe_experts_quantized(X[T, H], W[T, 1], IDS, *A, weights_on_inputs=True)",
     ),
     where=lambda T, **_: T == 1,

@@ -90,7 +90,9 @@ def norms_behind_rotation(graph: fx.Graph) -> None:
     """rms_norm(rope(Q)) -> rope(Q, norm), without a weight: a turn by angles keeps a head's length."""
     for call in calls(graph, ours.rope):
         passed, new = arguments(call), dict[str, Any]()
-        if any(passed[f"{name}_norm_weight"] for name in "qk") or not _are_of_angles(passed):
+        if passed["cos"] is None or passed["rotary_dim"] is None or not _are_of_angles(passed):
+            continue
+        if passed["q_norm_weight"] is not None or passed["k_norm_weight"] is not None:
             continue
         for name, result in _results(call).items():
             norm = _only_norm_of(result)
@@ -111,7 +113,9 @@ _POLAR = "permute(view_as_real(polar(ones_like(A, *O), A)), [3, 0, 1, 2])"
 
 
 def _are_of_angles(passed: dict[str, Any]) -> bool:
-    """True if tables are the cosines and sines of angles."""
+    """True if tables are the cosines and sines of an angle for each pair."""
+    if passed["rotary_dim"] != 2 * tensor_of(passed["cos"]).shape[-1]:
+        return False
     cos, sin = (
         match(f"item(unbind(clone({_POLAR}, *C), -4), {n})", passed[name])
         for n, name in enumerate(("cos", "sin"))
