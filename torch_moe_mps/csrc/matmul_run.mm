@@ -414,10 +414,11 @@ void apply_given(const Tensor& out, const Tensor& x, const std::optional<InputNo
     apply_experts_into(out, x, norm, experts, ids, activation, sum, nullptr, nullptr);
     return;
   }
-  Tensor normed = aligned(x);
+  const Tensor rows = aligned(x);
+  Tensor normed = rows;
   if (norm) {
     Commands commands;
-    normed = add_norm(commands, normed, *norm);
+    normed = add_norm(commands, rows, *norm);
     commands.encode();
   }
   if (sum.has_identity) sum.shared_out = normed;

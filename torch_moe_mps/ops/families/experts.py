@@ -464,7 +464,7 @@ CHANGES: Changes = {
     "_expert_outer": lambda s: [s.of("x[T, K, H]")],
     "_moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
-        s.norm,
+        {**s.norm, "has_identity": True},
         {**s.one_token, **s.norm},
     ],
     "moe_experts": lambda s: [{"gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True}],

@@ -417,7 +417,8 @@ CHANGES: Changes = {
     "_moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
-        {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")},
+        {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")}
+        | {"weights_on_inputs": True},
         {
             **s.routed,
             **s.norm,

@@ -17,9 +17,8 @@ inline uint expert_of(device const int* ids, uint pair, constant MatmulParams& p
 
 // Whether an id is not negative, and of none of the experts.
 inline bool is_beyond(device const int* ids, uint pair, constant MatmulParams& params) {
-  if (params.wide_ids == 0) return ids[pair] >= int(params.experts);
-  const int high = ids[2 * pair + 1];
-  return high > 0 || (high == 0 && uint(ids[2 * pair]) >= params.experts);
+  const long id = params.wide_ids != 0 ? reinterpret_cast<device const long*>(ids)[pair] : long(ids[pair]);
+  return id >= long(params.experts);
 }
 
 inline uint input_row(uint pair, constant MatmulParams& params) {

@@ -40,14 +40,17 @@ inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens
   }
 }
 
-// The term of a pair without an expert: 0, or what ids beyond the experts give.
+// The term of a pair without an expert: 0, or what ids beyond the experts give. Rows past the last output
+// have its term.
 template <typename T>
 inline float term_without_expert(device const int* ids, device const uchar* routing, device const T* identity,
                                  uint pair, uint row, constant ExpertDownParams& params) {
   constant MatmulParams& matmul = params.matmul;
-  if (params.has_identity == 0 || row >= matmul.outputs || !is_beyond(ids, pair, matmul)) return 0.0f;
-  return load_one(routing, params.sum.weights_dtype, pair) *
-         float(identity[ulong(pair / matmul.slots) * matmul.outputs + row]);
+  if (params.has_identity == 0) return 0.0f;
+  const ulong column = min(row, matmul.outputs - 1);
+  const float input = float(identity[ulong(pair / matmul.slots) * matmul.outputs + column]);
+  const float weight = load_one(routing, params.sum.weights_dtype, pair);
+  return select(0.0f, weight * input, is_beyond(ids, pair, matmul));
 }
 
 // Parts of the terms of a block of rows.
