@@ -38,7 +38,8 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
         *(x, None, None, *matrices, format),
         **{"logits": logits, "top_k": top_k, **router, **others},
     )
-    bound = 4 * torch.finfo(two.dtype).eps * max([0.0, *two.abs().flatten().tolist()])
+    roundings = 16 if others.get("weights_on_inputs") else 4  # of each input times its weight, too
+    bound = roundings * torch.finfo(two.dtype).eps * max([0.0, *two.abs().flatten().tolist()])
     torch.testing.assert_close(one.cpu(), two.cpu(), rtol=0, atol=bound)
     return ids.cpu()
 
@@ -77,6 +78,18 @@ def test_ties_and_what_is_no_number(device):
         assert check_chosen(device, torch.tensor([row]), 3, **router).tolist() == [chosen]
 
 
+@pytest.mark.on("mps")
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_weights_on_inputs(device, name, dtype):
+    """Of one expert as of several, in the product that chooses and in those behind a choice."""
+    for i, (experts, top_k, tokens) in enumerate([(8, 1, 1), (60, 4, 1), (600, 2, 1), (60, 4, 3)]):
+        logits = random((tokens, experts), dtype, 10 * i, 1.5)
+        norm = {"norm_weight": random((HIDDEN,), dtype, 4).to(device)} if i % 2 else {}
+        options = router_options(name, experts, top_k, 10 * i + 1)
+        check_chosen(device, logits, top_k, dtype, None, {"weights_on_inputs": True, **norm}, **options)
+
+
 def test_several_tokens_and_none(device):
     for tokens in (0, 2, 40):
         check_chosen(
@@ -102,6 +115,7 @@ def test_one_launch_fewer(simulated):
     half = {"dtype": torch.float16, **norm}
     assert launches(**half) == ["matmul_rows_chosen8_wide", "expert_down"]
     assert launches(300, **half) == ["matmul_rows_chosen16_wide", "expert_down"]
+    assert launches(weights_on_inputs=True, **norm) == ["matmul_rows_chosen8", "expert_down"]
     assert launches(600, **half) == ["route32_f16", "matmul_rows_normed_wide", "expert_down"]
     assert launches() == ["matmul_rows_chosen8", "expert_down"]
 

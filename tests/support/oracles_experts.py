@@ -136,12 +136,24 @@ def moe_experts_of_rows(
     value, variance = np.zeros_like(rows), np.zeros_like(rows)
     for e, t, k in pairs_by_expert(ids, len(gate_up)):
         x_rows = Estimate(*(part[t] for part in x))
+        if options.get("weights_on_inputs"):
+            scale = scales[t, k][:, None]
+            error = (scale * x_rows.deviation) ** 2 + (spread[t, k][:, None] * x_rows.value) ** 2
+            error += (2 * roundoff(dtype) * scale * x_rows.value) ** 2  # of the weight, and of the product
+            x_rows = Estimate(scale * x_rows.value, np.sqrt(error))
         hidden = add(multiply(x_rows, gate_up[e], dtype, rounded_weight), gate_up_bias, e, dtype)
         hidden = activate(hidden, options, dtype)
         out = add(multiply(hidden, down[e], dtype, rounded_weight), down_bias, e, dtype)
-        scale = scales[t, k][:, None]
+        of_weights = np.zeros((len(t), 1)) if options.get("weights_on_inputs") else spread[t, k][:, None]
+        scale = np.ones((len(t), 1)) if options.get("weights_on_inputs") else scales[t, k][:, None]
         np.add.at(value, t, scale * out.value)
-        np.add.at(variance, t, (scale * out.deviation) ** 2 + (spread[t, k][:, None] * out.value) ** 2)
+        np.add.at(variance, t, (scale * out.deviation) ** 2 + (of_weights * out.value) ** 2)
+    if options.get("has_identity"):
+        share = np.where(ids.cpu().numpy() >= len(gate_up), scales, 0.0)
+        value += share.sum(1, keepdims=True) * x.value
+        of_input = x.deviation + 4 * roundoff(torch.float32) * abs(x.value)
+        of_input = of_input + roundoff(dtype) * abs(x.value)  # a norm may be rounded
+        variance += (abs(share).sum(1, keepdims=True) * of_input) ** 2
     size = abs(value)
     shared = options.get("shared_out")
     if shared is not None:

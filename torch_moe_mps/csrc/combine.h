@@ -15,6 +15,8 @@ struct ExpertSum {
   at::Tensor weights;  // [T, K]
   OptionalTensor shared_gate = {}, shared_out = {}, residual = {};
   bool gate_is_logit = false;
+  bool has_identity = false;       // of experts: ids beyond them give shared_out, which is no summand then
+  bool weights_on_inputs = false;  // of experts: the weights multiply their inputs, not their outputs
 };
 
 // Summands beside the slots as an operator is given them.

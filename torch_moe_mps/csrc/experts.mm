@@ -66,10 +66,11 @@ Tensor _expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int
 Tensor _moe_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
                     const Tensor& down, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                     const Activation& activation, bool transposed, const Summands& around,
-                    const std::optional<InputNorm>& norm) {
+                    const std::optional<InputNorm>& norm, bool has_identity) {
   const FeedForward experts{dense_matrix(x, gate_up, gate_up_bias, transposed),
                             dense_matrix(x, down, down_bias, transposed)};
-  const ExpertSum sum = around.with(weights.contiguous(), x.scalar_type());
+  ExpertSum sum = around.with(weights.contiguous(), x.scalar_type());
+  sum.has_identity = has_identity;
   return apply_experts(x, norm, experts, ids, activation, sum);
 }
 
@@ -77,7 +78,7 @@ Tensor moe_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, co
                    const Tensor& down, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                    const Activation& activation, bool transposed) {
   return _moe_experts(x, weights, ids, gate_up, down, gate_up_bias, down_bias, activation, transposed,
-                      kNothingAdded, std::nullopt);
+                      kNothingAdded, std::nullopt, false);
 }
 
 }  // namespace

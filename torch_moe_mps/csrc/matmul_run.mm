@@ -3,6 +3,8 @@
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
 
 #include <algorithm>
 
@@ -124,7 +126,10 @@ MatmulParams matmul_params(const Tensor& x, const MatrixStack& matrix, const Ten
 
 ExpertDownParams down_params(const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
                              const ExpertSum& sum) {
-  return {matmul_params(x, matrix, ids, Activation{}, true), sum_params(sum)};
+  ExpertDownParams params{matmul_params(x, matrix, ids, Activation{}, true), sum_params(sum)};
+  params.has_identity = sum.has_identity;
+  if (sum.has_identity) params.sum.has_shared = 0;
+  return params;
 }
 
 double slots_of(const MatrixStack& matrix, int64_t pairs) {
@@ -174,19 +179,20 @@ Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& 
   return command.bind(shared ? shared->packed : x, shared ? shared->scales : x, shared ? shared->biases : x);
 }
 
-// Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
+// Adds the first matmul of experts that it chooses itself. It writes run.ids and sum.weights.
 void add_chosen(Commands& commands, const Run& run, const MatmulStep& planned, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
-                const Router& router, const Tensor& weights, const SharedExpert* shared, const Tensor& out) {
+                const Router& router, const ExpertSum& sum, const SharedExpert* shared, const Tensor& out) {
   const MatmulStep step = tuned(planned, matrix, run.ids.numel());
-  ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params, step.norms_inputs};
+  ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params, step.norms_inputs,
+                      sum.weights_on_inputs};
   params.matmul.slots += shared != nullptr;
   if (step.norms_inputs) set_norm(params.matmul, *norm);
   if (shared) params.matmul.shared_activation = shared->activation.kind;
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, run.ids, out, params.matmul.slots)
       .stand_in(x)
-      .bind(router.logits, router.bias, router.scale, weights)
+      .bind(router.logits, router.bias, router.scale, sum.weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
   run.launch(bind_shared(command, shared ? &shared->matrices.gate_up : nullptr, x), step);
@@ -339,7 +345,8 @@ ExpertSum of_rows(const ExpertSum& sum) {
   return flat;
 }
 
-// With a router the first matmul chooses, and has a shared expert or none.
+// With a router the first matmul chooses, and has a shared expert or none. Else x has a row for each pair if
+// its weights are on inputs.
 void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional<InputNorm>& norm,
                         const FeedForward& experts, const Tensor& ids_, const Activation& activation,
                         const ExpertSum& sum, const Router* router, const SharedExpert* shared) {
@@ -348,10 +355,15 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
   const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, most);
   for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
     const int64_t count = std::min(at_once, tokens - start);
-    const ExpertSum of_some{sum.weights.narrow(0, start, count), rows_of(sum.shared_gate, start, count),
-                            rows_of(sum.shared_out, start, count), rows_of(sum.residual, start, count),
-                            sum.gate_is_logit};
-    apply_experts_into(out.narrow(0, start, count), x_.narrow(0, start, count), norm, experts,
+    ExpertSum of_some{sum.weights.narrow(0, start, count),
+                      rows_of(sum.shared_gate, start, count),
+                      rows_of(sum.shared_out, start, count),
+                      rows_of(sum.residual, start, count),
+                      sum.gate_is_logit,
+                      sum.has_identity,
+                      sum.weights_on_inputs};
+    const int64_t rows = x_.size(0) / tokens;
+    apply_experts_into(out.narrow(0, start, count), x_.narrow(0, rows * start, rows * count), norm, experts,
                        ids_.narrow(0, start, count), activation, of_some, nullptr, nullptr);
   }
   if (at_once < tokens) return;
@@ -379,9 +391,9 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
       case MatmulWork::kBucket: add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles); break;
       case MatmulWork::kFirst:
         if (router != nullptr) {
-          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights, shared, hidden);
+          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum, shared, hidden);
         } else {
-          add_matmul(commands, run, step, x, norm, gate_up, activation, false, false, hidden);
+          add_matmul(commands, run, step, x, norm, gate_up, activation, sum.weights_on_inputs, false, hidden);
         }
         break;
       case MatmulWork::kSecond:
@@ -395,6 +407,29 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
     }
   }
   commands.encode();
+}
+
+// Experts whose ids and weights are given. What reads the normed input beside the first matmul takes a norm
+// of its own.
+void apply_given(const Tensor& out, const Tensor& x, const std::optional<InputNorm>& norm,
+                 const FeedForward& experts, const Tensor& ids, const Activation& activation, ExpertSum sum) {
+  if (!sum.has_identity && !sum.weights_on_inputs) {
+    apply_experts_into(out, x, norm, experts, ids, activation, sum, nullptr, nullptr);
+    return;
+  }
+  const Tensor rows = aligned(x);
+  Tensor normed = rows;
+  if (norm) {
+    Commands commands;
+    normed = add_norm(commands, rows, *norm);
+    commands.encode();
+  }
+  if (sum.has_identity) sum.shared_out = normed;
+  if (sum.weights_on_inputs) {
+    normed = at::mul(normed.unsqueeze(1), sum.weights.to(x.scalar_type()).unsqueeze(2)).flatten(0, 1);
+    sum.weights = at::ones_like(sum.weights);
+  }
+  apply_experts_into(out, normed, std::nullopt, experts, ids, activation, sum, nullptr, nullptr);
 }
 
 }  // namespace
@@ -411,8 +446,7 @@ Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, cons
                      const Tensor& ids, const Activation& activation, const ExpertSum& sum) {
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
-  apply_experts_into(as_rows(out), as_rows(x), norm, experts, as_rows(ids), activation, of_rows(sum), nullptr,
-                     nullptr);
+  apply_given(as_rows(out), as_rows(x), norm, experts, as_rows(ids), activation, of_rows(sum));
   return out;
 }
 
@@ -428,8 +462,12 @@ Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, cons
   if (shared && !chooses && !empty) {
     sum.shared_out = apply_mlp(aligned(rows), norm, shared->matrices, shared->activation);
   }
-  apply_experts_into(as_rows(out), rows, norm, experts, as_rows(ids), activation, of_rows(sum),
-                     chooses ? &router : nullptr, chooses && shared ? &*shared : nullptr);
+  if (chooses) {
+    apply_experts_into(as_rows(out), rows, norm, experts, as_rows(ids), activation, of_rows(sum), &router,
+                       shared ? &*shared : nullptr);
+  } else {
+    apply_given(as_rows(out), rows, norm, experts, as_rows(ids), activation, of_rows(sum));
+  }
   return out;
 }
 

@@ -33,10 +33,13 @@ Tensor _moe_experts_quantized(const Tensor& x, const OptionalTensor& weights, co
                               const std::optional<InputNorm>& norm, const std::optional<Router>& router,
                               const std::optional<Packed>& shared_gate_up,
                               const std::optional<Packed>& shared_down,
-                              std::optional<std::string_view> shared_activation) {
+                              std::optional<std::string_view> shared_activation, bool has_identity,
+                              bool weights_on_inputs) {
   const auto [dtype, experts] =
       feed_forward(x.scalar_type(), gate_up, down, format, down_format, gate_up_bias, down_bias);
   ExpertSum sum = around.with({}, dtype);
+  sum.has_identity = has_identity;
+  sum.weights_on_inputs = weights_on_inputs;
   const Tensor input = in_dtype(x, dtype);
   if (router) {
     std::optional<SharedExpert> shared;
@@ -64,7 +67,7 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& weights, const Tenso
   return _moe_experts_quantized(x, weights, ids, gate_up, down, format, gate_up_bias, down_bias,
                                 activation_of(activation, std::nullopt, limit, gated, interleaved),
                                 kNothingAdded, down_format, std::nullopt, std::nullopt, std::nullopt,
-                                std::nullopt, std::nullopt);
+                                std::nullopt, std::nullopt, false, false);
 }
 
 }  // namespace

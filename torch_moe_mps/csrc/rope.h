@@ -71,6 +71,6 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
 at::Tensor _rope_cache_(const OptionalTensor& q, const at::Tensor& k, const OptionalTensor& v,
                         const at::Tensor& keys_, const OptionalTensor& values_, const OptionalTensor& cos,
                         const OptionalTensor& sin, const HeadNorms& norms, const Turn& turn,
-                        const ValueNorm& norm, const OptionalTensor& k_bias);
+                        const ValueNorm& norm, const OptionalTensor& k_bias, double v_norm_factor = 1.0);
 
 }  // namespace moe_mps

@@ -84,6 +84,7 @@ Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& outp
   heads.params.rotary = rotary;
   heads.params.is_normed = heads.params.has_weight = weight.has_value();
   heads.params.weight_dtype = dtype_code(weight);
+  heads.params.norm_factor = 1.0f;
   heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
                      (!weight || starts_aligned(*heads.weight));
   return heads;
@@ -131,7 +132,7 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
 Tensor _rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
                     const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
                     const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
-                    const OptionalTensor& k_bias) {
+                    const OptionalTensor& k_bias, double v_norm_factor) {
   const Tensor output = q ? heads_first(*q) : at::empty({0}, k.options());
   if (k.numel() == 0) return output;
   const Rotation rotation(k, cos, sin, norms, turn);
@@ -141,6 +142,7 @@ Tensor _rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTens
   if (v) {
     values = heads_of(*v, norm.weight, written_for(*v, *values_), 0);
     values->params.is_normed = norm.norms;
+    values->params.norm_factor = static_cast<float>(v_norm_factor);
   }
   encode_rope(rotation, queries, keys, values, contiguous(k_bias));
   keep(keys_, keys.output);

@@ -306,8 +306,8 @@ def _experts(s: Sample) -> list[dict[str, Any]]:
         *(_dense(s, 2, OFFSET if tokens < 10 else 2048, 4, tokens) for tokens in (1, 9, 40)),
         *(_dense(s, 3, 38, 7, tokens) for tokens in (1, 5, 20, 40)),
         *ACTIVATIONS,
-        {"topk_ids": nobody},
-        {"topk_ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
+        {"topk_ids": nobody, "has_identity": True},
+        {"topk_ids": torch.tensor([[s.E, 2]], dtype=torch.int64), "has_identity": True},
     ]
 
 

@@ -145,7 +145,7 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
     for (uint pair = first + step; pair < pairs; pair += step) {
       sum += sum_of_squares(load_pairs<N>(head, pairs_at(pair, interleaved, heads, params)), mean);
     }
-    inverse = precise::rsqrt(simd_sum(sum) / float(heads.width) + params.eps);
+    inverse = heads.norm_factor * precise::rsqrt(simd_sum(sum) / float(heads.width) + params.eps);
   }
   for (uint pair = first; pair < pairs; pair += step) {
     const PairsAt from = pairs_at(pair, interleaved, heads, params);

@@ -268,9 +268,15 @@ struct Choice {
     return simd_max(expert);
   }
 
-  // Weights and ids of all params.top_k experts.
-  void store(device const uchar* per_expert_scale, device float* weights, device int* ids,
-             RouterParams params, uint lane) const {
+  // The value of the expert that was chosen for a slot.
+  float of_slot(Values<N> values, uint slot) const {
+    float value = 0.0f;
+    UNROLL for (int j = 0; j < N; ++j) value = keys.v[j] == slot + 1 ? values.v[j] : value;
+    return simd_sum(value);
+  }
+
+  // The weights of all params.top_k experts.
+  Values<N> weights(device const uchar* per_expert_scale, RouterParams params, uint lane) const {
     Values<N> values = scoring.of(logits);
     UNROLL for (int j = 0; j < N; ++j) values.v[j] = is_chosen(keys.v[j]) ? values.v[j] : 0.0f;
     if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(keys, values);
@@ -278,7 +284,7 @@ struct Choice {
     UNROLL for (int j = 0; j < N; ++j) values.v[j] *= params.scaling_factor;
     if (params.has_scale != 0) scale_chosen<N>(keys, values, per_expert_scale, params.scale_dtype, lane);
     if (params.normalise_scaled != 0) normalise<N>(values, 0.0f, -INFINITY);
-    store_chosen<N>(keys, values, lane, weights, ids);
+    return values;
   }
 };
 
@@ -310,5 +316,6 @@ template <typename T, int N>
   if (row >= params.rows) return;
   const Values<N> values = load_logits<N>(logits + row * params.experts, params, lane);
   const Choice<N> choice = choice_of<N>(values, bias, params, params.top_k, lane);
-  choice.store(per_expert_scale, weights + row * params.top_k, ids + row * params.top_k, params, lane);
+  const Values<N> of_experts = choice.weights(per_expert_scale, params, lane);
+  store_chosen<N>(choice.keys, of_experts, lane, weights + row * params.top_k, ids + row * params.top_k);
 }

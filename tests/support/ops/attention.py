@@ -120,6 +120,7 @@ def draw__rope_attention_(d):
     while arguments["q"] is None or arguments["v"] is None:
         arguments = draw__rope_cache_(d)
     arguments.pop("k_bias")  # of keys alone
+    arguments.pop("v_norm_factor")  # of latents
     (batch, tokens, _, width), dtype = arguments["q"].shape, arguments["q"].dtype
     key_heads, value_width, keys = d.one(1, 2), d.one(16, 6, 64), tokens + d.one(1, 0, 40, 300)
     heads = key_heads * d.one(1, 3, 9)

@@ -12,11 +12,12 @@ from support.ops.combine import invalid_tail
 from support.ops.norms import input_rows
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_operators import Expected, estimated
-from torch_moe_mps.ops._sample import E, H, I
+from torch_moe_mps.ops._sample import E, H, I, T
 from torch_moe_mps.ops._samples import packet
 
 # Options that depend on each other: draw__moe_experts gives all that is no required tensor.
 WHOLE = ("_moe_experts", "moe_experts")
+OF_SHARED = "shared_gate", "shared_out"
 
 
 def norm_of_input(d, width: int) -> dict[str, Any]:
@@ -74,7 +75,14 @@ def draw__moe_experts(d):
         "transposed": transposed,
         **options,
         **norm_of_input(d, hidden),
+        **identity(d, options),
     }
+
+
+def identity(d, options: dict[str, Any]) -> dict[str, Any]:
+    """Whether ids beyond the experts give their input, instead of a shared expert."""
+    has_identity = d.flag()
+    return {"has_identity": has_identity, **(dict.fromkeys(OF_SHARED) if has_identity else {})}
 
 
 def part_of(name: str, call: dict[str, Any]) -> dict[str, Any]:
@@ -97,11 +105,12 @@ def draw_moe_experts(d):
 EXPERT_OPTIONS = (
     *("gate_up_bias", "down_bias", "activation", "alpha", "limit", "gated", "interleaved"),
     *("shared_gate", "shared_out", "residual", "gate_is_logit"),
+    *("has_identity", "weights_on_inputs"),
 )
 
 
 def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> list[Expected]:
-    options = {name: getattr(a, name) for name in EXPERT_OPTIONS}
+    options = {name: getattr(a, name, None) for name in EXPERT_OPTIONS}
     return [
         estimated(
             oracles_experts.moe_experts_of_rows(
@@ -204,7 +213,8 @@ def invalid_moe_experts(zeros):
 
 
 def invalid__moe_experts(zeros):
-    return [*invalid_moe_experts(zeros), *invalid_tail(zeros)]
+    beside = wrong("shared_out must be None beside has_identity", shared_out=zeros(T, H), has_identity=True)
+    return [*invalid_moe_experts(zeros), *invalid_tail(zeros), beside]
 
 
 def invalid__expert_outer(zeros):

@@ -27,7 +27,7 @@ def draw_linear_quantized(d):
     columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
     x = d.values(*leading, columns)
     activation = d.maybe(lambda: d.one("silu", "gelu", "gelu_tanh", "relu", "relu2"))
-    factor = 1.0 if activation is None else d.one(1.0, 0.25, -2.0)
+    factor = d.one(1.0, 0.25, -2.0)
     return {
         **{"x": x, "format": form, **draw_weight(d, "", None, rows, columns, form)},
         **{"activation": activation, "factor": factor},
@@ -69,7 +69,7 @@ def draw_embedding_quantized(d):
 
 def first_activated(rows: Estimate, a) -> Estimate:
     if a.activation is None:
-        return rows
+        return Estimate(a.factor * rows.value, abs(a.factor) * rows.deviation)
     own = Estimate(a.factor * rows.value, abs(a.factor) * rows.deviation)
     acted = activate(own, {"activation": a.activation, "gated": False}, torch.float32)
     count = a.packed.shape[0] if a.activated is None else a.activated
@@ -141,7 +141,7 @@ def invalid_linear_quantized(zeros):
         wrong("scales must be int16, got float32", format="q4_0", biases=None),
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
-        wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
+        wrong("factor must be a finite number, got nan", factor=float("nan")),
         wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
         wrong(
             "activation must be None for an x without columns, got 'silu'",

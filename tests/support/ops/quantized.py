@@ -11,6 +11,7 @@ from support.ops import wrong
 from support.ops.experts import (
     as_private,
     experts,
+    identity,
     in_rows,
     in_shape,
     invalid_around,
@@ -23,7 +24,7 @@ from support.ops.routing import draw_moe_router, expected_moe_router
 from support.oracles import exact
 from support.oracles_experts import Estimate, activate, dequantise, group_of, multiply, roundoff
 from support.oracles_operators import Expected, estimated
-from torch_moe_mps.ops._sample import E, I, T
+from torch_moe_mps.ops._sample import E, H, I, T
 from torch_moe_mps.ops._samples import sample_arguments
 
 # Options that depend on each other: draw__moe_experts_quantized gives all that is no required tensor.
@@ -75,6 +76,9 @@ def draw__moe_experts_quantized(d, may_choose: bool = True):
     if around["topk_ids"] is None and d.flag():
         options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
         matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
+    options["weights_on_inputs"] = d.flag()
+    if around["topk_ids"] is not None and not options["weights_on_inputs"]:
+        options |= identity(d, options)
     return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
@@ -199,6 +203,9 @@ def invalid__moe_experts_quantized(zeros):
         ),
         *invalid_around(zeros),
         wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
+        wrong("shared_out must be None beside has_identity", shared_out=zeros(T, H), has_identity=True),
+        wrong("weights_on_inputs must be False beside", has_identity=True, weights_on_inputs=True),
+        wrong("logits must be None beside has_identity", **chosen, has_identity=True),
         wrong("top_k must be 1 without logits, got 2", top_k=2),
         wrong("correction_bias must be None without logits, got (8,)", correction_bias=zeros(E)),
         wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),

@@ -41,9 +41,11 @@ def draw__rope_cache_(d):
     }
     arguments |= {"v": v, **held, "norm_v": norm, "k_bias": None}
     arguments["v_norm_weight"] = d.maybe(lambda: d.values(v.shape[3])) if norm else None
+    arguments["v_norm_factor"] = d.one(1.0, -1.5) if norm else 1.0
     arguments |= {} if d.flag() else {"cos": None, "sin": None}
     if d.flag():
         arguments |= {"v": None, "values_": None, "norm_v": False, "v_norm_weight": None}
+        arguments["v_norm_factor"] = 1.0
         if d.flag():
             arguments |= {"q": None, "q_norm_weight": None}
         if d.flag():
@@ -89,6 +91,7 @@ def expected__rope_cache_(a):
         if a.norm_v
         else Expected(v, 0.0)
     )
+    norm = Expected(a.v_norm_factor * norm.value, abs(a.v_norm_factor) * norm.error)
     return [q, keys, _behind(exact(a.values_), norm)]
 
 
@@ -143,6 +146,7 @@ def invalid__rope_cache_(zeros):
     alone = {"v": None, "values_": None}
     return [
         wrong("norm_v must be False without v, got True", v=None, values_=None, norm_v=True),
+        wrong("v_norm_factor must be 1.0 without norm_v, got 2.0", v_norm_factor=2.0),
         wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, 2, T - 1, 16)),
         wrong("of 3 tokens or more, as many as v has", values_=zeros(2, 2, T - 1, 8)),
         wrong(

@@ -33,6 +33,8 @@ ARCHITECTURES = sorted(
 AMPLIFY = ("qwen3_next",)
 # Models of recurrent states alone, whose caches count no tokens.
 ARCHITECTURES += ["mamba", "falcon_mamba", "mamba2"]
+# Experts without transformers' interface.
+ARCHITECTURES += ["llama4", "longcat_flash", "step3p7"]
 
 
 def own_model(architecture: str, **changed):

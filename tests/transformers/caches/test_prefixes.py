@@ -25,6 +25,8 @@ KINDS = {
     "windows": ("gpt_oss", {"sliding_window": 24}, None, False),
     "windows, 8 bits": ("gpt_oss", {"sliding_window": 24, "head_dim": 32}, 8, False),
     "latents": ("deepseek_v3", {}, None, True),
+    "latents, two a layer": ("longcat_flash", {}, None, True),
+    "in chunks": ("llama4", {"attention_chunk_size": 24}, None, False),
     "latents, 8 bits": ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8, True),
     "indexed": ("glm_moe_dsa", {}, None, True),
     "shared": ("gemma4", {"sliding_window": 24}, None, False),

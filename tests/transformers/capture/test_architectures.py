@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("captured")
 ARCHITECTURES = sorted(
     {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - {"openai_privacy_filter"}
 )
+ARCHITECTURES += ["llama4", "longcat_flash", "step3p7"]
 
 QUANTISED_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
 
@@ -32,7 +33,8 @@ QUANTISED_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_interme
 # Their indexers make masks for torch's attention; a batch with padding runs module by module.
 OWN_MASKS = {"glm5_next", "minimax_m3_vl", "qwen4_exp"}
 
-ONE_BY_ONE = {0: set(), 4: {"deepseek_v4", "unlimited_ocr", *OWN_MASKS}}  # by padding
+# By padding. Llama 4's masks of chunks ask where it ends.
+ONE_BY_ONE = {0: set(), 4: {"deepseek_v4", "unlimited_ocr", "llama4", *OWN_MASKS}}
 
 
 @pytest.mark.sweep

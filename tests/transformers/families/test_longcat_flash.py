@@ -12,4 +12,4 @@ def test_a_checkpoint_loads_and_its_tokens_are_those_of_eager_code(tmp_path):
 
 @pytest.mark.usefixtures("captured")
 def test_launches_of_a_layer(simulated):
-    families.check_launches(simulated, NAME, {"": 41})
+    families.check_launches(simulated, NAME, {"": 26})

@@ -28,6 +28,7 @@ PAIRS_AT_ONCE = 512
 # Slots of tokens, and the tensors around the experts.
 IDS = f"topk_ids[..., K<={MAX_TOP_K}]:id"
 ROUTED = f"{IDS} topk_weights[..., K]"
+NO_SHARED = "shared_out not beside has_identity"
 AROUND = f"x[..., H] {ROUTED} norm_weight[H] {ADDED.format('x')}"
 
 
@@ -160,14 +161,27 @@ def combine_experts(
     num_experts: int,
     mlp: Mlp,
     around: ExpertSum,
+    has_identity: bool = False,
+    weights_on_inputs: bool = False,
 ) -> Tensor:
     """sum_k topk_weights * mlp(norm(x)) + g * shared_out + residual, in float32, rounded once.
 
-    A token's terms are added in ascending order of expert, whatever the other tokens do.
+    A token's terms are added in ascending order of expert, whatever the other tokens do. With `has_identity`
+    ids beyond the experts give norm(x); with `weights_on_inputs` a term is mlp(topk_weights * norm(x)).
     """
     leading = x.shape
     x, topk_ids, topk_weights = as_rows(norm.applied_to(x)), as_rows(topk_ids), as_rows(topk_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if has_identity:
+        share = wide(topk_weights).masked_fill(topk_ids < num_experts, 0.0).sum(-1, keepdim=True)
+        total += share * x
+    if weights_on_inputs:
+        rows = (wide(x).unsqueeze(1) * topk_weights.unsqueeze(-1)).to(x.dtype)
+        slots = [(rows[:, slot], topk_ids[:, slot : slot + 1]) for slot in range(rows.shape[1])]
+        for of_slot, ids in slots:
+            groups = group_by_expert(ids, num_experts)
+            total.index_add_(0, groups.pairs, mlp.rows(of_slot[groups.pairs], groups, ids))
+        return around.added_to(total).to(x.dtype).view(leading)
     if len(x) == 1:  # grouping would cost more than it saves
         chosen = zip(topk_ids[0].tolist(), topk_weights[0].tolist(), strict=True)
         for expert, scale in sorted(chosen, key=itemgetter(0)):
@@ -304,7 +318,9 @@ def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **give
 
 
 @operator(
-    f"{AROUND} gate_up[E, _, _]:x down[E, _, _]:x gate_up_bias[E, _] down_bias[E, H] -> x", _check_moe_experts
+    f"{AROUND} gate_up[E, _, _]:x down[E, _, _]:x gate_up_bias[E, _] down_bias[E, H] -> x",
+    _check_moe_experts,
+    dependences=(NO_SHARED,),
 )
 def _moe_experts(
     x: Tensor,
@@ -328,6 +344,7 @@ def _moe_experts(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-06,
     norm_weight_offset: float = 0.0,
+    has_identity: bool = False,
 ) -> Tensor:
     """moe_experts, and what joins a layer around them into the same dispatches. It may change in any release.
 
@@ -343,6 +360,8 @@ def _moe_experts(
             norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
             not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
         norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        has_identity: ids from E on are of experts that give norm(x). Without it they give nothing. Only
+            without shared_out.
 
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
@@ -353,7 +372,7 @@ def _moe_experts(
     mlp = Mlp(*products, gate_up_bias, down_bias, options)
     norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around)
+    return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around, has_identity)
 
 
 def _check_public(check, x, gate_up, down, gate_up_bias, transposed, **given):
@@ -455,7 +474,7 @@ CHANGES: Changes = {
     "_expert_outer": lambda s: [s.of("x[T, K, H]", topk_ids=s.topk_ids)],
     "_moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
-        s.norm,
+        {**s.norm, "has_identity": True},
         {**s.one_token, **s.norm},
     ],
     "moe_experts": lambda s: [{"gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True}],

@@ -25,12 +25,12 @@ def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 
 def _check_activated(check, activation, activated, factor, rows, columns):
-    if activation is None:
-        if factor != 1.0:
-            check.fail("factor", "1.0 without an activation", factor)
+    if activation is None and factor == 1.0:
         return
-    if columns == 0:
+    if columns == 0 and activation is not None:
         check.fail("activation", "None for an x without columns", repr(activation))
+    if columns == 0:
+        check.fail("factor", "1.0 for an x without columns", factor)
     if activated is not None:
         check.between("activated", activated, 1, rows, ", the rows of packed")
     if not math.isfinite(factor):
@@ -71,6 +71,8 @@ def _linear_quantized_transposed(
 
 def _linear_backward(grad, asked, given):
     gradients = {"residual": grad}
+    if given["factor"] != 1.0:
+        grad = grad * given["factor"]
     if "x" in asked:
         weight = [given[name] for name in TENSORS]
         gradients["x"] = torch.ops.moe_mps._linear_quantized_transposed(grad, *weight, given["format"])
@@ -138,10 +140,10 @@ def linear_quantized(
             rounded, if its weight is float32 or has the dtype of `x` and the format has 3 bits or more; else
             it is a dispatch of its own.
         norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
-        activation: silu, gelu, gelu_tanh, relu, relu2, or None: act(y) is y. Otherwise it is
+        activation: silu, gelu, gelu_tanh, relu, relu2, or None: act(y) is factor * y. Otherwise it is
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
-        factor: 1.0 without an activation.
+        factor: other than 1.0 only if C is at least 1.
         dtype: "float32", for sums that are not rounded, or None: the dtype of `x`.
 
     Returns: [..., N] in `dtype`; dequantised and accumulated in float32. For more than a few rows of `x`
@@ -161,6 +163,8 @@ def linear_quantized(
     if activation is not None:
         some = out[..., :activated]
         some.copy_(POINTWISE[activation](some * factor))
+    elif factor != 1.0:
+        out *= factor
     if order is not None:
         out = torch.empty_like(out).index_copy_(-1, order.long(), out)
     return (out if residual is None else out.add_(wide(residual))).to(

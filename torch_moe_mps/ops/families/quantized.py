@@ -13,6 +13,7 @@ from .combine import ExpertSum
 from .experts import (
     AROUND,
     IDS,
+    NO_SHARED,
     ROUTED,
     Mlp,
     Product,
@@ -152,6 +153,8 @@ def _check_moe_experts_quantized(check, x, **arguments):
         _check_shared_expert(check, arguments)
         around = around._replace(shared_out=x)  # it has this shape
     around.check(check)
+    if arguments["weights_on_inputs"] and arguments["has_identity"]:
+        check.fail("weights_on_inputs", "False beside has_identity", True)
     options_in(arguments, Router).check(check)
 
 
@@ -168,6 +171,8 @@ def _check_moe_experts_quantized(check, x, **arguments):
         "shared_gate_up_packed not without logits",
         "shared_activation not without shared_gate_up_packed",
         "shared_out gate_up_bias down_bias not beside shared_gate_up_packed",
+        "logits not beside has_identity",
+        NO_SHARED,
     ),
 )
 def _moe_experts_quantized(
@@ -218,6 +223,8 @@ def _moe_experts_quantized(
     shared_down_scales: Tensor | None = None,
     shared_down_biases: Tensor | None = None,
     shared_activation: str | None = None,
+    has_identity: bool = False,
+    weights_on_inputs: bool = False,
 ) -> Tensor:
     """moe_experts_quantized, and what joins a layer around it into the same dispatches.
 
@@ -245,6 +252,9 @@ def _moe_experts_quantized(
             both products where the first one chooses.
         shared_activation: of that expert if it has another one: silu, gelu, gelu_tanh, relu or relu2. It is
             gated and interleaved as the others are.
+        has_identity: as for _moe_experts; only without logits.
+        weights_on_inputs: topk_weights multiply the inputs of the experts, norm(x), not their outputs. Not
+            beside has_identity. On Metal the first product that chooses multiplies its sums, not rounded.
 
     Returns: [..., H] in the dtype of `x`.
 
@@ -284,7 +294,10 @@ def _moe_experts_quantized(
             options = options._replace(activation=shared_activation, alpha=None, limit=None)
         shared_out = mlp_outputs(x, norm, *matrices, options)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, topk_weights, topk_ids, gate_up_packed.shape[0], mlp, around)
+    options_of_sum = has_identity, weights_on_inputs
+    return combine_experts(
+        x, norm, topk_weights, topk_ids, gate_up_packed.shape[0], mlp, around, *options_of_sum
+    )
 
 
 def _is_gated(gate_up_packed: Tensor, down_packed: Tensor, down: Format) -> bool:
@@ -405,7 +418,8 @@ CHANGES: Changes = {
     "_moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
-        {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")},
+        {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")}
+        | {"weights_on_inputs": True},
         {
             **s.routed,
             **s.norm,

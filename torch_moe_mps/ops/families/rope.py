@@ -217,12 +217,15 @@ def check_rope_cache(
     rotary_dim,
     norm_v,
     k_bias=None,
+    v_norm_factor=1.0,
     **_,
 ):
     _check_turned(check, cos, rotary_dim, q=q, k=k)
     _check_heads(check, 2, v=v)
     if norm_v and v is None:
         check.fail("norm_v", "False without v", True)
+    if not norm_v and v_norm_factor != 1.0:
+        check.fail("v_norm_factor", "1.0 without norm_v", v_norm_factor)
     for argument, held in (("keys_", keys_), ("values_", values_)):
         if held is not None and held.shape[2] < k.shape[1]:
             expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
@@ -262,6 +265,7 @@ def _rope_cache_(
     norm_v: bool = False,
     v_norm_weight: Tensor | None = None,
     k_bias: Tensor | None = None,
+    v_norm_factor: float = 1.0,
 ) -> Tensor:
     """Rotated queries; writes rotated keys, and values, into a KV cache. Private: may change in any release.
 
@@ -284,6 +288,7 @@ def _rope_cache_(
         v_norm_weight: [Dv], any of the three dtypes: of that norm.
         k_bias: [Dk] in the dtype of `k_norm_weight`, or None. Beside it there is no v, no
             q_norm_weight and no norm_weight_offset.
+        v_norm_factor: multiplies the normed values; 1.0 without norm_v.
 
     Returns: q as [B, Hq, T, Dq], contiguous; without q an empty tensor, of shape [0].
 
@@ -299,7 +304,7 @@ def _rope_cache_(
     keys_.narrow(2, keys_.shape[2] - k.shape[1], k.shape[1]).copy_(new)
     if v is not None and values_ is not None:
         if norm_v:
-            v = normed(v, v_norm_weight, *norm).to(v.dtype)
+            v = (normed(v, v_norm_weight, *norm) * v_norm_factor).to(v.dtype)
         values_.narrow(2, values_.shape[2] - v.shape[1], v.shape[1]).copy_(v.transpose(1, 2))
     return k.new_empty(0) if q is None else _rotated(q, q_norm_weight, *rest)
 
@@ -335,7 +340,7 @@ CHANGES: Changes = {
             name: cache[:, :, 2 : 3 + s.T]
             for name, cache in s.of("keys_[2, 2, 9, D] values_[2, 2, 9, V]").items()
         }
-        | s.of("v_norm_weight[V]", norm_v=True),
+        | s.of("v_norm_weight[V]", norm_v=True, v_norm_factor=1.5),
         s.of("k_norm_weight[D]", cos=None, sin=None),
         _of_indexer(s),
         _of_indexer(s) | {"q": None, "cos": None, "sin": None},

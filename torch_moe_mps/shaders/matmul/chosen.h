@@ -30,9 +30,17 @@ template <typename W, int R, int N, bool kNormed, typename S>
       values = load_logits<N>(reinterpret_cast<device const T*>(logits), router, lane);
     }
     const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
+    const bool weighs = writes || params.weights_on_inputs != 0;
     const Choice<N> choice =
-        choice_of<N>(values, correction_bias, router, writes ? router.top_k : group.y + 1, lane);
-    if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
+        choice_of<N>(values, correction_bias, router, weighs ? router.top_k : group.y + 1, lane);
+    if (weighs) {
+      Values<N> of_experts = choice.weights(per_expert_scale, router, lane);
+      if (params.weights_on_inputs != 0) {
+        place.factor = choice.of_slot(of_experts, group.y);
+        UNROLL for (int j = 0; j < N; ++j) of_experts.v[j] = 1.0f;
+      }
+      if (writes) store_chosen<N>(choice.keys, of_experts, lane, weights, ids);
+    }
     place.expert = choice.expert_of(group.y, lane);
   } else {
     packed = shared_packed;

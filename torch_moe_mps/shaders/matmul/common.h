@@ -15,6 +15,12 @@ inline uint expert_of(device const int* ids, uint pair, constant MatmulParams& p
   return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
 }
 
+// Whether an id is not negative, and of none of the experts.
+inline bool is_beyond(device const int* ids, uint pair, constant MatmulParams& params) {
+  const long id = params.wide_ids != 0 ? reinterpret_cast<device const long*>(ids)[pair] : long(ids[pair]);
+  return id >= long(params.experts);
+}
+
 inline uint input_row(uint pair, constant MatmulParams& params) {
   return params.x_per_pair != 0 ? pair : pair / params.slots;
 }

@@ -42,7 +42,12 @@ template <typename W>
     int4 own = int4(0);
     if (position < matmul.pairs) own = tiles[position];
     const bool has_expert = own.x < int(matmul.experts);
-    if (!has_expert && simdgroup == 0) terms.clear(uint(pair_order[position]));
+    if (!has_expert && simdgroup == 0) {
+      const uint pair = uint(pair_order[position]);
+      UNROLL for (int r = 0; r < kFewDownRows; ++r) {
+        terms.at(pair, r) = term_without_expert(ids, routing, shared_out, pair, first + r, params);
+      }
+    }
     const uint starts = ballot(own.z > 0 && has_expert);
     for (uint left = starts; left != 0; left &= left - 1) {
       if (others > 0) {

@@ -32,12 +32,13 @@ inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
 struct RowsPlace {
   uint block, pair, lane, expert;
   Share share;
+  float factor;  // of the inputs
 };
 
 // Simdgroups have blocks of their own or, with `shares`, each a share of the inputs of the threadgroup's.
 inline RowsPlace rows_place(uint2 group, uint lane, uint simdgroup, uint simdgroups, bool shares) {
-  if (shares) return {group.x, group.y, lane, 0, {simdgroup, kFewSimdgroups}};
-  return {group.x * simdgroups + simdgroup, group.y, lane, 0, {0, 1}};
+  if (shares) return {group.x, group.y, lane, 0, {simdgroup, kFewSimdgroups}, 1.0f};
+  return {group.x * simdgroups + simdgroup, group.y, lane, 0, {0, 1}, 1.0f};
 }
 
 // The dot products of a simdgroup's share and, as one more row, the squares of its inputs.
@@ -80,8 +81,8 @@ inline void rows_of_pair(device const typename W::Element* x, device const uchar
     add_shares<R>(dots, squares, memory, place.share.number, place.lane);
     if (place.share.number > 0) return;
   }
-  const float inverse = inverse_root(norm, squares.v[0], params);
-  UNROLL for (int r = 0; r < R; ++r) dots.v[r][0] *= inverse;
+  const float factor = place.factor * inverse_root(norm, squares.v[0], params);
+  UNROLL for (int r = 0; r < R; ++r) dots.v[r][0] *= factor;
   store_outputs<W, R, 1>(block, dots, pairs, 1, out, params);
 }
 

@@ -6,4 +6,5 @@ struct ChosenParams {
   MatmulParams matmul;
   RouterParams router;
   uint32_t norms_inputs;
+  uint32_t weights_on_inputs;  // those of the choice, and none on outputs
 };

@@ -15,6 +15,7 @@ struct RopeHeads {
   uint32_t is_normed;
   uint32_t has_weight;
   uint32_t weight_dtype;
+  float norm_factor;
 };
 
 struct RopeParams {

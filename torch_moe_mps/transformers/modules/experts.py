@@ -342,8 +342,9 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         options |= _biases(self)
     if form is not None and len(first) > len(self.down_proj):
         first = first[: len(self.down_proj)]
-    out = _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
-    return out if form is None else _with_identity(self, out, hidden_states, top_k_index, top_k_weights)
+    if form is not None and form.has_identity:
+        options["has_identity"] = True
+    return _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
 
 
 def rows_forward(self: Experts, rows: Tensor) -> Tensor:
@@ -360,12 +361,7 @@ def _with_identity(self: Experts, out: Tensor, x: Tensor, ids: Tensor, weights: 
     form = self.__dict__.get(FORM)
     if form is None or not form.has_identity:
         return out
-    return with_identity(out, x, ids, weights, dict(form.shapes)["down_proj"][0])
-
-
-def with_identity(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """out [T, H] + x * the sum of the weights of ids beyond the experts."""
-    share = weights.masked_fill(ids < experts, 0.0).sum(-1, keepdim=True)
+    share = weights.masked_fill(ids < dict(form.shapes)["down_proj"][0], 0.0).sum(-1, keepdim=True)
     return torch.addcmul(out, x, share.to(x.dtype))
 
 
@@ -403,8 +399,9 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
         options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
-    out = _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
-    return _with_identity(self, out, x, ids, weights) if FORM in attributes else out
+    if FORM in attributes and attributes[FORM].has_identity:
+        options["has_identity"] = True
+    return _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import first_form
 from ..trials.replicas import bare_replica, random_parameter
-from .experts import activation_arguments, experts_forward, rows_forward, with_identity
+from .experts import activation_arguments, experts_forward, rows_forward
 from .linears import QuantizedLinear
 
 KIND = "experts"  # the kind of the classes of recognised experts
@@ -205,8 +205,9 @@ def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Ten
     if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
         options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
     first = first[: len(second)]
-    out: Tensor = _moe_experts(x, weights, ids, first, second, transposed=form.is_transposed, **options)
-    return with_identity(out, x, ids, weights, len(second)) if form.has_identity else out
+    options |= {"transposed": form.is_transposed, "has_identity": form.has_identity}
+    out: Tensor = _moe_experts(x, weights, ids, first, second, **options)
+    return out
 
 
 # --- the class

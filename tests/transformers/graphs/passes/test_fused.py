@@ -42,6 +42,12 @@ HEADS = {"A": (2, 3, 4), "B": (2, 3, 4), "A_LOG": (4,), "DT_BIAS": (4,)}
 STREAMS = {"OUT": (3, 1, 64), "STREAMS": (3, 4, 64), "...": (3,), "N": 4, "H": 64}
 SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "add_in_operators": lambda f: {"R": (3, 32 if "linear" in f else 64), "LOGIT": (3, 1), "OUT": (3, 64)},
+    "weights_on_inputs": {
+        "X": (1, 64),
+        "W": (1, 1),
+        "O": {"dtype": torch.float32},
+        "IDS": torch.tensor([[3]]),
+    },
     "add_norms": NORM | {"R": (1, 1, 64), "X": (1, 64)},
     "scale_norm_sums": NORM | {"R": (3, 64), "X": (3, 64), "SCALAR": (1,)},
     "factor_in_norm": {"FACTOR": 0.5},
@@ -85,9 +91,9 @@ class Row:
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.wide: set[tuple[str, str]] = set()
         for key, value in list(self._names.items()):
-            if isinstance(value, tuple) and key != "...":
+            if isinstance(value, tuple | Tensor) and key != "...":
                 self._put((key, ""), value)
-                if wide or isinstance(value, Wide):
+                if isinstance(value, Wide) or (wide and isinstance(value, tuple)):
                     self.wide.add((key, ""))
         if "C" in self._names:
             self._good_call("hyper_connection", "C")
@@ -132,6 +138,8 @@ class Row:
         for position, each in enumerate(form.args if isinstance(form, ast.Call) else [form.left, form.right]):
             leaf = each.value if isinstance(each, ast.Subscript | ast.Starred) else each
             leaf = leaf.value if isinstance(leaf, ast.Subscript) else leaf
+            if isinstance(each, ast.Starred) and schema is None:
+                continue
             if isinstance(each, ast.Starred):
                 named = [*schema.arguments][:position] + list(form.keywords)
                 self._good_call(called(form), leaf.id)

@@ -98,6 +98,22 @@ def activation_that_changes(x, r):
     return y
 
 
+def parts_times_a_number(x, r):
+    """As LongCat has the queries of its latents."""
+    a, b = linear(x).view(1, 1, 4, 16).transpose(1, 2).split([10, 6], -1)
+    return (a * 1.5).exp(), b * 1.5
+
+
+def parts_times_two_numbers(x, r):
+    a, b = linear(x).split([40, 24], -1)
+    return a * 1.5, b * 2
+
+
+def a_part_times_a_number(x, r):
+    a, b = linear(x).split([40, 24], -1)
+    return a * 1.5, b + 1
+
+
 def outputs_in_another_order(x, r):
     """As Qwen3-Next has them: q, k and v of each head side by side."""
     q, k, v = projected(x, 1).view(1, 1, 2, 64).split([16, 16, 32], 3)
@@ -134,6 +150,11 @@ CASES: dict[Callable | str, dict[str, int]] = {
     activation_of_a_quotient_that_is_read_elsewhere: LINEAR | {"div": 1, "silu": 1, "mul": 1},
     activation_of_a_part_that_is_read_elsewhere: LINEAR | {"div": 1, "silu": 1, "mul": 1},
     activation_that_changes: LINEAR | {"silu": 1, "mul_": 1},
+    parts_times_a_number: LINEAR | {"exp": 1},
+    parts_times_two_numbers: LINEAR | {"mul": 2},
+    a_part_times_a_number: LINEAR | {"mul": 1, "add": 1},
+    "linear(x) * r": LINEAR | {"mul": 1},
+    "linear(x, residual=r) * 2": LINEAR | {"mul": 1},
     outputs_in_another_order: LINEAR | {"mul": 1},
     outputs_in_order_and_as_they_are: LINEAR | {"clone": 1, "_unsafe_view": 1},
     outputs_that_are_given_twice: LINEAR | {"cat": 1},

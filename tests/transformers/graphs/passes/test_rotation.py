@@ -28,6 +28,7 @@ BATCH, TOKENS, BEFORE, WIDE = 2, 2, 5, 16
 COS, SIN = random(1, TOKENS, WIDE), random(1, TOKENS, WIDE, seed=1)
 
 
+ANGLES = random(1, TOKENS, WIDE // 2, seed=2)
 Q_NORM, K_NORM, LATENT_NORM, LONG_NORM = random(WIDE), random(WIDE, seed=1), random(24), random(4 * WIDE)
 
 
@@ -65,6 +66,18 @@ def latents(x, keys, values):
     return torch.cat((q0, q1), -1), memory[:, :, : BEFORE + TOKENS] * 2
 
 
+def scaled_latents(x, keys, values):
+    """The same, of which all but what turns is scaled, as LongCat's."""
+    factor = 1.5
+    memory = keys.view(BATCH, 1, -1, 32)
+    q0, q1 = swapped(x[..., :64].view(BATCH, TOKENS, 4, WIDE)).split([8, 8], -1)
+    c, k = x[..., 64:96].split([24, 8], -1)
+    c = (norm(c, LATENT_NORM) * factor).view(BATCH, TOKENS, 1, 24)
+    q1, k = turned(swapped(q1), k.unsqueeze(2), 4, rotary_dim=8, pairs="interleaved_to_half")
+    torch.cat((swapped(c), k), -1, out=memory.narrow(2, BEFORE, TOKENS))
+    return torch.cat((q0, q1), -1), memory[:, :, : BEFORE + TOKENS] * 2
+
+
 def norms_of_heads(q, k, v, keys, values):
     q, k = swapped(norm(q, Q_NORM)), swapped(norm(k, K_NORM))
     return seen(*turned(swapped(q), swapped(k)), swapped(v), keys, values)
@@ -80,6 +93,43 @@ def one_by_one(q, k, v, keys, values):
     q = swapped(turned(norm(q, Q_NORM)))
     k = swapped(turned(norm(k, K_NORM)))
     return seen(swapped(q), swapped(k), swapped(norm(v, None)), keys, values)
+
+
+def polar(angles=None):
+    """Tables of angles, as Llama 4's code has them."""
+    angles = ANGLES if angles is None else angles
+    table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+    return table.movedim(-1, 0).contiguous().unbind()
+
+
+def norms_behind_a_turn(q, k, v, keys, values):
+    q, k = ops.rope(q, k, *polar(), pairs="interleaved", rotary_dim=WIDE)
+    q, k = (swapped(norm(swapped(x), None)) for x in (q, k))
+    return seen(q, k, swapped(v), keys, values)
+
+
+def norm_of_queries_behind_a_turn(q, k, v, keys, values):
+    q, k = ops.rope(q, k, *polar(), pairs="interleaved", rotary_dim=WIDE)
+    return seen(swapped(norm(swapped(q), None)), k, swapped(v), keys, values)
+
+
+def norms_behind_tables_that_stretch(q, k, v, keys, values):
+    q, k = ops.rope(q, k, COS[..., :8], SIN[..., :8], pairs="interleaved")
+    q, k = (swapped(norm(swapped(x), None)) for x in (q, k))
+    return seen(q, k, swapped(v), keys, values)
+
+
+def norms_behind_tables_of_elements(q, k, v, keys, values):
+    """Two elements of a pair have angles of their own."""
+    q, k = ops.rope(q, k, *polar(), pairs="interleaved")
+    q, k = (swapped(norm(swapped(x), None)) for x in (q, k))
+    return seen(q, k, swapped(v), keys, values)
+
+
+def norms_with_weights_behind_a_turn(q, k, v, keys, values):
+    q, k = ops.rope(q, k, *polar(), pairs="interleaved", rotary_dim=WIDE)
+    q, k = (swapped(norm(swapped(x), Q_NORM)) for x in (q, k))
+    return seen(q, k, swapped(v), keys, values)
 
 
 def values_first(q, k, v, keys, values):
@@ -303,10 +353,20 @@ NOT_WRITTEN = {"rope": 1, "copy_": 2, "attention": 1}
 NOT_JOINED = {"rope_heads": 1, "_rope_cache_": 1, "copy_": 1, "attention": 1}
 
 
+POLAR = {"ones_like": 1, "polar": 1, "clone": 1}
+# Norms stay between a turn and the write.
+BEFORE_NORMS = {"rope": 1, "rms_norm": 2} | WRITTEN
+
+
 ROTATIONS: dict[Callable | str, dict[str, int]] = {
     norms_of_heads: WRITTEN,
     norms_behind_transpositions: WRITTEN,
     one_by_one: WRITTEN,
+    norms_behind_a_turn: WRITTEN | POLAR,
+    norm_of_queries_behind_a_turn: WRITTEN | POLAR,
+    norms_behind_tables_that_stretch: BEFORE_NORMS,
+    norms_behind_tables_of_elements: BEFORE_NORMS | POLAR,
+    norms_with_weights_behind_a_turn: WRITTEN | POLAR | {"rope": 1},
     values_first: WRITTEN,
     queries_scaled_before_the_write: WRITTEN | {"mul": 1},
     values_made_last: WRITTEN | {"mul": 1},
@@ -368,7 +428,8 @@ def test_rotations_and_the_write_into_a_cache(case):
 
 
 def test_a_rotation_and_a_norm_side_by_side_in_a_cache():
-    assert_left({"_rope_cache_": 1, "mul": 1}, latents, *of_a_cache())
+    for each in (latents, scaled_latents):
+        assert_left({"_rope_cache_": 1, "mul": 1}, each, *of_a_cache())
 
 
 def pool(of):

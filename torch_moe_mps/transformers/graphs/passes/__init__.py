@@ -22,14 +22,16 @@ from .fused import (
     norm_in_gated_delta_rule,
     norm_sums,
     streams_in_update,
+    weights_on_inputs,
 )
 from .gated_delta_rule import keep_state
-from .linears import activate_in_linears, join_linears, order_outputs
+from .linears import activate_in_linears, factor_in_linears, join_linears, order_outputs
 from .norms import logits_in_float32, norm_in_operators
 from .pointwise import join_elements, split_dimensions
 from .rotation import (
     heads_that_do_not_turn,
     join_rotations,
+    norms_behind_rotation,
     norms_in_rotation,
     turn_parts,
     write_into_cache,
@@ -67,6 +69,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     share_views,  # readers of one value in one shape read one node
     positions_in_one,
     join_linears,  # before any of them has a norm or a residual of its own
+    factor_in_linears,  # before the parts of a head are looked for
     turn_parts,  # heads as they lie in an output
     order_outputs,  # also outputs that the pass before has joined
     keep_state,
@@ -74,6 +77,8 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     norm_in_gated_delta_rule,  # once no copy of its state stands between
     input_in_convolution,
     order_outputs,  # several rows, whose heads no norm folds into them any more
+    factor_in_norm,
+    norms_behind_rotation,  # they are of heads that turn
     heads_that_do_not_turn,
     norms_in_rotation,  # norms of the whole heads
     join_rotations,
@@ -81,6 +86,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     gate_in_attention,
     turn_in_attention,
     logits_in_float32,
+    weights_on_inputs,
     hand_routing_over,  # also gates that the pass before has made
     scale_in_router,  # before sums, which experts then take
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
@@ -90,7 +96,6 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     update_in_connections,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
-    factor_in_norm,
     choose_in_experts,  # from logits that have their norm
     shared_expert_in_experts,
     split_dimensions,

@@ -4,8 +4,9 @@
 operator reads later writes into them.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +103,39 @@ def _sources_of_each(rows: int, width: int, parts: list[Tensor]) -> Tensor | Non
     return first if is_order and is_of_each else None
 
 
+def factor_in_linears(graph: fx.Graph) -> None:
+    """The parts of linear_quantized(X), each times N -> the parts of linear_quantized(X, factor=N)"""
+    for call in calls(graph, ours.linear_quantized):
+        passed, reads = arguments(call), [*_readers_of_parts(call)]
+        is_plain = passed["activation"] is passed["residual"] is passed["order"] is None
+        if not is_plain or not reads or not all(is_call(product, aten.mul) for product, _ in reads):
+            continue
+        products, parts = zip(*reads, strict=True)
+        factors = {
+            arguments(product)["other"] if arguments(product)["self"] is part else None
+            for product, part in reads
+        }
+        factor = factors.pop()
+        if factors or not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            continue
+        alike = all(tensor_of(one).dtype == tensor_of(part).dtype for one, part in reads)
+        if not alike or not all(map(is_final, (call, *products))):
+            continue
+        if set_values(products, [*map(tensor_of, parts)]):
+            for product, part in reads:
+                product.replace_all_uses_with(part)
+            call.replace_all_uses_with(changed(call, call, factor=passed["factor"] * factor))
+
+
+def _readers_of_parts(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Readers of a value, of its parts and of other views: (reader, what it reads)."""
+    for user in value.users:
+        if user.target is ITEM or (_moves(user) and not is_call(user, *_COPIES)):
+            yield from _readers_of_parts(user)
+        else:
+            yield user, value
+
+
 def activate_in_linears(graph: fx.Graph) -> None:
     """silu(linear_quantized(X) / N) -> linear_quantized(X, activation="silu"), also of its first outputs
 
@@ -117,7 +151,7 @@ def activate_in_linears(graph: fx.Graph) -> None:
         if not alike or passed["residual"] is not None or passed["activation"] is not None:
             continue
         first = in_shape(value, active, active)
-        if first is None or not _set_values([active], [tensor_of(first)]):
+        if first is None or not set_values([active], [tensor_of(first)]):
             continue
         options = {"activated": tensor_of(beneath(value)).shape[-1], "factor": 1 / divisor}
         active.replace_all_uses_with(first)
@@ -191,9 +225,9 @@ def _has_numbers(arguments: Any) -> bool:
 def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor, sizes: list[int]) -> None:
     """Lets a call give the values of all ends, one behind the other; `sizes` of each row."""
     weight, parts = tensor_of(arguments(call)["packed"]), tensor_of(call).split_with_sizes(sizes, -1)
-    order = _constant(call, sources.argsort().int().to(weight.device), [])
+    order = constant_of(call, sources.argsort().int().to(weight.device), [])
     both = [(part, tensor_of(end).shape) for end, part in zip(ends, parts, strict=True)]
-    if not all(can_view(*one) for one in both) or not _set_values(ends, [part.view(of) for part, of in both]):
+    if not all(can_view(*one) for one in both) or not set_values(ends, [part.view(of) for part, of in both]):
         return
     ordered = changed(call, call, order=order)
     split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
@@ -231,9 +265,9 @@ def _join(group: list[fx.Node]) -> None:
         return
     result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
     parts = result.split_with_sizes(rows, -1)
-    if not _set_values(group, parts):
+    if not set_values(group, parts):
         return
-    matrix = {name: _constant(first, joined_rows(item, rows), item) for name, item in weights.items()}
+    matrix = {name: constant_of(first, joined_rows(item, rows), item) for name, item in weights.items()}
     if is_call(first, aten.mm):
         rows_of_all: Any = matrix["mat2"]
         matrix["mat2"] = put(first, aten.t.default, tensor_of(rows_of_all).t(), rows_of_all)
@@ -259,7 +293,7 @@ def _kind(weight: fx.Node | None) -> Any:
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.shape[1:])
 
 
-def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]) -> fx.Node | None:
+def constant_of(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]) -> fx.Node | None:
     if tensor is None:
         return None
     with before.graph.inserting_before(before):
@@ -268,7 +302,7 @@ def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]
     return node
 
 
-def _set_values(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
+def set_values(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
     """Sets node values and re-derives their views. Returns: False if a reader rejects the layout."""
     shown: dict[fx.Node, Any] = {}
     if not all(_can_take(*item, shown) for item in zip(nodes, values, strict=True)):

@@ -5,10 +5,13 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
+from ...basics.tensors import constant
 from ..nodes import (
     arguments,
     aten,
@@ -17,6 +20,7 @@ from ..nodes import (
     hoist,
     in_shape,
     is_call,
+    is_final,
     is_reshaped,
     is_same,
     is_unchanged,
@@ -28,7 +32,10 @@ from ..nodes import (
     tensor_of,
     written,
 )
+from ..patterns import match
 from ..tracing import ITEM, VALUE
+from .linears import constant_of, set_values
+from .simplify import share_views
 
 _TABLES = ("cos", "sin", "pairs", "rotary_dim", "rotary_last")
 _OF_NORMS = ("norm_eps", "norm_weight_offset")
@@ -79,13 +86,71 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
             one.replace_input_with(old, put(write, ITEM, results[number], new_call, number))
 
 
+def norms_behind_rotation(graph: fx.Graph) -> None:
+    """rms_norm(rope(Q)) -> rope(Q, norm), without a weight: a turn by angles keeps a head's length."""
+    for call in calls(graph, ours.rope):
+        passed, new = arguments(call), dict[str, Any]()
+        if passed["cos"] is None or passed["rotary_dim"] is None or not _are_of_angles(passed):
+            continue
+        if passed["q_norm_weight"] is not None or passed["k_norm_weight"] is not None:
+            continue
+        for name, result in _results(call).items():
+            norm = _only_norm_of(result)
+            if norm is None or new.get("norm_eps", arguments(norm)["eps"]) != arguments(norm)["eps"]:
+                continue
+            source, like = norm.all_input_nodes[0], tensor_of(passed[name])
+            if set_values([norm], [tensor_of(source)]):
+                norm.replace_all_uses_with(source)
+                ones = constant(("ones", like.device, like.dtype, like.shape[-1]), partial(_ones, like))
+                new |= {"norm_eps": arguments(norm)["eps"], "norm_weight_offset": 0.0}
+                new[f"{name}_norm_weight"] = constant_of(call, ones, [])
+        if new:
+            call.replace_all_uses_with(changed(call, call, **new))
+            share_views(graph)  # what the norm read and gave were each other's transposes
+
+
+_POLAR = "permute(view_as_real(polar(ones_like(A, *O), A)), [3, 0, 1, 2])"
+
+
+def _are_of_angles(passed: dict[str, Any]) -> bool:
+    """True if tables are the cosines and sines of an angle for each pair."""
+    if passed["rotary_dim"] != 2 * tensor_of(passed["cos"]).shape[-1]:
+        return False
+    cos, sin = (
+        match(f"item(unbind(clone({_POLAR}, *C), -4), {n})", passed[name])
+        for n, name in enumerate(("cos", "sin"))
+    )
+    return cos is not None and sin is not None and cos["A"] is sin["A"]
+
+
+def _only_norm_of(heads: fx.Node) -> fx.Node | None:
+    """The RMSNorm of whole heads, without a weight, that alone reads them; None for other readers."""
+    value = heads
+    while len(value.users) == 1:
+        (user,) = value.users
+        if is_call(user, ours.rms_norm):
+            _, weight, _, _, factor = arguments(user).values()
+            is_of_heads = tensor_of(value).shape[-1] == tensor_of(heads).shape[-1]
+            is_plain = weight is None and factor == 1.0 and tensor_of(user).dtype == tensor_of(value).dtype
+            return user if is_of_heads and is_plain and is_final(user) else None
+        if not is_call(user, aten.transpose) and not is_reshaped(user):
+            break
+        value = user
+    return None
+
+
+def _ones(like: Tensor) -> Tensor:
+    return torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
 def norms_in_rotation(graph: fx.Graph) -> None:
     """rope(rms_norm(Q), rms_norm(K)) -> rope(Q, K, norms), or so for one of them."""
     for call in calls(graph, *_ROTATIONS):
         passed = _passed(call)
         for name in _given(call):
             norm = None if passed[f"{name}_norm_weight"] is not None else _norm_of(passed[name], call)
-            options = None if norm is None or norm.weight is None else _options_of_both(passed, norm)
+            is_plain = norm is not None and norm.weight is not None and norm.factor == 1.0
+            options = _options_of_both(passed, norm) if is_plain else None
             if norm is not None and options is not None:
                 passed |= {name: norm.x, f"{name}_norm_weight": norm.weight, **options}
         if passed != _passed(call):
@@ -144,6 +209,7 @@ class _Norm(NamedTuple):
     weight: fx.Node | None
     eps: float
     offset: float
+    factor: float = 1.0
 
 
 class _Write(NamedTuple):
@@ -258,7 +324,7 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
         return None
     x, weight, eps, offset, factor = arguments(call).values()
     width = tensor_of(x).shape[-1:]
-    if factor != 1.0 or any(tensor_of(view).shape[-1:] != width for view in views):
+    if any(tensor_of(view).shape[-1:] != width for view in views):
         return None
     if weight is not None and (weight.op != "get_attr" or tensor_of(weight).shape != width):
         return None
@@ -268,7 +334,7 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
         x = _seen(x, view, call)
         if x is None:
             return None
-    return _Norm(call, x, weight, eps, offset)
+    return _Norm(call, x, weight, eps, offset, factor)
 
 
 def _views_of_one_reader(value: fx.Node, reader: fx.Node) -> list[fx.Node]:
@@ -296,7 +362,7 @@ def _options_of_both(passed: dict[str, Any], norm: _Norm) -> dict[str, Any] | No
     """The options of the norms that a call has and of another one; None if they differ."""
     options = {name: passed[name] for name in _OF_NORMS}
     if passed["q_norm_weight"] is None and passed["k_norm_weight"] is None:
-        return dict(zip(_OF_NORMS, norm[-2:], strict=True))
+        return dict(zip(_OF_NORMS, (norm.eps, norm.offset), strict=True))
     has_offset = norm.weight is not None and norm.offset != options["norm_weight_offset"]
     return None if norm.eps != options["norm_eps"] or has_offset else options
 
@@ -364,7 +430,8 @@ def _values_of(call: fx.Node, write: _Write) -> tuple[fx.Node, fx.Node, dict[str
     shared = None if norm is None else _options_of_both(passed, norm)
     if norm is None or shared is None:
         return write.source, write.call, options
-    return norm.x, norm.call, options | shared | {"norm_v": True, "v_norm_weight": norm.weight}
+    of_values = {"norm_v": True, "v_norm_weight": norm.weight, "v_norm_factor": norm.factor}
+    return norm.x, norm.call, options | shared | of_values
 
 
 def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> bool:

@@ -78,7 +78,7 @@ def choose_in_experts(graph: fx.Graph) -> None:
     for call in calls(graph, ours._moe_experts_quantized):
         passed = arguments(call)
         weights, ids = (passed[name] for name in ROUTED)
-        if ids is None or ids.target is not ITEM or weights.target is not ITEM:
+        if ids is None or ids.target is not ITEM or weights.target is not ITEM or passed["has_identity"]:
             continue
         router: Any = ids.args[0]
         if ids.args != (router, 1) or weights.args != (router, 0):
