@@ -34,6 +34,7 @@ from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
+from .unread import drop_unread_rows
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -195,7 +196,7 @@ class Source:
             checkpoint_files(self.path, **where)
 
     def skeleton(self) -> PreTrainedModel:
-        """The dense model on the meta device.
+        """The dense model on the meta device, with what published checkpoints have.
 
         Raises: ValueError for a config that the class cannot be made of.
         """
@@ -208,10 +209,13 @@ class Source:
         try:
             with torch.device("meta"):
                 if hasattr(self.cls, "from_config"):  # an Auto class
-                    return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
-                return self.cls._from_config(config, dtype=dtype)
+                    model = self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
+                else:
+                    model = self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
+        drop_unread_rows(model)
+        return model
 
 
 def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:

@@ -348,9 +348,9 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 def rows_forward(self: Experts, rows: Tensor) -> Tensor:
     """[E * n, H] -> [E * n, H]: n rows for each expert."""
-    if not is_quantized(self):
+    if not is_quantized(self) and ON_DISK not in self.__dict__:
         return _own_forward(self, rows.dtype)(self, rows)
-    count = getattr(self, _PACKED["down_proj"][0]).shape[0]
+    count = dict(self.__dict__[FORM].shapes)["down_proj"][0]  # on the disk its weights are slots
     ids = torch.arange(count, device=rows.device).repeat_interleave(rows.shape[0] // count)[:, None]
     return experts_forward(self, rows, ids, torch.ones_like(ids, dtype=rows.dtype))
 
