@@ -1,23 +1,21 @@
-"""Rows of stacked experts that no forward reads, and that published checkpoints lack."""
+"""Matrices of stacked experts that no forward reads, and that published checkpoints lack."""
 
 from torch import nn
 
 from ..transformers.basics.interface import FORM, experts_of, projections
 
 
-def drop_unread_rows(model: nn.Module) -> None:
-    """Cuts first matrices to as many as there are second ones, on the meta device.
+def drop_unread(model: nn.Module) -> None:
+    """Cuts stacks of a model without weights to as many matrices as there are experts.
 
-    transformers makes LongCat's for ids that mean the identity, too: a third of its experts' memory.
+    transformers makes LongCat's first ones for ids that mean the identity, too: a quarter of its weights.
     """
     for module in experts_of(model).values():
-        if (form := vars(module).get(FORM)) is None or not form.has_identity:
+        if (form := vars(module).get(FORM)) is None:
             continue
-        first, second = projections(module)
-        stack, count = getattr(module, first), len(getattr(module, second))
-        if stack.is_meta and len(stack) > count:
-            module._parameters[first] = nn.Parameter(stack.detach()[:count].contiguous(), stack.requires_grad)
-            shapes = tuple(
-                (name, (count, *shape[1:])) if name == first else (name, shape) for name, shape in form.shapes
-            )
-            vars(module)[FORM] = form._replace(shapes=shapes)
+        name = projections(module)[0]
+        stack = module._parameters.get(name)
+        if stack is not None and stack.is_meta and len(stack) > form.experts:
+            module._parameters[name] = nn.Parameter(stack.detach()[: form.experts].clone(), stack.requires_grad)
+            shapes = ((n, (form.experts, *shape[1:]) if n == name else shape) for n, shape in form.shapes)
+            vars(module)[FORM] = form._replace(shapes=tuple(shapes))

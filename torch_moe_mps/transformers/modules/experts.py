@@ -350,7 +350,7 @@ def rows_forward(self: Experts, rows: Tensor) -> Tensor:
     """[E * n, H] -> [E * n, H]: n rows for each expert."""
     if not is_quantized(self) and ON_DISK not in self.__dict__:
         return _own_forward(self, rows.dtype)(self, rows)
-    count = dict(self.__dict__[FORM].shapes)["down_proj"][0]  # on the disk its weights are slots
+    count = self.__dict__[FORM].experts  # on the disk its weights are slots
     ids = torch.arange(count, device=rows.device).repeat_interleave(rows.shape[0] // count)[:, None]
     return experts_forward(self, rows, ids, torch.ones_like(ids, dtype=rows.dtype))
 
@@ -360,7 +360,7 @@ def _with_identity(self: Experts, out: Tensor, x: Tensor, ids: Tensor, weights: 
     form = self.__dict__.get(FORM)
     if form is None or not form.has_identity:
         return out
-    return with_identity(out, x, ids, weights, dict(form.shapes)["down_proj"][0])
+    return with_identity(out, x, ids, weights, form.experts)
 
 
 def with_identity(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
@@ -395,9 +395,6 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    if FORM in attributes and len(first[0]) > (count := len(second[0])):
-        codes, scales, biases = first
-        first = codes[:count], scales[:count], None if biases is None else biases[:count]
     options = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)

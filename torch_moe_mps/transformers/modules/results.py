@@ -6,7 +6,7 @@ from torch import nn
 
 from ..basics.state import original_class
 
-# {class of a model: (the part whose result lacks a field, the field)}; the class's code raises AttributeError.
+# {class of a model, whose code raises AttributeError: (the part whose result lacks a field, the field)}
 _MISSING = {"Llama4ForConditionalGeneration": ("language_model", "image_outputs")}
 
 
