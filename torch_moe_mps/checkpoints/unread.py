@@ -16,6 +16,8 @@ def drop_unread(model: nn.Module) -> None:
         name = projections(module)[0]
         stack = module._parameters.get(name)
         if stack is not None and stack.is_meta and len(stack) > form.experts:
-            module._parameters[name] = nn.Parameter(stack.detach()[: form.experts].clone(), stack.requires_grad)
+            module._parameters[name] = nn.Parameter(
+                stack.detach()[: form.experts].clone(), stack.requires_grad
+            )
             shapes = ((n, (form.experts, *shape[1:]) if n == name else shape) for n, shape in form.shapes)
             vars(module)[FORM] = form._replace(shapes=tuple(shapes))
