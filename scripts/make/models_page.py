@@ -53,10 +53,18 @@ Of {without} others, {others_on_operators} run their experts on the operators. U
 
 {reasons}
 
+Stacks must be called `gate_up_proj` or `up_proj`, and `down_proj`: formats and converters go by these names.
+Published folders of step3p7, llama4 and longcat_flash run as the others, but:
+
+- step3p7: MTP layers are left out, as transformers' config lacks their sizes.
+- llama4: transformers 5.24's class with images raises an error for any call; accelerated it runs.
+- longcat_flash: published folders lack matrices that transformers makes and nothing reads: `bits`, `convert`
+  and `experts_memory` load them, dense loading does not.
+- GGUF files of these are refused.
+
 ## Dense models
 
-Models without experts are quantised, accelerated, converted and measured in the same way. These were tried,
-and are right as above: {dense}.
+Models without experts are quantised, accelerated and converted in the same way. Tried, and right as above: {dense}.
 
 4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits, but of those
 that mlx-lm lacks or computes differently: {not_mlx}.

@@ -21,7 +21,10 @@ pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
 
 # A module of MLX whose words are dequantised when they are read: routers, and the halves of kv_b_proj.
-REWRITTEN = ("gate", "gate.proj", "router", "router.layer", "embed_q", "unembed_out", "shared_expert_gate")
+REWRITTEN = (
+    *("gate", "gate.gate", "gate.proj", "router", "router.classifier", "router.layer", "shared_expert_gate"),
+    *("embed_q", "unembed_out"),
+)
 ALWAYS = ["qwen3_moe", "gpt_oss"]
 # transformers 5 does not keep all that mlx-lm reads of its config.
 ONLY_OF_ORIGINALS = ("mimo_v2_flash",)
@@ -193,7 +196,7 @@ def test_several_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("architecture", ["kimi_k25", "qwen3_vl_moe", "gemma4 with vision"])
+@pytest.mark.parametrize("architecture", ["kimi_k25", "qwen3_vl_moe", "gemma4 with vision", "step3p5"])
 def test_the_language_model_of_more_is_converted(architecture, tmp_path):
     """A dense model with its tower and the projector beside it, and what MLX has of it."""
     model = mlx_models.tiny(architecture)

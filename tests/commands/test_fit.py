@@ -360,11 +360,17 @@ OF_A_RUN = (
     "qwen3_5",
     "glm5_next",
     "qwen4_exp",
+    "llama4",
+    "longcat_flash",
+    "step3p7",
 )
 
 
 @pytest.mark.parametrize(
-    "architecture", in_sweep(OF_A_RUN, ("small gemma4", "deepseek_v3", "qwen3_next", "qwen4_exp"))
+    "architecture",
+    in_sweep(
+        OF_A_RUN, ("small gemma4", "deepseek_v3", "qwen3_next", "qwen4_exp", "longcat_flash", "step3p7")
+    ),
 )
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""

@@ -70,6 +70,9 @@ def turn(asked: Asked, *more: int) -> torch.Tensor:
         pytest.param("qwen4_exp", {}, marks=pytest.mark.sweep),
         pytest.param("minimax_m3_vl", {}, marks=pytest.mark.sweep),
         pytest.param("minimax", {}, marks=pytest.mark.sweep),
+        pytest.param("step3p7", {}, marks=pytest.mark.slow("sliding windows of other heads")),
+        pytest.param("llama4", {}, marks=pytest.mark.sweep),
+        pytest.param("longcat_flash", {}, marks=pytest.mark.sweep),
     ],
 )
 def test_a_turn_behind_a_restart(architecture, how, tmp_path):

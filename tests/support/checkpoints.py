@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def changed(file: Path) -> Iterator[dict]:
         file.write_text(json.dumps(content))
     else:
         save_file({name: t.contiguous() for name, t in content.items()}, file, metadata={"format": "pt"})
+
+
+def drop_zero_experts(file: Path, experts: int) -> None:
+    """Drops matrices for ids beyond the experts, which transformers writes and LongCat's makers do not."""
+    with changed(file) as tensors:
+        for name in [*tensors]:
+            number = re.search(r"\.experts\.(\d+)\.", name)
+            if number is not None and int(number[1]) >= experts:
+                del tensors[name]
 
 
 def fp8_blocks(model, folder: Path, block: int = 32) -> None:

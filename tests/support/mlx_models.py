@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import torch_moe_mps
 from support import tiny_models
+from support.checkpoints import changed, drop_zero_experts
 from support.models import output, prompt
 from torch_moe_mps.checkpoints.mlx.writing import save_mlx
 
@@ -43,6 +44,8 @@ ARCHITECTURES: dict[str, dict] = {
     "kimi_linear": {"q_lora_rank": None},
     "laguna": {},
     "lfm2_moe": {},
+    "llama4": {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "rms_norm_eps": 1e-6},
+    "longcat_flash": {},
     "mellum": {"mlp_layer_types": ["sparse", "sparse"]},
     "mimo_v2_flash": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -66,11 +69,14 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3_next": {},
     "qwen3_vl_moe": {"tie_word_embeddings": False},
     "solar_open": {},
-}
-# Architectures whose layout in MLX's checkpoints is not known.
-UNREAD: dict[str, dict] = {
-    "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
-    "longcat_flash": {"zero_expert_num": 0},
+    "step3p5": {
+        "num_sliding_attention_heads": 8,
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    },
 }
 # Keys that mlx-lm reads, and None where a key of others would be misread; by the type of the model.
 OLDER_KEYS: dict[str, dict] = {
@@ -133,6 +139,17 @@ OLDER_KEYS: dict[str, dict] = {
     "minimax_m3_vl_text": {"rotary_dim": 8},
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe", "rope_scaling": None},
     "solar_open": {"intermediate_size": 64, "first_k_dense_replace": 0},
+    "step3p5": {
+        "num_attention_groups": 2,
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "moe_layers_enum": "1",
+        "rope_theta": [1e4, 5e6],
+        "partial_rotary_factors": [1.0, 0.5],
+        "rope_scaling": None,
+        "swiglu_limits": [0.0, 0.5],
+    },
 }
 # Models of which mlx-lm has the language model: their classes, and those of its config.
 COMPOSITES = {
@@ -143,6 +160,7 @@ COMPOSITES = {
     "mistral3": ("Mistral3ForConditionalGeneration", "Mistral4Config"),
     "qwen3_5 with vision": ("Qwen3_5ForConditionalGeneration", "Qwen3_5TextConfig"),
     "qwen3_5_moe with vision": ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextConfig"),
+    "step3p5": ("Step3p7ForConditionalGeneration", "Step3p7TextConfig"),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextConfig"),
 }
 # Names that transformers writes differently from the architecture's checkpoints.
@@ -161,7 +179,7 @@ WITHOUT_EXPERTS: dict[str, dict] = {
     "qwen3_5": {},
     "qwen3_5 with vision": {},
 }
-TOWER = {"projection_dim": 32}
+TOWER = {"projection_dim": 32, "vision_output_dim": 64}
 SIZES = {
     "vocab_size": 96,
     "kv_lora_rank": 32,
@@ -174,7 +192,7 @@ SIZES = {
 
 
 def tiny(architecture: str):
-    overrides = (ARCHITECTURES | UNREAD | WITHOUT_EXPERTS)[architecture]
+    overrides = (ARCHITECTURES | WITHOUT_EXPERTS)[architecture]
     architecture = architecture.partition(" with")[0] if "without" in architecture else architecture
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
         if architecture not in COMPOSITES:
@@ -210,11 +228,19 @@ def write(
     dense = folder / "dense"
     merged = model.config.get_text_config().model_type == "qwen3_5_moe_text"  # as in its checkpoints
     model.save_pretrained(dense, save_original_format=not merged)
-    (dense / "config.json").write_text(json.dumps(with_older_keys(model.config.to_dict()) | keys))
+    config = model.config.to_dict()
+    if model.config.model_type == "step3p7":  # mlx-lm has its language model alone
+        config = config["text_config"]
+        with changed(dense / "model.safetensors") as tensors:
+            for name in [name for name in tensors if name.startswith("vi")]:
+                del tensors[name]
+    (dense / "config.json").write_text(json.dumps(with_older_keys(config) | keys))
     if model.config.model_type == "gpt_oss":
         _split_gate_and_up(dense / "model.safetensors")
     if model.config.model_type == "qwen3_vl_moe":
         _transpose_experts(dense / "model.safetensors")
+    if model.config.model_type == "longcat_flash":
+        drop_zero_experts(dense / "model.safetensors", model.config.n_routed_experts)
     _rename(dense / "model.safetensors", CHECKPOINT_NAMES.get(model.config.model_type, {}))
     converted, config = utils.load_model(dense)
     if bits is not None:

@@ -435,7 +435,7 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
             values_of["gate_up_proj"] = torch.cat((gate, values_of.pop("up_proj")), 1)
         for parameter, values in values_of.items():
             weight = getattr(dense.get_submodule(name), parameter)
-            weight.copy_(values.mT if getattr(module, "is_transposed", False) else values)
+            weight[: len(values)].copy_(values.mT if getattr(module, "is_transposed", False) else values)
     return dense
 
 

@@ -274,7 +274,7 @@ def empty_mtp(model: Any, source: str) -> Any:
         except (TypeError, ValueError):  # transformers knows no names of them
             return None
         is_of_mlx = "quantization" in PreTrainedConfig.get_config_dict(source)[0]
-        if is_of_mlx or not getattr(config, "num_mtp_layers", 0):
+        if is_of_mlx or not getattr(config, "num_mtp_layers", 0) or not _has_sizes(config):
             return None
     return _without_memory(_counted(model, source) if is_here else model)
 
@@ -334,7 +334,7 @@ def _found(source: str, model: Any) -> _Found:
 
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED
-    known = known and model._keys_to_ignore_on_load_unexpected
+    known = known and model._keys_to_ignore_on_load_unexpected and _has_sizes(config)
     if not known or not source or Path(source).is_file():
         return _Found()
     try:
@@ -345,6 +345,11 @@ def _found(source: str, model: Any) -> _Found:
         names = _OF_QWEN
     times = {file.name: file.stat().st_mtime_ns for file in sorted(Path(source).glob("*.safetensors*"))}
     return _read_headers(source, names, tuple(times.items()))
+
+
+def _has_sizes(config: Any) -> bool:
+    """False for a model whose layers differ in sizes, where its config has none of these layers' own."""
+    return not config.is_heterogeneous or getattr(config, "mtp_per_layer_config", None) is not None
 
 
 @functools.lru_cache(maxsize=8)

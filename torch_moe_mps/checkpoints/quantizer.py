@@ -42,6 +42,7 @@ from .quantize.streaming import QuantizeParameters, one_by_one, threads_crash
 from .quantize.target import Target, present
 from .quantize.tied import tie_quantized
 from .quantize.weights import empty_weight, replace, store_empty
+from .unread import drop_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,6 +111,7 @@ class Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Chooses the layout of the checkpoint and the modules to quantise, before any weight is read."""
         _keep_float32(model)
+        drop_unread(model)
         config = self.quantization_config
         if not self.pre_quantized:
             self.layout = DenseLayout(model, config.dequantized_gguf)

@@ -34,9 +34,12 @@ from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
+from .unread import drop_unread
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+# Types of text alone that transformers has only within a type of more.
+_WITHIN = {"step3p5": "step3p7"}
 # Arguments of from_pretrained: a config would swallow the first; the others say where the files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
 _FOR_BOTH = (
@@ -131,8 +134,13 @@ class Source:
             if self.gguf is not None:
                 self.config, unused = _config_of_gguf(self.file, **passed)
             else:
-                config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
+                kind, is_of_mlx = _type_of(str(path), passed)
+                within = _WITHIN.get(kind) if is_of_mlx else None
+                config_class = None if within else getattr(model_class, "config_class", None)
+                config_class = config_class or _config_class(kind, is_of_mlx, passed)
                 self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
+                if within is not None:
+                    self.config = _around(self.config, CONFIG_MAPPING[within])
         except (*NO_MODEL, StrictDataclassError) as error:  # a field is missing, or wrong
             raise _wrong_config("one that transformers reads", error) from error
         kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
@@ -195,7 +203,7 @@ class Source:
             checkpoint_files(self.path, **where)
 
     def skeleton(self) -> PreTrainedModel:
-        """The dense model on the meta device.
+        """The dense model on the meta device, with what published checkpoints have.
 
         Raises: ValueError for a config that the class cannot be made of.
         """
@@ -208,10 +216,13 @@ class Source:
         try:
             with torch.device("meta"):
                 if hasattr(self.cls, "from_config"):  # an Auto class
-                    return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
-                return self.cls._from_config(config, dtype=dtype)
+                    model = self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
+                else:
+                    model = self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
+        drop_unread(model)
+        return model
 
 
 def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:
@@ -261,20 +272,33 @@ def class_for(config: PreTrainedConfig) -> Any:
     raise ValueError(f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}")
 
 
-def _config_class(name: str, arguments: Mapping[str, Any]) -> Any:
-    """AutoConfig, or the config class for a model type that only mlx-lm knows."""
+def _type_of(name: str, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The model type of a checkpoint, and whether MLX wrote it."""
     where = {key: value for key, value in arguments.items() if key in _FOR_BOTH}
     stored, _ = PreTrainedConfig.get_config_dict(name, **where)
     if not isinstance(stored, dict):
         got = type(stored).__name__
         raise ValueError(f"moe_mps::from_pretrained: the config of {name} must be an object, got a {got}")
-    kind = stored.get("model_type")
-    mlx = is_mlx(_object(stored.get("quantization") or {})) or written_by_mlx(name)
-    if not mlx or kind in CONFIG_MAPPING or where.get("trust_remote_code"):
+    return stored.get("model_type"), is_mlx(_object(stored.get("quantization") or {})) or written_by_mlx(name)
+
+
+def _config_class(kind: Any, is_of_mlx: bool, arguments: Mapping[str, Any]) -> Any:
+    """AutoConfig, or the config class for a model type that only mlx-lm knows."""
+    if not is_of_mlx or kind in CONFIG_MAPPING or arguments.get("trust_remote_code"):
         return AutoConfig
     if kind not in _SAME_MODEL:
         raise ValueError(f"moe_mps::from_pretrained: model_type must be one of transformers', got {kind!r}")
     return CONFIG_MAPPING[_SAME_MODEL[kind]]
+
+
+def _around(text: PreTrainedConfig, config_class: Any) -> PreTrainedConfig:
+    """A config of a multimodal model around one of its language model."""
+    config: PreTrainedConfig = config_class(text_config=text.to_dict(), dtype=text.dtype)
+    for attribute in ("quantization_config", "quantization"):
+        if hasattr(text, attribute):
+            setattr(config, attribute, getattr(text, attribute))
+            vars(config.text_config).pop(attribute, None)
+    return config
 
 
 def _stored(name: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

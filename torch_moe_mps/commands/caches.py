@@ -2,14 +2,18 @@
 
 import bisect
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..transformers.basics.interface import FORM, experts_of, is_quantized
 from ..transformers.caches.cache import as_held
 from ..transformers.caches.deferred_states import bytes_beside
 from ..transformers.caches.growing import free_slots_for, window_slots
+from ..transformers.modules.stacked_experts import restore_form, run_form
 from ..transformers.upstream.calls import cache_among, call_on_shapes
 
 
@@ -64,7 +68,8 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
     few = 4  # tokens: twice as many are fewer than any sliding window has
     try:
         text = model.get_decoder()  # around it, models for images look at values
-        before, after = _cached(text, few, bits), _cached(text, 2 * few, bits)
+        with _on_shapes(text):
+            before, after = _cached(text, few, bits), _cached(text, 2 * few, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
@@ -75,6 +80,23 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
         rates[window] += rate
         beside += of_drafts
     return KVCache(states, dict(rates), beside)
+
+
+@contextmanager
+def _on_shapes(model: Any) -> Iterator[None]:
+    """Block where recognised dense experts run the operators: their own code reads values."""
+    experts = [e for e in experts_of(model).values() if FORM in vars(e) and not is_quantized(e)]
+    training = model.training
+    try:
+        model.eval()
+        for each in experts:
+            run_form(each)
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        for each in experts:
+            restore_form(each)
 
 
 def block_cache(config: Any, dtype: torch.dtype) -> KVCache:

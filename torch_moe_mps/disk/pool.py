@@ -136,7 +136,7 @@ class ExpertPool:
         register_pool(self, self.number)
 
     def slots(self, ids: Tensor) -> Tensor:
-        """The slots of some experts [N], which are there when this returns; -1 for ids of no expert.
+        """The slots of some experts [N], which are there when this returns; ids of no expert stay.
 
         Raises: ValueError for more experts than slots, and for a file that has changed; OSError for a disk
         that fails or is late. The next call may succeed.

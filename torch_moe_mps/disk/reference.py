@@ -76,7 +76,7 @@ class SlotPool:
                 return SlotReading(why=error.strerror or str(error), error=error.errno or 5)
             except ValueError as error:
                 return SlotReading(why=str(error))
-            return SlotReading([self._slots.get(expert, -1) for expert in asked])
+            return SlotReading([self._slots.get(expert, expert) for expert in asked])
 
     def _read(self, expert: int) -> None:
         if not self._free:

@@ -31,6 +31,7 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights
+from .modules.results import complete_results, restore_results
 from .modules.rules.norms import warn_of_traces
 from .modules.stacked_experts import restore_form, run_form
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
@@ -219,6 +220,7 @@ def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, captur
     from .capture.classes import capture_calls, operators_of_calls, tokens_of
     from .modules.loss import chunk_losses
 
+    complete_results(model)
     grow_caches_in_place(model, kv_bits)
     mark_head(model)
     chunk_losses(model)
@@ -249,6 +251,7 @@ def restore(model: nn.Module) -> nn.Module:
         restore_calls(model)
         restore_losses(model)
         restore_saving(model)
+        restore_results(model)
         for module in model.modules():
             restore_cache(module)
     drop_views(model)

@@ -81,6 +81,7 @@ class StreamingLayout(Layout):
         if self._errors:
             return
         try:
+            weight = target.read(weight)
             _CHECK.shape(name, weight, tuple(expected.shape), "that of the model")
             self._done[name], entry = quantize_parameter(target, parameter, target.rows_first(weight))
             release_cache(self._done[name].packed.device)

@@ -22,6 +22,7 @@ class Architecture(NamedTuple):
         one_more: whether transformers adds 1 to the weights of norms; mlx-lm stores the sum.
         drops_bias: whether mlx-lm drops the correction of the router's scores.
         part_of: the multimodal type as whose language part mlx-lm loads this text-only type.
+        without: the multimodal type of which mlx-lm loads the language part alone, as this type.
         needed: keys that identify a config of transformers 5.
         older_keys: computes the keys that mlx-lm reads from a config with the needed keys.
     """
@@ -33,6 +34,7 @@ class Architecture(NamedTuple):
     one_more: bool = False
     drops_bias: bool = False
     part_of: str | None = None
+    without: str | None = None
     needed: tuple[str, ...] = ()
     older_keys: Callable[[Config], Config] = _nothing
 
@@ -86,6 +88,12 @@ def _kimi_linear(config: Config) -> Config:
     }
 
 
+def _longcat_flash(config: Config) -> Config:
+    """What transformers does for every config."""
+    scales = dict.fromkeys(("mla_scale_q_lora", "mla_scale_kv_lora"), True)
+    return {"attention_method": "MLA", "zero_expert_type": "identity", "norm_topk_prob": False, **scales}
+
+
 def _mimo_v2_flash(config: Config) -> Config:
     """Raises: ValueError for a config of transformers 5, which does not write all that mlx-lm reads."""
     if "swa_head_dim" not in config:
@@ -103,6 +111,29 @@ def _solar_open(config: Config) -> Config:
     return {"intermediate_size": config["moe_intermediate_size"], "first_k_dense_replace": 0}
 
 
+def _step3p5(config: Config) -> Config:
+    kinds, rope = config["layer_types"], config["rope_parameters"]
+    of_layers = [rope[kind] for kind in kinds]
+    scaling = {key: value for key, value in rope.get("full_attention", {}).items() if key not in _OF_LAYERS}
+    sparse = [str(number) for number, kind in enumerate(config["mlp_layer_types"]) if kind == "sparse"]
+    groups = config["num_key_value_heads"]
+    return {
+        "num_attention_groups": groups,
+        "attention_other_setting": {
+            "num_attention_heads": config["num_sliding_attention_heads"],
+            "num_attention_groups": groups,
+        },
+        "moe_num_experts": config["n_routed_experts"],
+        "moe_top_k": config["num_experts_per_tok"],
+        "moe_layers_enum": ",".join(sparse),
+        "rope_theta": [of_layer["rope_theta"] for of_layer in of_layers],
+        "partial_rotary_factors": [of_layer.get("partial_rotary_factor", 1.0) for of_layer in of_layers],
+        "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
+        "yarn_only_types": ["full_attention"],
+    }
+
+
+_OF_LAYERS = ("rope_theta", "partial_rotary_factor")  # parameters that mlx-lm reads layer by layer
 _PLAIN = Architecture()
 _HALVES = Architecture(halves=True)
 _BLOCK_SPARSE = Architecture("block_sparse_moe.switch_mlp")
@@ -162,6 +193,8 @@ ARCHITECTURES = {
             ".feed_forward.w3.weight": ".feed_forward.up_proj.weight",
         },
     ),
+    "longcat_flash": _HALVES._replace(needed=("zero_expert_num",), older_keys=_longcat_flash),
+    "llama4_text": Architecture("feed_forward.experts", part_of="llama4"),
     "mellum": _PLAIN,
     "mimo_v2_flash": Architecture(older_keys=_mimo_v2_flash),
     "minimax_m2": _BLOCK_SPARSE._replace(needed=("head_dim", "rope_parameters"), older_keys=_minimax_m2),
@@ -177,5 +210,16 @@ ARCHITECTURES = {
     "qwen3_moe": _PLAIN,
     "qwen3_next": Architecture(one_more=True),
     "qwen3_vl_moe_text": _PLAIN,
+    "step3p5": Architecture(
+        renamed={
+            ".moe.gate.": ".mlp.gate.gate.",
+            ".moe.router_bias": ".mlp.gate.router_bias",
+            ".share_expert.": ".mlp.share_expert.",
+        },
+        one_more=True,
+        without="step3p7",
+        needed=("layer_types", "mlp_layer_types", "rope_parameters", "num_sliding_attention_heads"),
+        older_keys=_step3p5,
+    ),
     "solar_open": Architecture(needed=("moe_intermediate_size",), older_keys=_solar_open),
 }

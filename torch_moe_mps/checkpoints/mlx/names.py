@@ -30,7 +30,9 @@ DENSE = frozenset(
     }
 )  # fmt: skip
 # Multimodal model types of which mlx-lm has only the language model.
-_COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+_COMPOSITES = (
+    "gemma4", "kimi_k25", "llama4", "minimax_m3_vl", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"
+)  # fmt: skip
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -46,8 +48,9 @@ def check_architecture(config: Any) -> None:
     """Raises: ValueError for an architecture whose layout in MLX is not known."""
     whole, text = type(config).model_type, type_of(config)
     known = {*DENSE, *(name for name, a in ARCHITECTURES.items() if a.experts)}
-    if text not in known or whole not in (text, *_COMPOSITES):
-        names = ", ".join(sorted({*known, *_COMPOSITES}))
+    around = {a.without for a in ARCHITECTURES.values() if a.without}
+    if text not in known or whole not in (text, *_COMPOSITES, *around):
+        names = ", ".join(sorted({*known, *_COMPOSITES, *around}))
         raise ValueError(f"moe_mps::save_mlx: model_type must be one of {names}, got {whole}")
 
 

@@ -15,7 +15,7 @@ from ...transformers.modules.linears import formats_in
 from ..absent import beside_text
 from ..layouts.files import Shards
 from ..quantize.weights import quantized_names
-from .names import MlxNames, check_architecture
+from .names import MlxNames, check_architecture, type_of
 from .older_keys import with_older_keys
 from .rows import RowConverters
 
@@ -62,6 +62,10 @@ def save_mlx(
         about = ("architectures", "quantization", "quantization_config")
         whole = {key: config[key] for key in about if key in config}
         config = whole | {"model_type": names.architecture.part_of, "text_config": config}
+    if names.architecture.without and "text_config" in config:
+        whole = {"architectures", "model_type", "text_config", "vision_config"}
+        others = {key: value for key, value in config.items() if key not in whole}
+        config = others | config["text_config"] | {"model_type": type_of(model.config)}
     text = json.dumps(with_older_keys(config), indent=2, sort_keys=True)
     (shards.folder / "config.json").write_text(text + "\n")
 

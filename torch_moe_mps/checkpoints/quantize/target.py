@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ...quantization import Format
-from ...transformers.basics.interface import Experts, experts_of, projections
+from ...transformers.basics.interface import FORM, Experts, experts_of, projections
 from ...transformers.basics.state import original_class
 from ...transformers.modules.linears import QuantizedLayer
 
@@ -71,9 +71,14 @@ class Target:
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
-        stack = weight if self.kind == "experts" else weight.unsqueeze(0)
+        stack = self.read(weight) if self.kind == "experts" else weight.unsqueeze(0)
         is_transposed = self.experts.is_transposed if self.kind == "experts" else self.is_transposed
         return stack.mT if is_transposed else stack
+
+    def read(self, weight: Tensor) -> Tensor:
+        """The matrices of a parameter that a forward reads: transformers makes more for LongCat."""
+        form = vars(self.module).get(FORM)
+        return weight if form is None else weight[: form.experts]
 
     def check_columns(self, check: Check) -> None:
         """Raises: ValueError for weights whose rows are not made of whole groups."""

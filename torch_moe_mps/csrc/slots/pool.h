@@ -43,8 +43,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Pool(std::shared_ptr<Disk> disk, int64_t layer, std::vector<at::Tensor> tensors,
        std::vector<at::Tensor> views);
 
-  // Asks for slots of ids; -1 for ids of no expert. `done` may be called at once, and is called by any
-  // thread.
+  // Asks for slots of ids, which lie in int32; an id of no expert stays as it is. `done` may be called at
+  // once, and is called by any thread.
   std::shared_ptr<Asked> ask(std::vector<int64_t> ids, Asked::Done done);
   // From here on nothing is called for a request, and it keeps no slot; what was begun is read.
   void abandon(const std::shared_ptr<Asked>& asked);

@@ -107,7 +107,7 @@ void Pool::finish(const std::shared_ptr<Asked>& asked, Later& later) {
   std::vector<int32_t> slots;
   for (const int64_t id : asked->ids) {
     const auto entry = entries_.find(id);
-    slots.push_back(entry == entries_.end() ? -1 : entry->second.slot);
+    slots.push_back(entry == entries_.end() ? static_cast<int32_t>(id) : entry->second.slot);
   }
   if (asked->held.size() < asked->needed.size() || !asked->fault.why.empty()) slots.clear();
   release(*asked);

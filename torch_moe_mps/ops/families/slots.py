@@ -53,7 +53,7 @@ class SlotPool(Protocol):
         Args:
             ids: [n], int32 on the CPU, as the router chose them; -1 for a negative one.
 
-        Returns: [n], int32 on the CPU; -1 for an id that is no expert.
+        Returns: [n], int32 on the CPU; an id that is no expert stays as it is: some mean the identity.
         """
         ...
 

@@ -39,6 +39,11 @@ class ExpertsForm(NamedTuple):
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
+    def experts(self) -> int:
+        """How many there are. The first stack may have more matrices, which no forward reads."""
+        return dict(self.shapes)["down_proj"][0]
+
+    @property
     def interface(self) -> dict[str, bool]:
         """The attributes of transformers' interface, and their values."""
         has_bias = any(name.endswith("_bias") for name, _ in self.shapes)

@@ -349,9 +349,9 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 def rows_forward(self: Experts, rows: Tensor) -> Tensor:
     """[E * n, H] -> [E * n, H]: n rows for each expert."""
-    if not is_quantized(self):
+    if not is_quantized(self) and ON_DISK not in self.__dict__:
         return _own_forward(self, rows.dtype)(self, rows)
-    count = getattr(self, _PACKED["down_proj"][0]).shape[0]
+    count = self.__dict__[FORM].experts  # on the disk its weights are slots
     ids = torch.arange(count, device=rows.device).repeat_interleave(rows.shape[0] // count)[:, None]
     return experts_forward(self, rows, ids, torch.ones_like(ids, dtype=rows.dtype))
 
@@ -361,7 +361,12 @@ def _with_identity(self: Experts, out: Tensor, x: Tensor, ids: Tensor, weights: 
     form = self.__dict__.get(FORM)
     if form is None or not form.has_identity:
         return out
-    share = weights.masked_fill(ids < dict(form.shapes)["down_proj"][0], 0.0).sum(-1, keepdim=True)
+    return with_identity(out, x, ids, weights, form.experts)
+
+
+def with_identity(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """out [T, H] + x * the sum of the weights of ids beyond the experts."""
+    share = weights.masked_fill(ids < experts, 0.0).sum(-1, keepdim=True)
     return torch.addcmul(out, x, share.to(x.dtype))
 
 
@@ -391,9 +396,6 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    if FORM in attributes and len(first[0]) > (count := len(second[0])):
-        codes, scales, biases = first
-        first = codes[:count], scales[:count], None if biases is None else biases[:count]
     options = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)
