@@ -133,8 +133,8 @@ std::string function_of_caller() {
     if (dladdr(frames[i], &info) == 0 || info.dli_sname == nullptr || info.dli_fbase == ours.dli_fbase)
       continue;
     if (std::strstr(info.dli_fname, "/libc.so") != nullptr) continue;
-    const std::string name = c10::demangle(info.dli_sname);
-    return "in " + name.substr(0, name.find('('));
+    const std::string full = c10::demangle(info.dli_sname), name = full.substr(0, full.find_first_of("<("));
+    if (name.find("std::") == std::string::npos) return "in " + name;
   }
   return "";
 }
