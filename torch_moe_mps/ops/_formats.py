@@ -214,19 +214,6 @@ class Format:
         dtypes = (scales.dtype,) if self.is_affine else self.bias_dtypes
         check.tensor(f"{prefix}biases", biases, (*rows, counts[1]), names[1], dtypes)
 
-    def all_finite(self, scales: Tensor) -> Tensor | None:
-        """True if all scales and biases are finite, a bool of no dimension; None if no code is NaN or inf.
-
-        It sums them, which no range of scales exceeds.
-        """
-        if scales.numel() == 0 or (scales.dtype == torch.uint8 and self.scale_type != "e8m0"):
-            return None
-        if scales.dtype == torch.uint8:
-            return scales.amax() < INFINITE_E8M0
-        if not scales.is_floating_point():
-            scales = scales.view(torch.float16 if scales.dtype == torch.int16 else torch.float32)
-        return scales.sum(dtype=torch.float32).isfinite()
-
 
 FORMATS = {name: Format._of_row(name, row) for name, row in ROWS.items()}
 

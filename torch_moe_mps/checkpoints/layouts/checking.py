@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import Check
+from ...ops._formats import INFINITE_E8M0, Format
 from ...transformers.modules.linears import OrderedLinear, formats_in
 from ..quantize.weights import quantized_names
 from .files import tensors_in
@@ -94,7 +95,7 @@ def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
         for parameter, format in formats_in(module).items() if loaded(path) else ():
             for part in quantized_names(parameter)[1:]:
                 tensor = getattr(module, part, None)
-                finite = None if tensor is None or tensor.is_meta else format.all_finite(tensor)
+                finite = None if tensor is None or tensor.is_meta else _all_finite(tensor, format)
                 if finite is not None:
                     result.setdefault(finite.device, {})[f"{path}.{part}"] = finite
     for of_device in result.values():
@@ -102,6 +103,20 @@ def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
         for name, finite in zip(of_device, told, strict=True):
             if not finite:
                 Check("from_pretrained").fail(name, "finite", "NaN or inf")
+
+
+def _all_finite(scales: Tensor, format: Format) -> Tensor | None:
+    """True if all scales and biases are finite, a bool of no dimension; None if no code is NaN or inf.
+
+    It sums them, which no range of scales exceeds.
+    """
+    if scales.numel() == 0 or (scales.dtype == torch.uint8 and format.scale_type != "e8m0"):
+        return None
+    if scales.dtype == torch.uint8:
+        return scales.amax() < INFINITE_E8M0
+    if not scales.is_floating_point():
+        scales = scales.view(torch.float16 if scales.dtype == torch.int16 else torch.float32)
+    return scales.sum(dtype=torch.float32).isfinite()
 
 
 def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:

@@ -131,9 +131,11 @@ def _trial(
     return agrees_with
 
 
-def _turned(rows: Sequence[Tensor], *tables: Tensor, **options: Any) -> Sequence[Tensor]:
+def _turned(rows: Sequence[Tensor], cos: Tensor, sin: Tensor, **options: Any) -> Sequence[Tensor]:
     """One or two tensors [B, T, H, D], turned, as [B, H, T, D]."""
-    return rope(*rows, *tables, **options) if len(rows) == 2 else (rope_heads(*rows, *tables, **options),)
+    if len(rows) == 2:
+        return rope(rows[0], rows[1], cos, sin, **options)
+    return (rope_heads(rows[0], cos, sin, **options),)
 
 
 def _turned_by(
