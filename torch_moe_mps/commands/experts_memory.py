@@ -56,4 +56,4 @@ def _summary(measured: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(compare(*sys.argv[1:]))
+    raise SystemExit(compare(*sys.argv[1:]))
