@@ -56,6 +56,9 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         os.environ["XDG_CACHE_HOME"] = folder.name
     config.addinivalue_line("markers", "on(device): with the fixture device, on the other in the sweep")
+    config.addinivalue_line(
+        "markers", "own_gpu: the simulator's GPU runs beside the host, as the name draws it"
+    )
     config.addinivalue_line("markers", "pinned: compares a text with tests/pinned/, and with --pin writes it")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
@@ -163,13 +166,23 @@ def simulated(request):
     import simulator
 
     torch.ops.moe_mps._commit_every(96)  # so that few traces show commits, always in the same places
-    yield simulator
     try:
+        with beside_the_host(request.node, simulator):
+            yield simulator
         torch.mps.synchronize()
     finally:
         simulator.reset()
         with simulator.stream(1), contextlib.suppress(torch.AcceleratorError):
             torch.ops.moe_mps._raise_fault()  # each stream is told of a fault, also of another stream's
+
+
+def beside_the_host(test, simulator):
+    """A GPU of the simulator with a thread of its own, for tests with the mark `own_gpu`."""
+    if test.get_closest_marker("own_gpu") is None:
+        return contextlib.nullcontext()
+    seed = zlib.crc32(test.nodeid.encode())
+    print(f"simulator.own_gpu({seed})")  # shown where the test fails
+    return simulator.own_gpu(seed)
 
 
 @pytest.fixture

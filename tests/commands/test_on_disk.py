@@ -6,6 +6,7 @@ import shutil
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import peft
@@ -17,7 +18,7 @@ from support.serving import QUANTISED, client_of, said
 
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
-from torch_moe_mps.commands import main
+from torch_moe_mps.commands import experts_memory, main
 from torch_moe_mps.commands.residency import hits_of
 from torch_moe_mps.disk.file import Layer, written
 
@@ -178,3 +179,33 @@ def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
         "--adapter must be without LoRA on experts beside --experts-memory, got one of model.layers.0.mlp.ex",
         *adapter(tmp_path / "adapter"),
     )
+
+
+@pytest.mark.slow("converts a model, and loads it three times")
+def test_sizes_of_the_experts_memory(tmp_path, capsys):
+    """Each has its tokens/s and hits, which grow with it; where all weights fit, the last one is of all."""
+    folder, file = tmp_path / "converted", tmp_path / "sizes.json"
+    tiny("qwen3_moe", num_hidden_layers=10).save_pretrained(tmp_path / "model")
+    assert run("convert", tmp_path / "model", folder, "--bits", 4, "--group-size", 32) == 0
+    few = ("--device", "cpu", "--dtype", "float32", "--prompt", "6", "--max-tokens", "4", "--turn", "2")
+    assert experts_memory.compare(str(folder), str(file), *few) == 0
+    rows = json.loads(file.read_text())["sizes"]
+    sizes, hits = ([row[name] for row in rows] for name in ("experts_memory", "hits"))
+    experts = sizes[-1]
+    assert experts // 3 <= sizes[0] < sizes[1] == 2 * experts // 3
+    assert 0 < hits[0] <= hits[1] < hits[2] == 1
+    assert all(row["tokens_per_second"] > 0 and row["bench"]["rows"] for row in rows)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][-3:]
+    assert [line.split(" | ")[2] for line in table] == [f"{hit:.1%} |" for hit in hits]
+
+
+@pytest.mark.parametrize(("room", "expected"), [(90, [22, 45, 67]), (46, [20, 32, 46]), (8, [8]), (7, [])])
+def test_which_sizes_are_compared(room, expected, monkeypatch, tmp_path):
+    """Half, once and one and a half times what auto chooses, as far as they fit and a token's experts do."""
+    experts = 400 if room == 90 else 60
+    weights = SimpleNamespace(room=room, experts=experts, least=8 if room < 10 else 20, layers=[])
+    (tmp_path / on_disk.NAME).touch()
+    monkeypatch.setattr(on_disk, "placed", lambda *_: tiny("qwen3_moe"))
+    monkeypatch.setattr(on_disk, "_weights_of", lambda *_: weights)
+    source = SimpleNamespace(gguf=None, folder=str(tmp_path), others={})
+    assert on_disk.memories_to_compare(source, None) == expected

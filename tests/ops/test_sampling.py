@@ -18,6 +18,7 @@ from transformers import (
 
 from torch_moe_mps.ops.families.sampling import _sample_with_flags, sample
 
+pytestmark = pytest.mark.own_gpu
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 CASES = [
     {},

@@ -22,6 +22,7 @@ from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.caches.parts import JoinedCache
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
+pytestmark = pytest.mark.own_gpu
 MEMORY = 1 << 30
 LONG = torch.randint(2, 90, (1, 70), generator=torch.Generator().manual_seed(0))
 

@@ -28,7 +28,7 @@ PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
 OF_OTHER_STATES = ("kimi_linear", "granitemoehybrid", "lfm2_moe", "minimax", "mamba")
 
 
-pytestmark = pytest.mark.usefixtures("captured")
+pytestmark = [pytest.mark.usefixtures("captured"), pytest.mark.own_gpu]
 
 
 class Asked(Job):

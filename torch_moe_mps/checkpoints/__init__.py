@@ -13,7 +13,7 @@ Other parts of the package import these names alone:
     mlx.writing          save_mlx, sizes_in_mlx
     mtp                  bytes_of_mtp, config_of_mtp, converted_mtp, empty_mtp, has_mtp, left_out_mtp, MTP,
                          note_folder, planned_mtp, read_mtp, recipe_of_last_layer, require_mtp
-    on_disk              DiskPlan, planned, reading_beside_the_disk
+    on_disk              DiskPlan, memories_to_compare, planned, reading_beside_the_disk
     own.config           QuantizationConfig
     quantize.decision    weights_of
     quantize.importance  collect_importance, given_importance, Importance, is_file_of_importance,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._progress import with_progress
 from .._text import bytes_in, shown
 from ..disk.file import ExpertsFile, Layer, written
-from ..disk.pool import Pools, least_memory, slots_in
+from ..disk.pool import Pools, least_memory, most_experts, slots_in
 from ..disk.stored import StoredExperts
 from ..macs import memory_for_models
 from ..transformers.basics.interface import Experts, experts_of, formats_of, is_quantized, projections
@@ -183,6 +183,27 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     return plan
 
 
+def memories_to_compare(source: Source, recipe: Mapping[str, Any] | None) -> list[int]:
+    """Half, once and one and a half times the `experts_memory` of AUTO, in bytes, as far as they fit.
+
+    Where all weights fit, two thirds of the experts stand for it. Empty for a model without experts, and for
+    one whose file of experts is not written.
+    """
+    model = placed(source, recipe)
+    if not experts_of(model):
+        return []
+    weights = _weights_of(source, recipe, model)
+    if not path_of(source).exists() and _stored(source, recipe, weights.layers, _key(source, model)) is None:
+        return []
+    if (room := weights.room) is None:
+        room = least_memory(weights.layers, most_experts(weights.layers))
+        sizes = room // 3, 2 * room // 3, room
+    else:
+        chosen = memory_for_slots(weights.experts, room, weights.least)
+        sizes = chosen // 2, chosen, 3 * chosen // 2
+    return sorted({max(weights.least, min(room, size)) for size in sizes if room >= weights.least})
+
+
 def _requested_memory(asked: int | str) -> int:
     """Bytes that `experts_memory` asks for. Raises: ValueError."""
     memory = bytes_in(str(asked)) if not isinstance(asked, int) or asked < _MOST else _MOST
@@ -219,6 +240,11 @@ class _Weights(NamedTuple):
         return top_k(next(iter(experts_of(self.model).values())))
 
     @property
+    def room(self) -> int | None:
+        """Bytes for experts by `room_for_experts`."""
+        return room_for_experts(self.model, self.total, self.experts, self.rows, self.limit)
+
+    @property
     def least(self) -> int:
         """Bytes of the least memory for the experts."""
         return least_memory(self.layers, self.least_slots)
@@ -246,7 +272,7 @@ def _slots_by_room(weights: _Weights) -> int | None:
 
     A line on stderr says what was chosen.
     """
-    room = room_for_experts(weights.model, weights.total, weights.experts, weights.rows, weights.limit)
+    room = weights.room
     if room is None:
         _print_choice(f"all experts are in memory: {weights}")
         return None

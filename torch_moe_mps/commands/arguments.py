@@ -349,7 +349,7 @@ def _report(command: argparse.ArgumentParser) -> None:
     add(
         "--without",
         metavar="PHASES",
-        help="phases to leave out: quick, probe, answer, bench, mlx, disk, check, large",
+        help="phases to leave out: quick, probe, answer, bench, experts, mlx, disk, check, large",
     )
 
 

@@ -26,6 +26,7 @@ from .results import check_writable
 
 QUESTION = "Why is the sky blue? Answer in one sentence."
 INTERVALS = (16, 32, 64)  # dispatches between commits, beside what the package chooses
+_EXPERTS_MEMORY = f"{__package__}.experts_memory"  # a module that imports much
 _LEFT_OUT = {"outcome": "left out: no time", "code": 1, "seconds": 0}
 
 
@@ -93,6 +94,7 @@ def phases(model: str | None) -> Iterator[Phase]:
         for interval in INTERVALS:
             yield Phase(f"bench commit every {interval}", bench, 5, {"MOE_MPS_COMMIT_EVERY": str(interval)})
         yield Phase("bench without capture", bench, 5, {"MOE_MPS_CAPTURE": "0"})
+        yield Phase("experts", ("-m", _EXPERTS_MEMORY, model, "{json}"), 15)
         if find_spec("mlx_lm") is not None:
             yield Phase("mlx", ("-m", "mlx_lm", "benchmark", "--model", model, "-p", "512", "-g", "128"), 10)
     yield Phase("disk", ("-m", rates.__name__, "{json}"), 5)
