@@ -149,9 +149,10 @@ def norms_in_rotation(graph: fx.Graph) -> None:
         passed = arguments(call)
         for name in _given(call):
             norm = None if passed[f"{name}_norm_weight"] is not None else _norm_of(passed[name], call)
-            is_plain = norm is not None and norm.weight is not None and norm.factor == 1.0
-            options = _options_of_both(passed, norm) if is_plain else None
-            if norm is not None and options is not None:
+            if norm is None or norm.weight is None or norm.factor != 1.0:
+                continue
+            options = _options_of_both(passed, norm)
+            if options is not None:
                 passed |= {name: norm.x, f"{name}_norm_weight": norm.weight, **options}
         if passed != arguments(call):
             call.replace_all_uses_with(changed(call, call, **passed))
