@@ -106,7 +106,7 @@ def norms_behind_rotation(graph: fx.Graph) -> None:
                 new[f"{name}_norm_weight"] = constant_of(call, ones, [])
         if new:
             call.replace_all_uses_with(changed(call, call, **new))
-            share_views(graph)  # what the norm read and gave were each other's transposes
+            share_views(graph)  # a norm's input and result are transposes of each other
 
 
 _POLAR = "permute(view_as_real(polar(ones_like(A, *O), A)), [3, 0, 1, 2])"
