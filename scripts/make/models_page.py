@@ -64,7 +64,8 @@ Published folders of step3p7, llama4 and longcat_flash run as the others, but:
 
 ## Dense models
 
-Models without experts are quantised, accelerated and converted in the same way. Tried, and right as above: {dense}.
+Models without experts are quantised, accelerated and converted in the same way. Tried, and right as above:
+{dense}.
 
 4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits, but of those
 that mlx-lm lacks or computes differently: {not_mlx}.

@@ -32,8 +32,8 @@ Other parts of the package import these names alone:
 
 It imports these from the rooms of transformers/, beside `upstream/`:
 
-    basics.interface         codes_of, Experts, experts_of, formats_of, is_quantized, ON_DISK, projections,
-                             weights_in
+    basics.interface         codes_of, Experts, experts_of, FORM, formats_of, is_quantized, ON_DISK,
+                             projections, weights_in
     basics.logits            watch
     basics.report            aligned, any_layer, in_unit, QuantizationReport, QuantizedProjection
     basics.scoped            having

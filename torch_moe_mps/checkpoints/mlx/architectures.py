@@ -89,7 +89,7 @@ def _kimi_linear(config: Config) -> Config:
 
 
 def _longcat_flash(config: Config) -> Config:
-    """What transformers does for every config."""
+    """Keys of what transformers computes whatever a config says."""
     scales = dict.fromkeys(("mla_scale_q_lora", "mla_scale_kv_lora"), True)
     return {"attention_method": "MLA", "zero_expert_type": "identity", "norm_topk_prob": False, **scales}
 

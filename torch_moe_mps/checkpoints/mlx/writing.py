@@ -63,9 +63,9 @@ def save_mlx(
         whole = {key: config[key] for key in about if key in config}
         config = whole | {"model_type": names.architecture.part_of, "text_config": config}
     if names.architecture.without and "text_config" in config:
-        whole = {"architectures", "model_type", "text_config", "vision_config"}
-        others = {key: value for key, value in config.items() if key not in whole}
-        config = others | config["text_config"] | {"model_type": type_of(model.config)}
+        left_out = ("architectures", "text_config", "vision_config")
+        others = {key: value for key, value in config.items() if key not in left_out}
+        config = {**others, **config["text_config"], "model_type": type_of(model.config)}
     text = json.dumps(with_older_keys(config), indent=2, sort_keys=True)
     (shards.folder / "config.json").write_text(text + "\n")
 
