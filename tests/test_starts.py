@@ -20,6 +20,7 @@ import pytest
 import transformers
 from support import installed, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
+from support.processes import LEAVE
 from support.sweep import in_sweep, rows_in_sweep
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -73,9 +74,11 @@ def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -
 
 # Forks for each run: its folder, what it reads, and its arguments; prints the exit codes.
 FORKS = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
+gc.disable()
 import torch, transformers.modeling_utils, transformers.generation
-import transformers.cli.chat, transformers.cli.serve
+gc.freeze()
+gc.enable()
 codes = []
 for arguments in json.loads(sys.argv[1]):
     if (process := os.fork()) == 0:
@@ -95,6 +98,7 @@ for arguments in json.loads(sys.argv[1]):
     codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 print(json.dumps(codes))
 """
+FORKS += LEAVE
 
 
 def check_run(command: str, folder: Path, code: int, output: str, errors: str) -> None:
@@ -198,6 +202,7 @@ for arguments in json.loads(sys.argv[1]):
 # Python's own end deletes the module, which prints; and a handler of atexit runs in either.
 ENDS = """
 import atexit, sys
+import torch_moe_mps_command  # behind which the package imports no torch
 from torch_moe_mps import commands
 
 class Teardown:

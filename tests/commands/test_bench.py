@@ -59,7 +59,7 @@ def test_rows_and_json(checkpoint, tmp_path, capsys):
     assert [row["test"] for row in generated] == ["tg3", "tg3 sampled", "tg3 @ d20", "tg3 sampled @ d20"]
     bounds = [bound for bound in bounds for _ in range(2)]
     assert [row["rate"] / row["share"] for row in generated] == pytest.approx(bounds)
-    assert run(checkpoint, *arguments, "--kv-bits", 8) == 0
+    assert run(checkpoint, *arguments, "--kv-bits", 8, "--depth", 20, "--repeats", 1) == 0
     codes = heads * (config["head_dim"] + 4 + 4)  # a scale and a bias in float32
     generated = [row for row in json.loads(file.read_text())["rows"] if row["test"].startswith("tg")]
     bound = 100e9 / (data["bytes_a_token"] + 20 * codes)
@@ -145,7 +145,7 @@ def test_draft_tokens_have_rows(way, checkpoint, tmp_path, capsys, monkeypatch):
     add_tokenizer(checkpoint)
     arguments = ["--speculative", checkpoint if way == "draft" else "lookup"]
     file = tmp_path / "speed.json"
-    assert run(checkpoint, *SIZES, *arguments, "--max-tokens", 9, "--json", file) == 0
+    assert run(checkpoint, *SIZES, *arguments, "--max-tokens", 9, "--repeats", 1, "--json", file) == 0
     output = capsys.readouterr().out
     assert list(rows(output)) == [
         "pp6", "tg9", "tg9 sampled", "tg9 drafted",

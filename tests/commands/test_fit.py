@@ -27,18 +27,18 @@ from torch_moe_mps.transformers.caches.state import parts
 from torch_moe_mps.transformers.deferrable import deferrable_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
-# Qwen3-30B-A3B with a quarter of its layers, where their number says nothing.
+# Qwen3-30B-A3B with an eighth of its layers and twice the experts, where their numbers say nothing.
 QWEN3 = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 6,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
-    "num_experts": 128,
+    "num_experts": 256,
     "num_experts_per_tok": 8,
     "max_position_embeddings": 40960,
     "dtype": "bfloat16",
@@ -74,16 +74,17 @@ def qwen3(tmp_path):
 
 @pytest.fixture
 def whole_qwen3(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 48}))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 48, "num_experts": 128}))
     return tmp_path
 
 
 def test_several_macs(qwen3, tmp_path, capsys):
-    """Against arithmetic: 6 of the 12 layers on each, the embedding on the first, the head on the last."""
-    hidden, vocabulary, shares = 2048, 151936, 6
-    attention, experts = 2 * hidden * 32 * 128 + 2 * hidden * 4 * 128, 128 * 3 * hidden * 768
-    dense = 2 * (128 * hidden + 2 * hidden + 2 * 128)
-    layer, end = (attention + experts) * 9 // 16 + dense, vocabulary * hidden * 9 // 16
+    """Against arithmetic: 3 of the 6 layers on each, the embedding on the first, the head on the last."""
+    hidden, vocabulary, shares = 2048, 151936, 3
+    attention, experts = 2 * hidden * 32 * 128 + 2 * hidden * 4 * 128, 256 * 3 * hidden * 768
+    dense = 2 * (256 * hidden + 2 * hidden + 2 * 128)
+    layer = attention * 13 // 16 + experts * 9 // 16 + dense  # 6 bits and 4, with scales and biases
+    end = vocabulary * hidden * 9 // 16
     cache = shares * 2 * 4 * 128 * 2
     first, last = shares * layer + end + 2 * hidden, shares * layer + end
     assert main(["fit", str(qwen3), "--macs", "2x8", "--json", str(tmp_path / "x.json")]) == 0
@@ -92,7 +93,7 @@ def test_several_macs(qwen3, tmp_path, capsys):
     rows = table(output, "weights")
     space = min(macs.wired_limit(8) - PROMPT - part for part in (first, last))
     fits = min(context(space, cache), 40960)
-    assert rows["4 bit"] == ["6 + 6", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{fits:,}"]
+    assert rows["4 bit"] == ["3 + 3", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{fits:,}"]
     assert rows["16 bit"][-1] == "-"
     dense, *_ = json.loads((tmp_path / "x.json").read_text())["spread"]
     assert dense["name"] == "16 bit" and dense["context"] is False
@@ -105,13 +106,13 @@ def test_unequal_macs(qwen3, tmp_path, capsys):
     assert "on Macs of 8 + 16 + 16 GB, 5.7 + 11.5 + 11.5 GB" in capsys.readouterr().out
     data = json.loads((tmp_path / "x.json").read_text())
     dense = next(row for row in data["spread"] if row["name"] == "16 bit")
-    assert data["macs"] == [8, 16, 16] and sum(dense["layers"]) == 12
-    assert dense["layers"][0] < dense["layers"][1] and dense["context"] == 40_960
+    assert data["macs"] == [8, 16, 16] and sum(dense["layers"]) == 6
+    assert dense["layers"][0] < min(dense["layers"][1:]) and dense["context"] == 40_960
 
 
 def test_macs_that_cannot_share(qwen3, capsys, refused):
-    error = refused("fit", qwen3, "--macs", "13x16")
-    assert "--macs must be at most the number of layers, 12, got 13" in error
+    error = refused("fit", qwen3, "--macs", "7x16")
+    assert "--macs must be at most the number of layers, 6, got 7" in error
     with pytest.raises(SystemExit):
         main(["fit", str(qwen3), "--macs", "64"])
     assert "must be 2 Macs or more, as in 2x64 or 64+128, got '64'" in capsys.readouterr().err
@@ -183,9 +184,9 @@ def test_a_model_that_reads_any_number_of_tokens(tmp_path, capsys):
 
 def test_a_cache_in_8_bits(tmp_path, capsys):
     """Against arithmetic: a head of 128 is 128 codes, a scale and a bias."""
-    longest = 1 << 20
+    longest = 1 << 21
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"max_position_embeddings": longest}))
-    token = 12 * 2 * 4 * (128 + 2 * 2)
+    token = 6 * 2 * 4 * (128 + 2 * 2)
     outputs = []
     for bits in (16, 8):
         assert main(["fit", str(tmp_path), "--kv-bits", str(bits), "--context", "32768"]) == 0

@@ -212,7 +212,7 @@ import torch_moe_mps_command
 from torch_moe_mps import commands
 sys.modules["torch_moe_mps.commands.generate"] = command = types.ModuleType("generate")
 command.run = lambda options: print(__import__("torch").__version__)
-sys.exit(commands.main())
+sys.exit(commands.run())
 """
 
 

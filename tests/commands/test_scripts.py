@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import REPOSITORY
+from support.processes import LEAVE, REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
 SHELL = sorted(path for path in SCRIPTS.rglob("*") if path.is_file() and not path.suffix)
@@ -23,8 +23,11 @@ QUICK = {
 # Each of the commands in a fork of a process that has imported what takes seconds. Its path has nothing of
 # the tests: a script finds them itself.
 STARTS = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
+gc.disable()
 import numpy, peft, torch, transformers, torch_moe_mps
+gc.freeze()
+gc.enable()
 results = []
 for path, module, arguments in json.loads(sys.argv[1]):
     read, write = os.pipe()
@@ -110,7 +113,7 @@ def test_scripts_in_python(tmp_path_factory):
     used_by.write_text(re.sub(r"^rms_norm: .*\n", "", used_by.read_text(), flags=re.MULTILINE))
     asks = (str(other / "scripts/make"), str(other / "scripts/make/make_operators_table.py"), ())
 
-    command = [sys.executable, "-c", STARTS, json.dumps([*helps, *runs, asks])]
+    command = [sys.executable, "-c", STARTS + LEAVE, json.dumps([*helps, *runs, asks])]
     result = subprocess.run(command, capture_output=True, text=True, env=variables(), cwd=clone)
     assert result.returncode == 0, result.stderr
     *results, last = map(tuple, json.loads(result.stdout.splitlines()[-1]))
@@ -178,8 +181,21 @@ def draw_silu_mul_stacked(""",
     "tests/pinned/used_by.txt": ("heads_mm: ", "halved: \nheads_mm: "),  # as make_used_by.py has it
 }
 
+# The script of the table, then pytest with the arguments.
+WRITES_AND_TESTS = """
+import runpy, sys
+import pytest
 
-@pytest.mark.slow("starts a script and the tests of an operator in new processes")
+arguments, sys.argv = sys.argv[1:], ["make_operators_table.py"]
+sys.path.insert(0, "scripts/make")
+runpy.run_path("scripts/make/make_operators_table.py", run_name="__main__")
+sys.path.remove("scripts/make")
+if code := pytest.main(arguments):
+    sys.exit(code)
+"""
+
+
+@pytest.mark.slow("starts a script and the tests of an operator in a new process")
 def test_an_operator_is_added_as_the_page_says(tmp_path):
     clone = new_clone(tmp_path)
     for folder in (
@@ -200,19 +216,14 @@ def test_an_operator_is_added_as_the_page_says(tmp_path):
         (clone / file).write_text(text.replace(place, added))
     environment = variables() | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
 
-    def run(*words: str) -> str:
-        command = [sys.executable, *words]
-        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    run("scripts/make/make_operators_table.py")
+    files = [f"tests/ops/test_{name}.py" for name in ("operators", "documentation", "any_arguments")]
+    command = [sys.executable, "-c", WRITES_AND_TESTS + LEAVE, "-q", "-k", "halved and not mps", *files]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone)
+    assert result.returncode == 0, result.stdout + result.stderr
     link = r"\[`halved`\]\(\.\./torch_moe_mps/ops/families/combine\.py#L\d+\)"
     row = rf"\| {link} \| Half of each element \| - \| in models "
     assert re.search(row, (clone / "docs/operators.md").read_text())
-    files = [f"tests/ops/test_{name}.py" for name in ("operators", "documentation", "any_arguments")]
-    said = run("-m", "pytest", "-q", "-k", "halved and not mps", *files)
-    assert int(re.search(r"(\d+) passed", said)[1]) >= 8, said
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 8, result.stdout
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)

@@ -71,17 +71,16 @@ def on_mps(**options):
     return model
 
 
-def of_generate(simulated, **settings) -> Steps:
+def of_generate(simulated, model, **settings) -> Steps:
     steps = Steps(simulated)
-    model = on_mps(bits=4, group_size=32)
     model.generate(IDS[:, :8].to("mps"), max_new_tokens=10, pad_token_id=0, streamer=steps, **settings)
     return steps
 
 
-def of_engine(simulated, rows: int = 1, logprobs: int = 0, **settings) -> Steps:
+def of_engine(simulated, model, rows: int = 1, logprobs: int = 0, **settings) -> Steps:
     processor = Logprobs(SimpleNamespace(decode=lambda tokens: "a" * len(tokens)), logprobs)
     steps = Steps(simulated, (lambda token: processor.pop(int(token))) if logprobs else lambda token: None)
-    speculative, model = settings.pop("speculative", None), on_mps(bits=4, group_size=32)
+    speculative = settings.pop("speculative", None)
     simulated.called_aten()
     torch_moe_mps.generate_batch(
         model,
@@ -129,15 +128,16 @@ def test_what_torch_runs_beside_our_operators(simulated, monkeypatch, tmp_path):
     or run MPSGraph, which ends the encoder, are pinned; none of a step of the engine waits."""
     monkeypatch.setenv(_environment.CAPTURE, "1")
     monkeypatch.setattr(disk, "BLOCK", 16)
-    greedy = of_engine(simulated, do_sample=False)
+    model = on_mps(bits=4, group_size=32)
+    greedy = of_engine(simulated, model, do_sample=False)
     found = {
         "prompt": greedy.before,
         "step": greedy.steps,
-        "step that samples": of_engine(simulated, **SAMPLING).steps,
-        "step with log probabilities": of_engine(simulated, logprobs=2, do_sample=False).steps,
-        "step of two answers": of_engine(simulated, 2, do_sample=False).steps,
-        "step with draft tokens": of_engine(simulated, do_sample=False, speculative="lookup").steps,
-        "step of generate()": of_generate(simulated, do_sample=True, top_k=20).steps,
+        "step that samples": of_engine(simulated, model, **SAMPLING).steps,
+        "step with log probabilities": of_engine(simulated, model, logprobs=2, do_sample=False).steps,
+        "step of two answers": of_engine(simulated, model, 2, do_sample=False).steps,
+        "step with draft tokens": of_engine(simulated, model, do_sample=False, speculative="lookup").steps,
+        "step of generate()": of_generate(simulated, model, do_sample=True, top_k=20).steps,
         "prefix from the disk": restored(simulated, tmp_path),
         "training": trained(simulated),
     }

@@ -1,5 +1,8 @@
 """The engine in the first of several processes: answers are those of one process, token by token."""
 
+import functools
+import json
+
 import pytest
 from support import tiny_models
 from support.pipeline import answers_of, launch
@@ -56,13 +59,14 @@ def outcomes(folders):
 
 @pytest.fixture(scope="module")
 def alone(folders):
-    """{architecture: a function of jobs}: the answers of one process, each by itself, with nothing cached."""
-
-    def answers(model, jobs):
-        return [answers_of(model, [job], memory=0)[0][0] for job in jobs]
-
+    """The answers of one process to jobs of an architecture, each by itself, with nothing cached."""
     models = {name: torch_moe_mps.from_pretrained(folder) for name, folder in folders.items()}
-    return {name: lambda jobs, model=model: answers(model, jobs) for name, model in models.items()}
+
+    @functools.cache
+    def answer(architecture, job):
+        return answers_of(models[architecture], [json.loads(job)], memory=0)[0][0]
+
+    return lambda architecture, jobs: [answer(architecture, json.dumps(job)) for job in jobs]
 
 
 @pytest.mark.slow("two processes load models")
@@ -70,7 +74,7 @@ def alone(folders):
 def test_answers_are_those_of_one_process(scenario, outcomes, alone):
     architecture, given = SCENARIOS[scenario]
     first, second = outcomes[scenario]
-    expected = alone[architecture](given["jobs"])
+    expected = alone(architecture, given["jobs"])
     if scenario == "cancelled":
         expected[0] = expected[0][:2]
     assert first["answers"] == expected

@@ -23,6 +23,7 @@ spec = importlib.util.spec_from_file_location(
 )
 build_wheel = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build_wheel)
+OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-compile")
 
 
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -52,8 +53,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which that wheel is installed."""
 
     def make(folder: Path) -> None:
-        options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--target", folder)
-        build_wheel.run(sys.executable, "-m", "pip", "install", *options, wheel(tmp_path_factory))
+        build_wheel.run(
+            sys.executable, "-m", "pip", "install", *OPTIONS, "--target", folder, wheel(tmp_path_factory)
+        )
 
     return once(tmp_path_factory, "installed", make)
 
@@ -106,9 +108,8 @@ def _environment(tmp_path_factory: pytest.TempPathFactory, name: str, fill: Call
         venv.create(folder, symlinks=True)
         (own,) = (folder / "lib").glob("python*/site-packages")
         fill(own)
-        options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--ignore-installed")
-        pip = ("-m", "pip", "--python", folder / "bin" / "python", "install")
-        build_wheel.run(sys.executable, *pip, *options, wheel(tmp_path_factory))
+        pip = ("-m", "pip", "--python", folder / "bin" / "python", "install", "--ignore-installed")
+        build_wheel.run(sys.executable, *pip, *OPTIONS, wheel(tmp_path_factory))
 
     return once(tmp_path_factory, name, make)
 

@@ -154,7 +154,13 @@ MANY = FEW | {
 }
 
 
+# Each captures programs anew; the first turn is what "plain" has.
+CAPTURED = {name: FEW[name] for name in ("left padded", "second turn")}
+
+
 def cases_of(architecture: str, form: str) -> dict[str, Any]:
+    if form.endswith("captured"):
+        return CAPTURED
     return MANY if (architecture, form) == ("qwen3_moe", "quantised") else FEW
 
 
