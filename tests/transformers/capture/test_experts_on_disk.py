@@ -28,7 +28,7 @@ def captured_anywhere(monkeypatch):
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Loads a small model onto the device."""
-    tiny("qwen3_moe").save_pretrained(tmp_path)
+    tiny("qwen3_moe", dtype=torch.float16).save_pretrained(tmp_path)
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: SLOTS)
     return lambda **options: from_pretrained(str(tmp_path), **{"device_map": "mps"} | options)
 
@@ -55,7 +55,7 @@ def test_the_tokens_of_the_resident_model(simulated, load):
 def test_embeddings(simulated, load, tmp_path, monkeypatch):
     """Rows of a table of tokens and of one of their pairs are read within a captured token, too."""
     simulated.set_schedule(2)
-    tiny("qwen4_exp", **NGRAMS).save_pretrained(tmp_path)
+    tiny("qwen4_exp", dtype=torch.float16, **NGRAMS).save_pretrained(tmp_path)
     monkeypatch.setattr(sizes, "_TABLE", 1e-12)
     monkeypatch.setattr(pool, "TABLE_ROWS", 40)
     resident, model = load(), load(experts_memory="1GB")
@@ -69,7 +69,7 @@ def test_embeddings(simulated, load, tmp_path, monkeypatch):
 @pytest.mark.slow("loads two models")
 def test_dense_matrices_whose_inputs_come_first(simulated, load, tmp_path):
     """They lie as the kernels read them, in slots and in staging: no call copies them."""
-    tiny("gpt_oss").save_pretrained(tmp_path)
+    tiny("gpt_oss", dtype=torch.float16).save_pretrained(tmp_path)
     resident, model = load(), load(experts_memory="1GB")
     with torch.no_grad():
         a, b = Conversation(resident), Conversation(model)
