@@ -18,6 +18,7 @@ from ..basics.interface import ON_DISK, Experts, experts_on_disk
 from ..basics.state import Beside
 from ..basics.tensors import ABOUT, Deferred
 from ..graphs.tracing import LeftAlone
+from ..upstream.reach import hold_reach
 from .experts import NAME
 
 ops = torch.ops.moe_mps
@@ -33,6 +34,7 @@ class OnDisk(Beside):
 
     def __init__(self, pool: ExpertPool, pools: Pools):
         self.pool, self.pools, self.key = pool, pools, pool.reader.file.fingerprint
+        self._reach = hold_reach("peft")
 
     def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
         """The module with the weights of some experts in memory, and the rows of those for the ids.

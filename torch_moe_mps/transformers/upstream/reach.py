@@ -1,8 +1,9 @@
 """All that this package replaces in other libraries, a row each, and only while models of ours need it.
 
-What needs the rows of a library keeps what `hold_reach` gives: modules with packed weights those of PEFT,
-layers of attention that run on the operator those of transformers. The rows are put in with the first of
-these, and are undone when the last one is gone. All else that changes a model is in its modules and classes.
+What needs the rows of a library keeps what `hold_reach` gives: modules whose weights are packed or on the
+disk those of PEFT, layers of attention that run on the operator those of transformers. The rows are put in
+with the first of these, and are undone when the last one is gone. All else that changes a model is in its
+modules and classes.
 """
 
 import importlib
@@ -57,7 +58,7 @@ ROWS = (
             "linear layers by class, and target_parameters by named_parameters; no model is asked"
         ),
         ends="a hook of the model, `_prepare_adapter_config(config)`, that inject_adapter calls first",
-        undone="with the last module that has packed weights",
+        undone="with the last module whose weights are packed or on the disk",
     ),
     ReachRow(
         library="transformers",
