@@ -16,7 +16,7 @@ from torch_moe_mps.ops._registry import WITH_BACKWARD
 DOCUMENT = paths.REPOSITORY / "docs" / "operators.md"
 BEGIN = "<!-- scripts/make/make_operators_table.py writes this table -->\n"
 END = "<!-- end of the table -->\n"
-HEAD = "| operator | computes | gradients | used by | source kernel |\n| --- | --- | --- | --- | --- |\n"
+HEAD = "| operator | computes | gradients | used by | source kernel |\n|---|---|---|---|---|\n"
 USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 NAMED = 3  # architectures by name; of more, their number
 

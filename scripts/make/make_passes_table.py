@@ -57,7 +57,7 @@ scripts/make/make_passes_table.py writes this page from the code.
   pass looks for.
 
 | | pass | formula | why here | saves |
-| --- | --- | --- | --- | --- |
+|---|---|---|---|---|
 """
 
 
