@@ -8,7 +8,7 @@ import torch
 from measured.air import tensor_units as air
 from support import tiny_models
 from support.pinned import assert_pinned
-from support.processes import forked
+from support.processes import forked, python
 from support.quantized_layers import check_layer, check_linear
 
 import torch_moe_mps
@@ -124,7 +124,9 @@ def test_the_environment(monkeypatch, simulated):
 
 
 FORCED = """
-import os
+import os, sys
+from support.simulated import install
+install()
 import torch
 from support.quantized_layers import check_linear
 import simulator
@@ -149,7 +151,7 @@ TOO_OLD = "needs macOS 26.2 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not u
 def test_forced(simulated, monkeypatch, use, expected):
     """On any GPU, unchecked; if macOS is too old, an error says so, and nothing else is computed."""
     monkeypatch.setenv(_environment.TENSOR_UNITS, use)
-    for text, line in zip(expected, forked(FORCED).splitlines(), strict=True):
+    for text, line in zip(expected, python(FORCED).splitlines(), strict=True):
         assert text in line
 
 

@@ -66,7 +66,7 @@ def table(gpus: list[Gpu], tokens: int = PROMPT, of_mlx: bool = False) -> Iterat
     token = TOKENS[0]
     head = f"| chip | a token behind {KEYS:,} keys | {SEQUENCES} sequences | a prompt of {tokens:,} |"
     yield head + " by MLX |" * of_mlx
-    yield "| --- | ---: | ---: | --- |" + " --- |" * of_mlx
+    yield "|---|---:|---:|---|" + "---|" * of_mlx
     for gpu in gpus:
         torch.ops.moe_mps._plan_for(gpu.cores)
         try:

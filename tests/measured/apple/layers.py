@@ -129,7 +129,7 @@ def table(gpus: list[Gpu]) -> Iterator[str]:
     contexts = " | ".join(f"a token at {keys:,}, us" for keys in KEYS)
     prompts = " | ".join(f"a prompt of {keys:,}, ms" for keys in KEYS)
     yield f"| model | layer | chip | {contexts} | {prompts} |"
-    yield "| --- | --- | --- " + "| ---: " * 2 * len(KEYS) + "|"
+    yield "|---|---|---" + "|---:" * 2 * len(KEYS) + "|"
     for layer in LAYERS:
         if isinstance(layer, Delta):
             token, prompt = (_us(layer.token(tokens), gpus) for tokens in (1, _PROMPT))

@@ -162,7 +162,7 @@ def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator
     """The lines of a table in Markdown; `start_us` of a dispatch at least and at most."""
     keys = " | ".join(["few keys, ms", *(f"behind {keys:,} keys, ms" for keys in KEYS)])
     yield f"| model | chip | reading, ms | dispatches | {keys} | slow experts, few keys, ms |"
-    yield f"| --- | --- | ---: | ---: | ---: |{' ---: |' * len(KEYS)} ---: |"
+    yield f"|---|---|---:|---:|---:|{'---:|' * len(KEYS)}---:|"
     for token in TOKENS:
         for gpu in gpus:
             own = starts(gpu, start_us)
@@ -175,7 +175,7 @@ def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator
             yield f"| {token.model} | {gpu.name} | {reading} | {expected} |"
     yield ""
     yield f"| predicted | chip | without drafts, tokens/s | {' | '.join(each.text for each in DRAFTED)} |"
-    yield f"| --- | --- | ---: |{' ---: |' * len(DRAFTED)}"
+    yield f"|---|---|---:|{'---:|' * len(DRAFTED)}"
     for token in (*TOKENS, OF_STATES):
         for gpu in gpus:
             start = starts(gpu, start_us)[0]

@@ -227,7 +227,7 @@ def expected_write_cache_quantized_(a):
 
 def expected__rope_attention_(a):
     """What `_rope_cache_` rounds may be a neighbour of what is rounded here."""
-    turned, keys, values = expected__rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
+    turned, keys, values = expected__rope_cache_(SimpleNamespace(**vars(a), k_bias=None, v_norm_factor=1.0))
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
     named = dict(
         zip(

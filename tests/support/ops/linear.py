@@ -141,7 +141,7 @@ def invalid_linear_quantized(zeros):
         wrong("scales must be int16, got float32", format="q4_0", biases=None),
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
-        wrong("factor must be a finite number, got nan", factor=float("nan")),
+        wrong("factor must be a number in the range of float32, got nan", factor=float("nan")),
         wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
         wrong(
             "activation must be None for an x without columns, got 'silu'",

@@ -15,7 +15,7 @@ transformers.logging.set_verbosity_error()
 
 OF_TWO_LAYERS = {
     "qwen2_moe": {"rms_norm": 5, "rope": 2, "moe_router": 2, "_moe_experts": 2, "_pointwise": 2},
-    "gemma4": {"rms_norm": 23, "rope": 4, "_pointwise": 4, "_moe_experts": 2},
+    "gemma4": {"rms_norm": 23, "rope_heads": 4, "_pointwise": 4, "_moe_experts": 2},
 }
 
 

@@ -167,11 +167,11 @@ def _check_moe_experts_quantized(check, x, **arguments):
         **{"sum_eps": 0.0, "sum_min": 0.0},
     },
     dependences=(
+        "logits not beside has_identity",
         "topk_weights topk_ids only without logits",
         "shared_gate_up_packed not without logits",
         "shared_activation not without shared_gate_up_packed",
         "shared_out gate_up_bias down_bias not beside shared_gate_up_packed",
-        "logits not beside has_identity",
         NO_SHARED,
     ),
 )
@@ -417,6 +417,7 @@ CHANGES: Changes = {
     ],
     "_moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
+        {**s.norm, "has_identity": True},
         {**s.one_token, **s.norm},
         {**s.routed, **s.norm, **s.of("correction_bias[E] per_expert_scale[E]", scoring="sigmoid")}
         | {"weights_on_inputs": True},

@@ -31,6 +31,7 @@ _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _CALLS = ((2, 5, 3, 16), (1, 1, 1, 512), (1, 70, 2, 16), (2, 1, 70, 16))
 _WIDTH = _CALLS[0][-1]
 _TABLES = frozenset(("cos", "freqs_cis", "freqs_ci"))  # parameters that take tables of angles
+_TURNS: dict[int, Callable] = {1: rope_heads, 2: rope}  # operators by the number of tensors
 
 
 class Turn(NamedTuple):
@@ -126,16 +127,10 @@ def _trial(
 
     def agrees_with(turn: Turn) -> bool:
         *tables_of_turn, settings = tables_and_options(turn, cos, sin)
-        return all(map(agrees, _turned(inputs, *tables_of_turn, **settings), expected))
+        turned = _TURNS[call.tensors](*inputs, *tables_of_turn, **settings)
+        return all(map(agrees, turned if call.tensors == 2 else [turned], expected))
 
     return agrees_with
-
-
-def _turned(rows: Sequence[Tensor], cos: Tensor, sin: Tensor, **options: Any) -> Sequence[Tensor]:
-    """One or two tensors [B, T, H, D], turned, as [B, H, T, D]."""
-    if len(rows) == 2:
-        return rope(rows[0], rows[1], cos, sin, **options)
-    return (rope_heads(rows[0], cos, sin, **options),)
 
 
 def _turned_by(
@@ -226,5 +221,6 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
     rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
     if rows[-1].shape[1] != rows[0].shape[1]:  # an assistant's keys are of more tokens
         return None
-    turned = _turned(rows, cos, sin, **options)
+    turned = _TURNS[len(rows)](*rows, cos, sin, **options)
+    turned = turned if len(rows) == 2 else [turned]
     return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]
