@@ -34,6 +34,8 @@ from torch_moe_mps.transformers.trials.untested import said
 
 from . import tiny_models
 from .launches import (
+    NotCaptured,
+    captured_by_type,
     launches_by_type,
     model_on_mps,
     other_on_mps,
@@ -185,11 +187,16 @@ def launches(model: nn.Module, computes: bool = False) -> str:
 
     Args:
         model: on mps.
-        computes: for code that asks for values; nothing of it is captured.
+        computes: for own code that asks for values.
     """
     of_own = partial(launches_by_type, computes=computes)
-    own = counts_by_type(model, of_own)
-    ours = counts_by_type(_captured(copy.deepcopy(model)), of_own if computes else token_by_type)
+    own, accelerated = counts_by_type(model, of_own), _captured(copy.deepcopy(model))
+    try:
+        ours = counts_by_type(accelerated, captured_by_type if computes else token_by_type)
+    except (NotCaptured, RuntimeError):  # what runs in it may ask, too
+        if not computes:
+            raise
+        ours = counts_by_type(accelerated, of_own)
     ours.pop("outside", None)
     kinds = dict.fromkeys([*own, *ours]) or [""]
     return "; ".join(f"{kind} {own.get(kind, '-')} / {ours.get(kind, '-')}".strip() for kind in kinds)

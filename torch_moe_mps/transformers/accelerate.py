@@ -41,6 +41,7 @@ ATTENTION = Done("attention")
 # Operators in place of modules that traces recognise: each model has such modules.
 _TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "_mlp_quantized", "moe_router", "_pointwise"}
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
+_PRODUCTS = {"_moe_experts", "expert_mm"}  # run first in blocks that are rewritten with their experts
 
 
 @on_the_cpu()  # for tensors made to try and to check, whatever torch.set_default_device says
@@ -198,7 +199,9 @@ def _replace_others(
             routes = any(one.operator == "moe_router" for one in done)
             inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
             is_router = name in routers or (routes and not inside)
-            report.add(name, module, "router" if is_router else "other", done, reason)
+            kind = "router" if is_router else "other"
+            kind = "experts" if done and done[0].operator in _PRODUCTS else kind
+            report.add(name, module, kind, done, reason)
             report.rows = [row for row in report.rows if row.done or row.name not in inside]
     _add_other_experts(model, report, experts)
     use_attention(attentions.values())
@@ -206,10 +209,12 @@ def _replace_others(
 
 def _add_other_experts(model: nn.Module, report: Report, known: Collection[str]) -> None:
     """Notes the experts that no operator runs, and why."""
+    blocks = {row.name for row in report.rows if row.kind == "experts" and row.done}
     for name, module in model.named_modules():
-        if name in known or is_rewritten(module):
+        parent = name.rpartition(".")[0]
+        if name in known or is_rewritten(module) or parent in blocks:
             continue
-        around = model.get_submodule(name.rpartition(".")[0])
+        around = model.get_submodule(parent)
         if reason := _other_experts(name, module, around):
             report.add(name, module, "experts", (), reason)
 

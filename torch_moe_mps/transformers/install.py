@@ -25,6 +25,7 @@ from .basics.state import (
     holds,
     kept,
     made_as,
+    methods_of,
     original_class,
     recording,
     state_of,
@@ -214,15 +215,18 @@ def _rewritten_class(
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
     batched = forward if cache_name(original_forward) is None else by_sequence(forward)
-    cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched, **_methods(original))
+    cls = subclass(
+        original, REWRITTEN, _copy_class, rewritten, forward=batched, **_methods(original, rewritten)
+    )
     return cls
 
 
-def _methods(original: type[nn.Module]) -> dict[str, Callable]:
+def _methods(original: type[nn.Module], rewritten: Callable) -> dict[str, Callable]:
     """Methods of rewritten modules of a class. If somebody patches the class, they call what it has then."""
+    makers = METHODS | methods_of(rewritten)
 
     def method(name: str, original_method: Callable) -> Callable:
-        ours = METHODS[name](original_method)
+        ours = makers[name](original_method)
 
         @functools.wraps(original_method)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +235,7 @@ def _methods(original: type[nn.Module]) -> dict[str, Callable]:
 
         return call
 
-    return {name: method(name, getattr(original, name)) for name in METHODS if hasattr(original, name)}
+    return {name: method(name, getattr(original, name)) for name in makers if hasattr(original, name)}
 
 
 @functools.cache

@@ -36,6 +36,7 @@ FAMILIES = (
     "gemma4",
     "glm5_next",
     "gpt_oss",
+    "jetmoe",
     "minimax_m3",
     "qwen4_exp",
 )

@@ -73,15 +73,18 @@ def test_experts_that_are_modules_are_left_alone(container):
     assert [row.name for row in report.left_alone] == ["experts" if container == "list" else "mlp"]
 
 
-def test_norms_around_experts_with_another_interface():
-    torch.manual_seed(0)
-    cls = transformers.JetMoeForCausalLM
-    model = cls(tiny_models.build_config(cls.config_class)).eval()
-    tiny_models.randomise(model, 0)
+def test_norms_around_experts_with_another_activation():
+    model = tiny_models.tiny_model("jetmoe").eval()
+    for layer in model.model.layers:
+        layer.mlp.activation = nn.Tanh()
     expected = output(model, prompt())
     with pytest.warns(UserWarning, match="JetMoeParallelExperts is left alone"):
         report = torch_moe_mps.accelerate(model)
-    assert {row.kind for row in report.replaced} == {"other"}  # norms, and rotations in attention
+    # Norms, rotations in attention, and the projections of attention
+    assert {(row.kind, row.cls == "JetMoeMoA") for row in report.replaced} == {
+        ("other", False),
+        ("experts", True),
+    }
     assert_close(by_operators(lambda: output(model, prompt()), "rms_norm", "rope"), expected, 1e-5)
 
 

@@ -1,0 +1,181 @@
+"""Blocks of two stacks of experts behind a router that groups rows by expert.
+
+    weights, ids = softmax of the top k of router.layer(x)
+    MLP:        out = sum over k of weights * output_linear[ids](act(gate) * up) + bias
+    attention:  map(x) = input_linear[ids](x)
+                reduce(y) = sum over k of weights * output_linear[ids](y) + bias
+
+The router's own code asks the device how many rows each expert has. Blocks are recognised by a trial.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....ops._activations import POINTWISE, Activation
+from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ....ops.families.experts import _moe_experts
+from ...basics.report import Done
+from ...basics.state import NOTHING, STATE, depends_on_code, holds, state_of, with_methods
+from ...modules.experts import activation_arguments, is_observed, runs_eager
+from ...modules.stacked_experts import Sizes, small_replica, small_sizes
+from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
+from ...trials.forms import first_form
+
+ops = torch.ops.moe_mps
+
+_STACKS = "input_linear", "output_linear"
+_SHAPE = 2, 3  # the shape of a trial's tokens
+_ROUTER = Done("moe_router", "moe_router (softmax_after_topk)")
+
+
+class Chosen(NamedTuple):
+    """Routing weights [T, K] in float32 and ids [T, K], in place of the own code's rows grouped by expert."""
+
+    weights: Tensor
+    ids: Tensor
+
+
+def rewrite_mlp_experts(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what runs) for an MLP of such experts, else None."""
+    sizes = _sizes(module, 2)
+    forms = [tuple(Activation(name)) for name in POINTWISE]
+    found = None if sizes is None else first_form(module, forms, _begin_mlp, sizes)
+    if found is None:
+        return None
+    state_of(module).formula = found
+    return mlp_forward, [Done("_moe_experts", f"moe_experts ({found[0]})"), _ROUTER]
+
+
+def rewrite_attention_experts(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what runs) for the projections of such an attention, else None. No forward calls them."""
+    sizes = _sizes(module, 1) if hasattr(type(module), "map") and hasattr(type(module), "reduce") else None
+    if sizes is None or not first_form(module, (True,), _begin_attention, sizes):
+        return None
+    depends_on_code(module, "map", "reduce")
+    return no_forward, [Done("expert_mm"), Done("moe_weighted_reduce"), _ROUTER]
+
+
+def _sizes(module: Any, halves: int) -> Sizes | None:
+    """Sizes of the two stacks of a block, None for any other module."""
+    router = module._modules.get("router")
+    stacks: list[Any] = [getattr(module._modules.get(name), "weight", None) for name in _STACKS]
+    has_bias = module._parameters.get("bias") is not None
+    is_routed = type(getattr(router, "top_k", None)) is int and hasattr(router, "layer")
+    if not (has_bias and is_routed and all(isinstance(each, Tensor) and each.dim() == 3 for each in stacks)):
+        return None
+    experts, hidden, inner = stacks[1].shape
+    fits = stacks[0].shape == (experts, halves * inner, hidden) and router.top_k <= min(experts, MAX_TOP_K)
+    return Sizes(experts, 0, hidden, inner, halves) if fits else None
+
+
+def _small(module: Any, sizes: Sizes) -> tuple[Any, Tensor]:
+    """A small replica, and rows for it."""
+    small, smaller = small_sizes(sizes, min(sizes.experts, module.router.top_k + 1))
+    return small_replica(module, smaller), normal(*_SHAPE, small.hidden)
+
+
+def _begin_mlp(module: nn.Module, sizes: Sizes) -> Callable[[tuple], bool]:
+    replica, x = _small(module, sizes)
+    expected = eager(replica)(x.clone())
+    return lambda activation: agrees(_mlp(replica, activation, x), expected)
+
+
+def _begin_attention(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
+    replica, x = _small(module, sizes)
+    query, logits, topology = eager(replica.map)(x.clone())
+    rows = normal(*query.shape)
+    expected = query, logits, eager(replica.reduce)(rows.clone(), topology)
+
+    def holds(_: bool) -> bool:
+        ours = _map(replica, x)
+        return agrees((*ours[:2], _reduce(replica, rows, ours[2])), expected)
+
+    return holds
+
+
+# --- what runs
+
+
+def _route(module: Any, x: Tensor) -> tuple[Tensor, Chosen]:
+    """Logits of rows, and what they choose."""
+    logits = module.router.layer(x)
+    weights, ids = ops.moe_router(
+        logits, module.router.top_k, scoring="softmax_after_topk", norm_topk_prob=False
+    )
+    return logits, Chosen(weights, ids)
+
+
+def _mlp(module: Any, activation: tuple, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    _, chosen = _route(module, rows)
+    stacks = module.input_linear.weight, module.output_linear.weight
+    return (
+        _moe_experts(rows, *chosen, *stacks, **activation_arguments(activation)).view(x.shape) + module.bias
+    )
+
+
+def _map(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Chosen]:
+    rows = x.reshape(-1, x.shape[-1])
+    logits, chosen = _route(module, rows)
+    query = ops.expert_mm(rows, chosen.ids, module.input_linear.weight)
+    return query.view(*x.shape[:-1], *query.shape[1:]), logits.float(), chosen
+
+
+def _reduce(module: Any, slots: Tensor, chosen: Chosen) -> Tensor:
+    rows = ops.expert_mm(slots.reshape(-1, *slots.shape[2:]), chosen.ids, module.output_linear.weight)
+    return ops.moe_weighted_reduce(rows, chosen.weights).view(*slots.shape[:2], rows.shape[-1]) + module.bias
+
+
+def _takes(module: Any, x: Tensor, rank: int = 3) -> bool:
+    """True if the operators take these inputs, and no hook observes the parts."""
+    parts = [module._modules[name] for name in ("router", *_STACKS)]
+    activation = module._modules.get("activation")
+    dtypes = {x.dtype, *(part.weight.dtype for part in parts[1:])}
+    devices = {x.device, *(part.weight.device for part in parts[1:])}
+    fits = x.dim() == rank and len(dtypes) == len(devices) == 1 and x.dtype in ACTIVATION_DTYPES
+    return fits and not is_observed(*parts, *([] if activation is None else [activation]))
+
+
+def mlp_forward(module: nn.Module, layer_input: Tensor) -> Any:
+    """The forward of an MLP of such experts."""
+    if not _takes(module, layer_input):
+        return NotImplemented
+    return _mlp(module, module.__dict__[STATE].formula, layer_input)
+
+
+def _runs(module: nn.Module, x: Tensor, rank: int) -> bool:
+    """True if the operators compute a call of a method."""
+    reads = module.__dict__.get(STATE, NOTHING).reads
+    return reads is not None and holds(module) and not runs_eager(module, x) and _takes(module, x, rank)
+
+
+def _mapped(own: Callable) -> Callable:
+    def map(self: nn.Module, layer_input: Tensor) -> Any:
+        return _map(self, layer_input) if _runs(self, layer_input, 3) else own(self, layer_input)
+
+    return map
+
+
+def _reduced(own: Callable) -> Callable:
+    def reduce(self: Any, layer_input: Tensor, topo_info: Any) -> Any:
+        if not isinstance(topo_info, Chosen):
+            return own(self, layer_input, topo_info)
+        if _runs(self, layer_input, 4):
+            return _reduce(self, layer_input, topo_info)
+        weights, ids = topo_info  # mapped by operators: only the rows need a gradient, or have another dtype
+        ids, order = ids.flatten().sort()
+        sizes = ids.bincount(minlength=self.num_experts).tolist()
+        gates = weights.flatten()[order].to(layer_input.dtype)
+        return own(self, layer_input, (order, order // weights.shape[1], gates, sizes))
+
+    return reduce
+
+
+@with_methods(map=_mapped, reduce=_reduced)
+def no_forward(module: nn.Module, layer_input: Tensor) -> Any:
+    """The forward of attention's projections: the own one, which raises an error."""
+    return NotImplemented
