@@ -55,6 +55,7 @@ Of {without} others, {others_on_operators} run their experts on the operators. U
 
 Stacks must be called `gate_up_proj` or `up_proj`, and `down_proj`: formats and converters go by these names.
 Those of jetmoe are called otherwise: `bits` quantises its other layers, and its experts run dense.
+dbrx's are `w1`, `v1` and `w2` of [E * F, H]: they run in steps and stay dense whatever `bits` says.
 Published folders of step3p7, llama4 and longcat_flash run as the others, but:
 
 - step3p7: MTP layers are left out, as transformers' config lacks their sizes.

@@ -11,7 +11,7 @@ from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 # Layers that all sequences share, and layers that each has for itself.
 SEPARATE = ["glm5_next", "qwen4_exp", "minimax_m3_vl"]
 # Experts that are recognised by trial.
-RECOGNISED = ["jetmoe", "llama4", "longcat_flash", "step3p7"]
+RECOGNISED = ["dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"]
 ARCHITECTURES = in_sweep(["qwen3_moe", *SEPARATE, *RECOGNISED], ("qwen3_moe", "qwen4_exp"))
 LENGTH = 40
 

@@ -134,8 +134,11 @@ EXTRA: dict[str, dict] = {
         "index_head_dim": 8,
     },
     "dbrx": {  # its class declares no rope_theta, and its attention reads one
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+        "d_model": 64,
+        "n_heads": 2,  # of a width that is held in 8 bits
+        "n_layers": 2,
     },
     "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
     "longcat_flash": {"zero_expert_num": 3},

@@ -195,7 +195,10 @@ def _replace_others(
         if name in attentions:
             is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
             done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
-        if name in routers or done or "attention" in type(module).__name__.lower():
+        if done and done[0].operator == "expert_mm":  # experts that a rule knows: their block routes
+            routers.add(name.rpartition(".")[0])
+            report.add(name, module, "experts", done, reason)
+        elif name in routers or done or "attention" in type(module).__name__.lower():
             routes = any(one.operator == "moe_router" for one in done)
             inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
             is_router = name in routers or (routes and not inside)

@@ -32,6 +32,7 @@ from .modules.stacked_experts import recognise_stacks
 from .upstream.models import ALL_EXPERTS_FUNCTIONS
 
 FAMILIES = (
+    "dbrx",
     "deepseek_v4",
     "gemma4",
     "glm5_next",

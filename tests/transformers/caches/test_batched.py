@@ -32,7 +32,7 @@ ARCHITECTURES = sorted(
 # Where the norm of a head whose values nearly cancel amplifies any rounding, that of a lone row, too.
 AMPLIFY = ("qwen3_next",)
 # Models of recurrent states alone, whose caches count no tokens; experts that are recognised by trial.
-ARCHITECTURES += ["mamba", "falcon_mamba", "mamba2", "jetmoe", "llama4", "longcat_flash", "step3p7"]
+ARCHITECTURES += ["mamba", "falcon_mamba", "mamba2", "dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"]
 
 
 def own_model(architecture: str, **changed):

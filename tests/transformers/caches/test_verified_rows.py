@@ -21,7 +21,7 @@ from torch_moe_mps.transformers.upstream.calls import cache_argument
 CAUSAL = {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, *tiny_models.other_causal()}
 # They give no logits of text, or their own code runs no conversation at these sizes, or in no plain cache.
 OTHERS = {
-    "blt", "dbrx", "diffusion_gemma", "dory", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant",
+    "blt", "diffusion_gemma", "dory", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant",
     "muse_spark", "musicgen", "musicgen_melody",
     "openai_privacy_filter", "qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text", "xlm", "xlstm",
 }  # fmt: skip

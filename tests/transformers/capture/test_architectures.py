@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("captured")
 ARCHITECTURES = sorted(
     {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - {"openai_privacy_filter"}
 )
-ARCHITECTURES += ["jetmoe", "llama4", "longcat_flash", "step3p7"]
+ARCHITECTURES += ["dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7"]
 
 QUANTISED_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
 

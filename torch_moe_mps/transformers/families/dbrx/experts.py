@@ -1,0 +1,86 @@
+"""DBRX's experts: a child has w1, v1 and w2 of [E * F, H], of which an expert takes F rows.
+
+    out[t] = sum over k of weights[t, k] * (act(x[t] @ w1[e].T) * (x[t] @ v1[e].T)) @ w2[e]
+
+with e = ids[t, k]. The stacks are views [E, F, H] of these parameters: gate and up projections are apart.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ...basics.report import Done
+from ...basics.state import Unsupported
+from ...modules.experts import is_observed
+from ...modules.stacked_experts import Sizes, small_replica, small_sizes
+from ...trials.comparing import agrees
+from ...trials.draws import eager, normal
+from ...trials.forms import first_form
+
+ops = torch.ops.moe_mps
+
+_MATRICES = "w1", "v1", "w2"
+_SIZES = "num_experts", "hidden_size", "ffn_hidden_size"
+_SEQUENCES, _TOKENS, _SLOTS = 2, 3, 2  # sizes of a trial
+
+
+def rewrite_experts(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what runs) for such experts, else None."""
+    sizes = sizes_of(module)
+    if sizes is None or not first_form(module, (True,), _begin, sizes):
+        return None
+    return experts_forward, [Done("expert_mm", "expert_mm, own activation"), Done("moe_weighted_reduce")]
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of such experts: [B, T, H] -> [B, T, H]."""
+    mlp = module.mlp
+    w1, v1, w2 = (getattr(mlp, name) for name in _MATRICES)
+    takes = (
+        hidden_states.dtype in ACTIVATION_DTYPES
+        and all(w.dtype == hidden_states.dtype and w.device == hidden_states.device for w in (w1, v1, w2))
+        and top_k_index.shape[-1] <= MAX_TOP_K
+        and not is_observed(*mlp.modules())
+    )
+    if not takes:
+        return NotImplemented
+    shape = -1, module.ffn_hidden_size, module.hidden_size
+    x = hidden_states.reshape(-1, module.hidden_size)
+    gate, up = (ops.expert_mm(x, top_k_index, w.view(shape)) for w in (w1, v1))
+    slots = ops.expert_mm(mlp.activation_fn(gate) * up, top_k_index, w2.view(shape), None, True)
+    out: Tensor = ops.moe_weighted_reduce(slots, top_k_weights)
+    return out.view(hidden_states.shape[0], -1, module.hidden_size)
+
+
+def sizes_of(module: nn.Module) -> Sizes | None:
+    """The sizes of such experts; None for any other module."""
+    mlp = module._modules.get("mlp")
+    sizes: list[Any] = [vars(module).get(name) for name in _SIZES]
+    if mlp is None or not all(type(size) is int for size in sizes):
+        return None
+    experts, hidden, inner = sizes
+    shapes = [getattr(mlp._parameters.get(name), "shape", None) for name in _MATRICES]
+    return Sizes(experts, 0, hidden, inner, 1) if {*shapes} == {(experts * inner, hidden)} else None
+
+
+def smaller_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
+    """Small sizes, at least so many experts, and {size: small one}. Raises: Unsupported for none."""
+    small, smaller = small_sizes(sizes, experts)
+    rows = small.experts * small.inner
+    if smaller.setdefault(sizes.experts * sizes.inner, rows) != rows:
+        raise Unsupported("there is no small module with sizes like its own")
+    return small, smaller
+
+
+def _begin(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
+    """Runs a small replica's own code. Returns: whether the operators give the same."""
+    small, smaller = smaller_sizes(sizes)
+    replica = small_replica(module, smaller)
+    count = _SEQUENCES * _TOKENS
+    ids = torch.stack([torch.randperm(small.experts - 1)[:_SLOTS] for _ in range(count)])  # one of no token
+    inputs = normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)
+    expected = eager(replica)(*inputs)
+    return lambda _: agrees(experts_forward(replica, *inputs), expected)
