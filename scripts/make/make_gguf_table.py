@@ -66,8 +66,8 @@ def differences(weight: QuantizedWeight, values: Tensor) -> list[str]:
 def table() -> str:
     kinds = [kind for kind in SIZES if kind not in DENSE and kind[0] not in "if"]
     kinds += [kind for kind in SIZES if kind.startswith("iq")]
-    lines = [HEAD, ("---",) * len(HEAD), *map(row, kinds)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *rows = (f"| {' | '.join(line)} |\n" for line in (HEAD, *map(row, kinds)))
+    return "".join((head, "|---" * len(HEAD) + "|\n", *rows))
 
 
 def main() -> None:

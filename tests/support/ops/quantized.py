@@ -204,7 +204,11 @@ def invalid__moe_experts_quantized(zeros):
         *invalid_around(zeros),
         wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
         wrong("shared_out must be None beside has_identity", shared_out=zeros(T, H), has_identity=True),
-        wrong("weights_on_inputs must be False beside has_identity, got True", has_identity=True, weights_on_inputs=True),
+        wrong(
+            "weights_on_inputs must be False beside has_identity, got True",
+            has_identity=True,
+            weights_on_inputs=True,
+        ),
         wrong("logits must be None beside has_identity", **chosen, has_identity=True),
         wrong("top_k must be 1 without logits, got 2", top_k=2),
         wrong("correction_bias must be None without logits, got (8,)", correction_bias=zeros(E)),
