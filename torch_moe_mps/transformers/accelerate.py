@@ -195,15 +195,14 @@ def _replace_others(
         if name in attentions:
             is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
             done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
-        if done and done[0].operator == "expert_mm":  # experts that a rule knows: their block routes
+        routes = any(one.operator == "moe_router" for one in done)
+        are_experts = bool(done) and done[0].operator in _PRODUCTS
+        if are_experts and not routes:  # their block does
             routers.add(name.rpartition(".")[0])
-            report.add(name, module, "experts", done, reason)
-        elif name in routers or done or "attention" in type(module).__name__.lower():
-            routes = any(one.operator == "moe_router" for one in done)
+        if name in routers or done or "attention" in type(module).__name__.lower():
             inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
             is_router = name in routers or (routes and not inside)
-            kind = "router" if is_router else "other"
-            kind = "experts" if done and done[0].operator in _PRODUCTS else kind
+            kind = "experts" if are_experts else "router" if is_router else "other"
             report.add(name, module, kind, done, reason)
             report.rows = [row for row in report.rows if row.done or row.name not in inside]
     _add_other_experts(model, report, experts)
