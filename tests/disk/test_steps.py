@@ -24,6 +24,7 @@ from torch_moe_mps.serving.engine import executor
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.transformers.capture.replay import Captures
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.passes.routing import choose_in_experts
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
@@ -111,6 +112,9 @@ class Walk:
 
     Args:
         shortest: least tokens of a prompt.
+        captured: tokens are. Both models capture them before a file is short: a call that it ends counts for
+            the resident model alone, which would capture its next token while the other one's is eager. A
+            captured token has other bits: its queries and keys turn without being rounded behind their norm.
 
     Attributes:
         model: the one on the disk.
@@ -118,11 +122,18 @@ class Walk:
         ended: calls that a truncated file ended.
     """
 
-    def __init__(self, resident, model, random: Random, shortest: int):
-        self.resident, self.model, self.random, self.shortest = resident, model, random, shortest
+    def __init__(self, resident, model, random: Random, shortest: int, captured: bool):
+        self.resident, self.model, self.random, self.shortest = resident, model, Random(0), shortest
         self.steps = self.ended = 0
         self.file = expert_pools(model).layers[0].reader.file.path
-        self._begin()
+        self._captures: list[Captures] = []
+        if captured:
+            for tokens in (shortest, 40):  # no length is a constant of the second program
+                self._begin(tokens)
+                self._call(None, None, None)
+            self._captures = [captures_of(each) for each in (resident, model)]
+        self.random = random
+        self._prompt()
 
     def run(self, count: int) -> None:
         """Takes so many steps more."""
@@ -133,13 +144,13 @@ class Walk:
             )[0]
             kind() if self.random.random() < 0.9 else self._truncated(kind)
 
-    def _begin(self) -> None:
+    def _begin(self, tokens: int) -> None:
         self._caches = DynamicCache(config=self.resident.config), DynamicCache(config=self.model.config)
         self._last = None
-        self._prompt_of(self.random.randrange(self.shortest, 40))
+        self._prompt_of(tokens)
 
     def _prompt(self) -> None:
-        self._begin()
+        self._begin(self.random.randrange(self.shortest, 40))
 
     def _continue(self) -> None:
         self._prompt_of(self.random.randrange(self.shortest, self.shortest + 8))
@@ -168,6 +179,7 @@ class Walk:
             logits.append(own)
         got = [each.cpu() for each in logits[1]]
         synchronize(self.model.device)
+        assert all(captures.reason is None for captures in self._captures), f"eager at step {self.steps}"
         assert all(map(torch.equal, got, (each.cpu() for each in logits[0]))), f"step {self.steps}"
         self._last = token
         self.steps += len(inputs)
@@ -187,7 +199,7 @@ class Walk:
             self.file.write_bytes(content)
         if is_over:
             self.ended += 1
-            self._begin()
+            self._prompt()
 
 
 def own_gpu(device: str, seed: int):
@@ -222,7 +234,7 @@ def test_random_steps(device, seed, steps, tmp_path, monkeypatch):
         monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory, slots=slots: slots)
         model = load(experts_memory="1GB")
         with torch.no_grad(), own_gpu(device, 2 * seed + is_captured):
-            walk = Walk(resident, model, random, shortest)
+            walk = Walk(resident, model, random, shortest, is_captured)
             walk.run(steps)
         ended, misses = ended + walk.ended, misses + expert_pools(model).counters.misses
         assert bool(captures_of(model) and captures_of(model).programs) == is_captured
