@@ -346,12 +346,18 @@ void commit_all(State& s, By by) {
   }
 }
 
-// The committed buffers. A trace gets the line `event` unless it is empty.
-Buffers take_committed(const char* event) {
+// Whether what is committed runs on a thread of the GPU's own. Under the mutex.
+bool has_own_thread(const State& s) {
+  return s.runs_alone && !s.timed && !s.tracing;
+}
+
+// The committed buffers; none for a thread of the GPU's own that begins late, in a trace or timeline. A trace
+// gets the line `event` unless it is empty.
+Buffers take_committed(const char* event, bool is_alone) {
   State& s = state();
   Buffers buffers;
   std::lock_guard<std::mutex> lock(s.mutex);
-  buffers.swap(s.committed);
+  if (!is_alone || has_own_thread(s)) buffers.swap(s.committed);
   s.running = true;
   const auto is_kernel = [](const Command& command) { return command.kernel != nullptr; };
   const auto has_commands = [&](const auto& buffer) {
@@ -591,7 +597,7 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
     ~Alone() { gpu_is_alone = before; }
     const bool before;
   } alone(is_alone);
-  const Buffers buffers = take_committed(event);
+  const Buffers buffers = take_committed(event, is_alone);
   struct Finish {
     ~Finish() {
       std::lock_guard<std::mutex> lock(state().mutex);
@@ -792,13 +798,15 @@ bool has_pending() {
 
 void commit(StreamNumber stream) {
   State& s = state();
+  bool runs_alone;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.commits++;
     if (s.tracing) s.trace += "commit\n";
     commit_open(s, stream, By::kTorch);
+    runs_alone = has_own_thread(s);
   }
-  if (s.runs_alone && !s.timed && !s.tracing) return later([] { run("", false, false, true); });
+  if (runs_alone) return later([] { run("", false, false, true); });
   if (s.seed % 2 == 1) run("", false, true);
 }
 

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_gpu_with_a_thread_of_its_own(calls, simulated, x, seed):
         with pytest.raises(SimulatorError, match=r"test_events.py:\d+: the source of a copy to mps"):
             torch.mps.synchronize()
         assert torch.equal(z.cpu(), 6 * x.cpu()) and (sent == 3).all()
+
+
+def test_a_late_gpu_runs_nothing_of_a_trace(calls, simulated, x):
+    """Its thread begins once the trace has: no commit of the trace waits for it."""
+    simulated.set_schedule(1)
+    for seed in range(10):
+        first = calls.signalled() + 1
+        with simulated.event_limit(0.2), simulated.own_gpu(seed):
+            calls.axpy(x, x, 1.0), calls.commit()
+            with simulated.trace():
+                calls.wait_by_gpu(first), calls.commit()
+                time.sleep(0.001)  # it has begun
+                calls.axpy(x, x, 1.0), calls.commit()
+                calls.signal_by_host(first)
 
 
 @pytest.fixture
