@@ -23,6 +23,7 @@ from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
 from torch_moe_mps.ops.families.slots import using
 from torch_moe_mps.selfcheck import machine
 
+pytestmark = pytest.mark.own_gpu
 CPU = torch.device("cpu")
 
 

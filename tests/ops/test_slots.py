@@ -24,6 +24,7 @@ from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.ops.families.slots import _expert_slots as expert_slots
 from torch_moe_mps.ops.families.slots import host_view
 
+pytestmark = pytest.mark.own_gpu
 SCHEDULES = pytest.mark.parametrize("schedule", range(4))
 
 

@@ -17,6 +17,7 @@ from torch_moe_mps.transformers.basics.interface import ON_DISK
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
+pytestmark = pytest.mark.own_gpu
 SLOTS = 3  # of 8 experts, 2 of which a token needs
 
 
