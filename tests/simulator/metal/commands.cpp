@@ -573,30 +573,57 @@ void put_back(const Buffers& buffers, Buffers::const_iterator first) {
   state().committed.insert(state().committed.begin(), first, buffers.end());
 }
 
-// One thread at a time: what another one runs is complete when this one goes on.
-//
+// One thread runs commands at a time: what another one runs is complete when this one goes on.
+class Runner {
+ public:
+  // `is_alone`: the thread is the GPU's own.
+  explicit Runner(bool is_alone) {
+    while (true) {
+      bool others_alone = false;
+      {
+        const std::lock_guard<std::mutex> lock(who());
+        if (gpu().try_lock()) {
+          before_ = std::exchange(gpu_is_alone, is_alone);
+          return;
+        }
+        others_alone = gpu_is_alone;
+      }
+      if (is_alone || (others_alone && state().execute == state().plain_execute)) {
+        std::this_thread::sleep_for(kLate / 10);  // a wait as torch's, with Python's lock or not
+        continue;
+      }
+      const WaitForQueue waiting;  // whoever runs may need Python's lock
+      gpu().lock();
+      return;
+    }
+  }
+  ~Runner() {
+    const std::lock_guard<std::mutex> lock(who());
+    gpu_is_alone = before_;
+    gpu().unlock();
+  }
+  Runner(const Runner&) = delete;
+  Runner& operator=(const Runner&) = delete;
+
+ private:
+  static std::recursive_mutex& gpu() {
+    static std::recursive_mutex& made = *new std::recursive_mutex;
+    return made;
+  }
+  // Held where one begins or ends: whoever finds `gpu` locked knows by whom.
+  static std::mutex& who() {
+    static std::mutex& made = *new std::mutex;
+    return made;
+  }
+  inline static bool gpu_is_alone = false;  // the GPU's own thread runs
+  bool before_ = false;
+};
+
 // `stands_in`: for an operator that the GPU would run; the host is not told what has ended. `stops`: where
 // the GPU would wait for an event, as the host does not.
 // `is_alone`: on the GPU's own thread; the host hears of nothing but handlers and signals.
 void run(const char* event, bool stands_in = false, bool stops = false, bool is_alone = false) {
-  static std::recursive_mutex& gpu = *new std::recursive_mutex;
-  static std::atomic<bool> gpu_is_alone = false;
-  std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
-  while (!running.try_lock()) {
-    if (gpu_is_alone &&
-        state().execute == state().plain_execute) {  // a wait as torch's, with Python's lock or not
-      std::this_thread::sleep_for(kLate / 10);
-      continue;
-    }
-    const WaitForQueue waiting;  // whoever runs may need Python's lock
-    running.lock();
-    break;
-  }
-  struct Alone {
-    explicit Alone(bool is_alone) : before(gpu_is_alone.exchange(is_alone)) {}
-    ~Alone() { gpu_is_alone = before; }
-    const bool before;
-  } alone(is_alone);
+  const Runner runner(is_alone);
   const Buffers buffers = take_committed(event, is_alone);
   struct Finish {
     ~Finish() {

@@ -205,6 +205,28 @@ def test_a_wait_keeps_pythons_lock(calls, simulated, x, wait, gpu):
     assert usable(calls)
 
 
+def test_a_wait_keeps_pythons_lock_whenever_the_gpu_begins(calls, simulated):
+    """While threads of the GPU's begin and end, no thread of Python's that wants the lock has it."""
+    x, may_run, ran = torch.ones(2000, device="mps"), threading.Lock(), threading.Event()
+    interval = sys.getswitchinterval()
+    with ThreadPoolExecutor(1) as pool, simulated.own_gpu(1):
+        for _ in range(100):
+            may_run.acquire()
+            running = pool.submit(lambda: (may_run.acquire(), ran.set()))
+            for _ in range(4):
+                calls.axpy(x, x, 1.0), calls.commit()
+            sys.setswitchinterval(1e6)
+            try:
+                may_run.release()
+                torch.mps.empty_cache()
+                is_taken = ran.is_set()
+            finally:
+                sys.setswitchinterval(interval)
+            running.result()
+            may_run.release(), ran.clear()
+            assert not is_taken
+
+
 @pytest.mark.parametrize("schedule", range(4))
 def test_listeners_are_told_once(calls, simulated, schedule):
     simulated.set_schedule(schedule)
