@@ -175,11 +175,11 @@ class Walk:
             for ids in inputs:
                 ids = token if ids is None else ids.to(model.device)
                 own.append(model(ids, **cache_argument(model, cache), use_cache=True).logits)
+                assert all(each.reason is None for each in self._captures), f"eager at step {self.steps}"
                 token = own[-1][:, -1:].argmax(-1)
             logits.append(own)
         got = [each.cpu() for each in logits[1]]
         synchronize(self.model.device)
-        assert all(captures.reason is None for captures in self._captures), f"eager at step {self.steps}"
         assert all(map(torch.equal, got, (each.cpu() for each in logits[0]))), f"step {self.steps}"
         self._last = token
         self.steps += len(inputs)
