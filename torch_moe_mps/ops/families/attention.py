@@ -86,25 +86,33 @@ def _check_keys(
     return value_width
 
 
+def _check_tailed(
+    check: Check, query: Tensor, indices: Tensor | None, lookahead: int, index_block: int, position: int
+) -> None:
+    """Refuses options that attention with a tail of entries lacks."""
+    if lookahead != 0:
+        check.fail("lookahead", "0 beside a tail", lookahead)
+    check.between("position", position, 0, MAX_POSITION - query.shape[2])
+    _check_indices(check, indices, index_block)
+    check.between("index_block", index_block, 1, 1, " beside a tail")
+
+
 def _meta_attention_step(
     check, query, key, value, attn_mask, indices, key_tail, value_tail, lookahead, gate, **given
 ):
+    """The checked output [B, T, Hq, Dv] of attention of a step."""
     value_width = _check_keys(check, query, key, value, tuple(given[name] for name in SCALES))
     if attn_mask is not None:
         _check_mask(check, attn_mask, query, key)
-    index_block, softcap, dtype = (given[name] for name in ("index_block", "softcap", "dtype"))
     if key_tail is None or value_tail is None:
         check.none("unless keys and values have a tail", True, key_tail=key_tail, value_tail=value_tail)
         order = {name: given[name] for name in ("window", "key_range")}
-        _check_indices(check, indices, index_block, attn_mask=attn_mask, **order)
+        _check_indices(check, indices, given["index_block"], attn_mask=attn_mask, **order)
     else:
-        if lookahead != 0:
-            check.fail("lookahead", "0 beside a tail", lookahead)
-        check.between("position", given["position"], 0, MAX_POSITION - query.shape[2])
-        _check_indices(check, indices, index_block)
-        check.between("index_block", index_block, 1, 1, " beside a tail")
+        _check_tailed(check, query, indices, lookahead, given["index_block"], given["position"])
     if lookahead > 0 and not (indices is None and attn_mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
+    softcap, dtype = given["softcap"], given["dtype"]
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     if gate is not None and gate.shape[3] != 1:

@@ -33,6 +33,8 @@ from ..basics.interface import (
 from ..basics.report import Done
 from ..basics.state import (
     MADE,
+    NOTHING,
+    STATE,
     MadeClass,
     Unsupported,
     depends_on,
@@ -52,9 +54,6 @@ from .traced import SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-# The attribute of quantised experts with the adapters of a call: {projection: [(A, B, scaling)]}, as
-# expert_lora takes them.
-ADDED = "_moe_mps_added"
 # From so many pairs on, those of an expert are put together, so that they read the adapter's factors once.
 # Untuned.
 _FEW_PAIRS = 64
@@ -323,6 +322,7 @@ def experts_forward(
 
 
 def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """[T, H] -> [T, H]: experts in memory, dense or quantised; eager code for arguments no operator takes."""
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         compute = partial(_quantized_forward, self, hidden_states, top_k_index, top_k_weights)
         return with_cache(compute, self, *_all_packed(self)) if hidden_states.is_cpu else compute()
@@ -335,16 +335,23 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
-    options = activation_arguments(activation)
+    options = _options(self, activation)
     if self.is_transposed:
         options["transposed"] = True
-    if self.has_bias:
-        options |= _biases(self)
     if form is not None and len(first) > len(self.down_proj):
         first = first[: len(self.down_proj)]
+    return _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
+
+
+def _options(self: Experts, activation: Activation) -> dict[str, Any]:
+    """Options of the experts' operators, dense and quantised."""
+    options: dict[str, Any] = activation_arguments(activation)
+    if self.has_bias:
+        options |= _biases(self)
+    form = self.__dict__.get(FORM)
     if form is not None and form.has_identity:
         options["has_identity"] = True
-    return _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
+    return options
 
 
 def rows_forward(self: Experts, rows: Tensor) -> Tensor:
@@ -382,10 +389,11 @@ def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, H] -> [T, H]: one operator for quantised experts, or one for each matrix where a step is seen."""
     attributes = self.__dict__
     in_steps = (
         attributes.get("up_quantization") is not None
-        or attributes.get(ADDED)
+        or attributes.get(STATE, NOTHING).adapters
         or _activation_is_observed(self)
     )
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
@@ -396,13 +404,9 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    options = activation_arguments(activation)
-    if self.has_bias:
-        options |= _biases(self)
+    options = _options(self, activation)
     if down_format is not format:
         options["down_format"] = down_format.name
-    if FORM in attributes and attributes[FORM].has_identity:
-        options["has_identity"] = True
     return _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
 
 
@@ -418,7 +422,9 @@ def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
 
 def _buckets(self: Experts, ids: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
     """The pairs by expert, where adapters of many pairs read them."""
-    if not self.__dict__.get(ADDED) or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
+    if not self.__dict__.get(STATE, NOTHING).adapters or (
+        ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()
+    ):
         return ()
     order, offsets = ops.moe_bucket(ids, self.num_experts)
     return order, offsets
@@ -456,7 +462,7 @@ def _multiplied(
         for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
+    for a, b, scaling in self.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
         out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
     return out
 
