@@ -572,6 +572,7 @@ def _selected(s: Sample) -> Tensor:
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `attention` that take its other kernels."""
     selected = _selected(s)
     return [
         {"sinks": None, "window": 4, "softcap": 20.0},
@@ -592,6 +593,7 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
 
 
 def _more_steps(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `_attention_step`: gates, tails, 8 bits."""
     selected = _selected(s)
     compressed = s.of("key_tail[2, 2, 6, D] value_tail[2, 2, 6, V]", tail_rate=2, position=7)
     one_gate = {"gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"}

@@ -168,6 +168,7 @@ class ParamWrapper(layer.ParamWrapper):
         factor.register_state_dict_post_hook(_say_in_rows)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Output of the layer beneath, whose experts add the factors of the active adapters."""
         self._check_forward_args(x, *args, **kwargs)
         active = (
             []

@@ -79,6 +79,7 @@ def names_of_function(function: types.FunctionType) -> CodeNames:
 
 
 def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> CodeNames:
+    """Names that functions, and functions of model files that they call, look up in a class or a file."""
     found: dict[tuple[int, str], tuple[Any, str, Any]]
     found = {(id(place), name): (place, name, value) for place, name, value in _in_class(cls, methods)}
     every, seen = set[str](), set[Any]()
@@ -133,6 +134,7 @@ def _names_in_code(code: types.CodeType) -> frozenset[str]:
 
 
 def _read(subject: Any) -> Iterator[Hashable]:
+    """The key of code, in parts: functions, constants and names of model files that it reaches."""
     yield subject
     classes = [cls for cls in getattr(subject, "__mro__", ()) if _is_followed(cls.__module__)]
     waiting = [getattr(subject, "forward", None) if isinstance(subject, type) else subject]

@@ -451,6 +451,7 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 def _multiplied(
     self: Experts, projection: str, x: Tensor, ids: Tensor, buckets: tuple[Tensor, ...] = ()
 ) -> Tensor:
+    """[T, K, rows]: products with the matrix of each slot's expert, with bias and adapters."""
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
         return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)

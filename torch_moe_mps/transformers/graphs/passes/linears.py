@@ -265,6 +265,7 @@ def _weights_of(group: list[fx.Node]) -> dict[str, list[Tensor | None]]:
 
 
 def _join(group: list[fx.Node]) -> None:
+    """Replaces linear layers with one input by one whose rows are theirs, and a split of its result."""
     first, rows, weights = group[0], [tensor_of(call).shape[-1] for call in group], _weights_of(group)
     if len(group) < 2:
         return
