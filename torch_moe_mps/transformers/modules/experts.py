@@ -322,10 +322,17 @@ def experts_forward(
 
 
 def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """[T, H] -> [T, H]: experts in memory, dense or quantised; eager code for arguments no operator takes."""
+    """[T, H] -> [T, H]: the combined output of experts in memory."""
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         compute = partial(_quantized_forward, self, hidden_states, top_k_index, top_k_weights)
         return with_cache(compute, self, *_all_packed(self)) if hidden_states.is_cpu else compute()
+    return _dense_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _dense_forward(
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`_forward` of dense experts, which run eager code for arguments that no operator takes."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
@@ -335,23 +342,16 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
-    options = _options(self, activation)
+    options = activation_arguments(activation)
     if self.is_transposed:
         options["transposed"] = True
-    if form is not None and len(first) > len(self.down_proj):
-        first = first[: len(self.down_proj)]
-    return _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
-
-
-def _options(self: Experts, activation: Activation) -> dict[str, Any]:
-    """Options of the experts' operators, dense and quantised."""
-    options: dict[str, Any] = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)
-    form = self.__dict__.get(FORM)
+    if form is not None and len(first) > len(self.down_proj):
+        first = first[: len(self.down_proj)]
     if form is not None and form.has_identity:
         options["has_identity"] = True
-    return options
+    return _moe_experts(hidden_states, top_k_weights, top_k_index, first, self.down_proj, **options)
 
 
 def rows_forward(self: Experts, rows: Tensor) -> Tensor:
@@ -404,9 +404,13 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    options = _options(self, activation)
+    options = activation_arguments(activation)
+    if self.has_bias:
+        options |= _biases(self)
     if down_format is not format:
         options["down_format"] = down_format.name
+    if FORM in attributes and attributes[FORM].has_identity:
+        options["has_identity"] = True
     return _moe_experts_quantized(x, weights, ids, *first, *second, format.name, **options)
 
 
