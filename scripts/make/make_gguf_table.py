@@ -20,7 +20,7 @@ from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
 
 DOCUMENT = paths.REPOSITORY / "docs" / "gguf.md"
 MARK = "<!-- scripts/make/make_gguf_table.py writes what follows -->\n"
-HEAD = ("type", "bits in the file", "read as", "bits here")
+HEAD = ("type", "bits", "read otherwise")
 TOLERANCE = 2e-5  # of the largest output
 EXPERTS, ROWS, COLUMNS = 2, 16, 512
 DENSE = ("f32", "f16", "bf16")
@@ -34,16 +34,17 @@ def row(name: str) -> list[str]:
     try:
         found = values_of(blocks.reshape(-1, blocks.shape[-1]), name)
     except NotImplementedError:
-        return [kind, bits, "refused", ""]
+        return [kind, bits, "refused"]
     values, format = torch.from_numpy(found), format_of_blocks(name)
     if format is None:
-        return [kind, bits, "dequantised", ""]
+        return [kind, bits, "dequantised"]
     weight = from_blocks(torch.from_numpy(blocks), name)
     exact = torch.equal(weight.values(slice(None)).view(values.shape), values)
     here = f"{8 * weight.nbytes / values.numel():.4g}"
-    wrong = [] if exact else ["values differ"]
-    wrong += differences(weight, values.view(EXPERTS, ROWS, -1))
-    return [kind, bits, f"`{weight.format}`", ", ".join([here, *wrong])]
+    remarks = [] if (str(weight.format), here) == (name, bits) else [f"as `{weight.format}`, {here} bits"]
+    remarks += [] if exact else ["values differ"]
+    remarks += differences(weight, values.view(EXPERTS, ROWS, -1))
+    return [kind, bits, ", ".join(remarks)]
 
 
 def differences(weight: QuantizedWeight, values: Tensor) -> list[str]:

@@ -39,8 +39,8 @@ def row(name: str, family: str, users: list[str]) -> str:
     elif replaced:
         users_text = " ".join(f"in {replaced[1]}".split())
     backward = WITH_BACKWARD.get(name)
-    reached = ", ".join(f"`{argument}`" for argument in backward.reads) if backward else "-"
-    cells = f"[`{name}`]({docstring(name, family)})", summary, reached, users_text, named or "-"
+    reached = ", ".join(f"`{argument}`" for argument in backward.reads) if backward else ""
+    cells = f"[`{name}`]({docstring(name, family)})", summary, reached, users_text, named
     return f"| {' | '.join(cells)} |\n"
 
 

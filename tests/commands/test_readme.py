@@ -57,7 +57,7 @@ def test_other_pages_install_what_the_build_needs():
     lines = [
         line for text in pages for line in re.findall(r"(.*)\n    pip install --no-build-isolation", text)
     ]
-    assert len(lines) >= 3 and {*lines} == {f"    {first}"}
+    assert lines and {*lines} == {f"    {first}"}
 
 
 def test_every_command_is_named():

@@ -54,7 +54,9 @@ def rows_of(
     return result
 
 
-def names_in(model: Any, conversions: Sequence[Any], keys: Iterable[str]) -> Iterable[tuple[str, str, Any]]:
+def names_of_keys(
+    model: Any, conversions: Sequence[Any], keys: Iterable[str]
+) -> Iterable[tuple[str, str, Any]]:
     """(key in a file, name in the model, the converter that makes the tensor or None)."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -74,7 +76,7 @@ def _found(
     parts, changed = defaultdict(list), set()
     for file in files:
         places = places_in(file)
-        for key, name, converter in names_in(model, conversions, places):
+        for key, name, converter in names_of_keys(model, conversions, places):
             if name not in wanted:
                 continue
             if not all(map(_keeps_bytes, [] if converter is None else converter.operations)):

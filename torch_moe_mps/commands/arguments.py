@@ -33,6 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; the docstrings of the functions that add options are their help."""
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")

@@ -222,6 +222,7 @@ class Bench:
 
     @torch.no_grad()
     def rows(self) -> Iterator[Timing]:
+        """Rows of each depth: prefill, decode steps, draft tokens, time to the first token."""
         options = self.options
         for depth in sorted({*options.depth}):
             self._read(depth)

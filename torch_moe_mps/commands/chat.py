@@ -46,6 +46,7 @@ class _Conversation:
         self._clear()
 
     def run(self) -> None:
+        """Reads and answers lines until the input ends or `!exit`."""
         while (line := self._read()) is not None:
             command, _, rest = line.strip().partition(" ")
             match command:

@@ -107,6 +107,7 @@ def _perplexity(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    """Refuses options of `convert`, before torch is imported."""
     if os.path.lexists(options.destination):
         raise ValueError(f"{options.destination} exists; convert writes a new folder")
     check_new_folder("DST", options.destination)

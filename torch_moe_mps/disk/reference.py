@@ -58,6 +58,7 @@ class SlotPool:
         return 0
 
     def ask(self, ids: Tensor) -> SlotReading:
+        """The slots of experts [K], after reading those that have none; why not, if a read fails."""
         about, asked = self._disk.file.layers[self._layer], ids.tolist()
         needed = dict.fromkeys(expert for expert in asked if 0 <= expert < about.experts)
         if len(needed) > len(self._views):
@@ -90,6 +91,7 @@ class SlotPool:
     def stage(
         self, to: Sequence[Tensor], memory: Tensor, experts: Sequence[int], stream: int, buffer: int
     ) -> SlotReading:
+        """Copies experts, from their slots or the disk, into rows of `to`; why not, if a read fails."""
         views = views_of(to)
         with self._disk.lock:
             note_written([memory])

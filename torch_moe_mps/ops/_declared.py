@@ -127,6 +127,7 @@ class Declared:
         self.dependences = [Dependence(text) for text in dependences]
 
     def check(self, check: Check, given: dict[str, Any]) -> None:
+        """Refuses arguments whose dtype, shape, value or combination is not the declared one."""
         for argument, shapes, kind in self.tensors:
             tensor = given[argument]
             if tensor is None:

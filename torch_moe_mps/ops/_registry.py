@@ -177,10 +177,16 @@ class Operator:
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         if self.written:
             LIBRARY.impl(self.name, self.refuse_vmap, "FuncTorchBatched")
+        self.overload.overloadpacket.__doc__ = self.reference.__doc__
+        result = self.call_that_returns_written() if self.returned else self.call_on_any_device()
+        parameters = inspect.signature(self.reference).parameters
+        dtypes = [name for name, each in parameters.items() if each.annotation == DtypeName]
+        return _with_names_of(dtypes, result) if dtypes else result
+
+    def call_on_any_device(self) -> Callable:
+        """Calls the reference for plain tensors on a CPU whose signature is known, else the dispatcher."""
         packet = self.overload.overloadpacket
-        packet.__doc__ = self.reference.__doc__
         reference, checked, may_change = self.reference, self.checked, bool(self.written)
-        signature = inspect.signature(reference)
 
         @functools.wraps(self.reference)
         def call(*args, **kwargs):
@@ -198,6 +204,12 @@ class Operator:
                 self.require_types(args, kwargs)
                 raise
 
+        return call
+
+    def call_that_returns_written(self) -> Callable:
+        """Calls the dispatcher, and returns arguments that were written in place."""
+        packet = self.overload.overloadpacket
+
         @functools.wraps(self.reference)
         def call_and_return(*args, **kwargs):
             try:
@@ -209,9 +221,7 @@ class Operator:
             results = tuple(passed[name] for name in self.returned)
             return results if len(results) > 1 else results[0]
 
-        result = call_and_return if self.returned else call
-        dtypes = [name for name, each in signature.parameters.items() if each.annotation == DtypeName]
-        return _with_names_of(dtypes, result) if dtypes else result
+        return call_and_return
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""

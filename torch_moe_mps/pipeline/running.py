@@ -70,6 +70,7 @@ class Running(Beside):
         return args, {name: value for name, value in kwargs.items() if name not in unused}
 
     def _after(self, model: Any, args: tuple, output: Any) -> Any:
+        """Output of a call; where all ranks share logits, the last stage sends its own to the others."""
         if not hasattr(output, "logits"):
             refuse("return_dict", "True", False)
         if not self.shares_logits:

@@ -210,6 +210,7 @@ class _Search:
         return Superblocks(d, m, s, n)
 
     def with_best_integers(self, blocks: Superblocks, error: Tensor) -> tuple[Superblocks, Tensor]:
+        """(blocks, error) with integers of scales and minima one step away where these err less."""
         best_s, best_n = blocks.s, blocks.n
         for a, b in product((-1, 0, 1), (-1, 0, 1) if self.minima else (0,)):
             s = (blocks.s + a).clamp_(self.lowest, self.highest)

@@ -203,6 +203,7 @@ def calls_at_size(subject: Subject) -> Iterator[Call]:
 
 
 def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Arguments of calls that run every kernel of an operator, for one format and width of heads."""
     name, dtype = subject.operator, subject.dtype
 
     def sample(tokens: int = T, wider: int = 1, of: str = name) -> dict[str, Any]:

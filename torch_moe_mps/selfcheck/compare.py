@@ -83,6 +83,7 @@ def in_words(call: Call) -> str:
 
 
 def _compare(call: Call, end: float) -> Finding | None:
+    """The finding about a call on the GPU, made twice, against the CPU; None where all agree."""
     name = call.operator
     try:
         # Both results of the GPU are kept, so that the second one gets other memory than the first.

@@ -52,6 +52,7 @@ def calls(dtype: torch.dtype, format: Format, smaller: int = 1) -> Iterator[tupl
 
 
 def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(label, operator, arguments) of calls with the sizes of a model, divided by `smaller`."""
     hidden = -(-model.hidden // smaller // s.format.multiple) * s.format.multiple
     inner = -(-model.intermediate // smaller // s.format.multiple) * s.format.multiple
     chunk, rows = CHUNK // smaller, model.vocabulary // smaller

@@ -157,6 +157,7 @@ def _before_first_call(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _compare_first(name: str, wanted: Collection[Subject]) -> None:
+    """Compares subjects with the CPU within the time that is left. Raises: RuntimeError if one differs."""
     global _seconds_left
     if wanted:
         started = time.monotonic()

@@ -75,6 +75,7 @@ def _masks(s: Sample) -> list[dict[str, Any]]:
 
 
 def _attention(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `attention` for branches that only these sizes and values take."""
     steep = 30 * s.D**-0.5  # scores of 30
     blocks = torch.tensor([[[[4, 1, -1]] * s.T]] * 2, dtype=torch.int32)
     many = s.of("key[2, 2, 300, D] value[2, 2, 300, V]")
@@ -136,6 +137,7 @@ def _sample(s: Sample) -> list[dict[str, Any]]:
 
 
 def _index_topk(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `index_topk`: ties, NaN, empty ranges, blocks with a tail."""
     scores = _exact_scores(s, 1500, 1) | {"top_k": 700}
     q, k = s.values(2, s.T, 5, 15), s.values(2, 300, 15)
     k[0, 11], k[1, 290] = torch.nan, torch.nan
@@ -222,6 +224,7 @@ def _formulas(s: Sample) -> list[dict[str, Any]]:
 
 
 def _router(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `moe_router`: NaN, infinities, ties, groups, up to 1023 experts."""
     special = s.values(5, 48)
     special[0], special[1], special[2, 5], special[4] = torch.nan, -1.0, torch.inf, -torch.inf
     special[1, ::2], special[1, 4::8] = 0.0, -0.0  # a tie

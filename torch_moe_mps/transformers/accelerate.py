@@ -178,13 +178,17 @@ def _replace_experts(model: nn.Module, report: Report, names: ImplementationName
     return result.keys()
 
 
+def _attentions(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: layer} of attention that the operator may run."""
+    layers = {} if refusal(model, [ATTENTION]) else attention_layers(model)
+    return {name: layer for name, layer in layers.items() if why_unmodified(layer) is None}
+
+
 def _replace_others(
     model: nn.Module, report: Report, experts: Collection[str], names: ImplementationNames
 ) -> None:
     """Replaces routers, attention and all modules that a rule knows."""
-    routers = set(_routers(model, experts))
-    attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
-    attentions = {name: layer for name, layer in attentions.items() if why_unmodified(layer) is None}
+    routers, attentions = set(_routers(model, experts)), _attentions(model)
     choose_implementations(attentions.values(), names)
     names.show(model)  # before forwards that ask for a name are rewritten
     # Children first; the model, whose name is empty, is the last.
@@ -195,18 +199,29 @@ def _replace_others(
         if name in attentions:
             is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
             done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
-        routes = any(one.operator == "moe_router" for one in done)
-        are_experts = bool(done) and done[0].operator in _PRODUCTS
-        if are_experts and not routes:  # their block does
-            routers.add(name.rpartition(".")[0])
-        if name in routers or done or "attention" in type(module).__name__.lower():
-            inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
-            is_router = name in routers or (routes and not inside)
-            kind = "experts" if are_experts else "router" if is_router else "other"
-            report.add(name, module, kind, done, reason)
-            report.rows = [row for row in report.rows if row.done or row.name not in inside]
+        _add_row(report, name, module, done, reason, routers)
     _add_other_experts(model, report, experts)
     use_attention(attentions.values())
+
+
+def _add_row(
+    report: Report, name: str, module: nn.Module, done: list[Done], reason: str | None, routers: set[str]
+) -> None:
+    """Adds the row of a router, of attention, or of a module that operators run.
+
+    Args:
+        routers: names of routers. Experts whose operator does not route add the block around them.
+    """
+    routes = any(one.operator == "moe_router" for one in done)
+    are_experts = bool(done) and done[0].operator in _PRODUCTS
+    if are_experts and not routes:
+        routers.add(name.rpartition(".")[0])
+    inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
+    is_router = name in routers or (routes and not inside)
+    if is_router or done or "attention" in type(module).__name__.lower():
+        kind = "experts" if are_experts else "router" if is_router else "other"
+        report.add(name, module, kind, done, reason)
+        report.rows = [row for row in report.rows if row.done or row.name not in inside]
 
 
 def _add_other_experts(model: nn.Module, report: Report, known: Collection[str]) -> None:

@@ -117,19 +117,26 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
     parts = ["", "joined_", "few_", "prompts_", *(["heads_"] if "heads" in files else [])]
     parts += ["variants_"] if is_on(TUNE) else []
     for module, dtype in _on_mps(model):
-        formats = formats_in(module).values()
-        if not formats and not is_experts(module):
+        weights = {*_libraries_of_weights(module, dtype, parts)}
+        if not weights:
             continue
+        found |= weights
         found.update(f"{file}_{dtype}" for file in files)
-        found.update(f"quantized_{part}{format}_{dtype}" for format in formats for part in parts)
-        if is_experts(module):
-            found.add("bucket_i64")  # routers give such ids
-            found.update(() if is_quantized(module) else (f"experts_{dtype}",))
         if "router_logits" in operators:
             found.update(f"{file}_f32" for file in files if file.removeprefix("routing_").isdigit())
         if kv_bits_of(model) == CACHE_BITS and any(file.startswith("attention_") for file in files):
             found.update(cache_libraries(model, dtype))
     return [name for name in torch.ops.moe_mps._libraries() if name in found]
+
+
+def _libraries_of_weights(module: nn.Module, dtype: str, parts: Iterable[str]) -> Iterator[str]:
+    """Libraries that multiply the weights of experts, and of quantised layers."""
+    for format in formats_in(module).values():
+        yield from (f"quantized_{part}{format}_{dtype}" for part in parts)
+    if is_experts(module):
+        yield "bucket_i64"  # routers give such ids
+        if not is_quantized(module):
+            yield f"experts_{dtype}"
 
 
 def _files_of(model: nn.Module, operators: Collection[str]) -> set[str]:

@@ -61,6 +61,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
 
 
 def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
+    """`rewrite` of a module's forward alone."""
     if is_rewritten(module):
         if not _is_on_top(module):
             return [], "a class was put on top of the one that was rewritten"
@@ -69,6 +70,30 @@ def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         return [], "its forward was replaced on the instance"
     if (reason := why_unmodified(module)) is not None:
         return [], reason
+    try:
+        recognised, reason = _recognised(module)
+        if recognised is None:
+            forward, done, refusals = _with_functions(module)
+    except torch.AcceleratorError:  # the GPU has failed, not an operator
+        raise
+    except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
+        return [], first_line(error)
+    if recognised is not None:
+        forward, done, reads = recognised
+        if (refused := refusal(module, done)) is not None:
+            return [], refused
+        _run(module, forward, reads, yields=are_slower(done))
+        return done, None
+    if done:
+        _run(module, forward, {}, is_own=True)
+        return done, next(iter(refusals), reason)
+    return [], next(iter(refusals), reason) or "its formula is none of the operators'"
+
+
+def _recognised(module: nn.Module) -> tuple[tuple[Callable, list[Done], Any] | None, str | None]:
+    """(forward, what it runs, the attributes it rests on) by the first rule that knows a module, and the last
+    reason of a rule that refuses it."""
+    reason = None
     for recognise in MODULE_RULES:
         try:
             with recording() as reads:
@@ -77,25 +102,11 @@ def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
                     for part in module.modules():
                         depends_on_code(part, calls_forward=part is not module)
         except Unsupported as unsupported:
-            result, reason = None, str(unsupported)
-        except torch.AcceleratorError:  # the GPU has failed, not an operator
-            raise
-        except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
-            return [], first_line(error)
+            reason = str(unsupported)
+            continue
         if result is not None:
-            forward, done = result
-            if (refused := refusal(module, done)) is not None:
-                return [], refused
-            _run(module, forward, reads, yields=are_slower(done))
-            return done, None
-    try:
-        forward, done, refusals = _with_functions(module)
-    except RuntimeError as error:
-        return [], first_line(error)
-    if done:
-        _run(module, forward, {}, is_own=True)
-        return done, next(iter(refusals), reason)
-    return [], next(iter(refusals), reason) or "its formula is none of the operators'"
+            return (*result, reads), None
+    return None, reason
 
 
 def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]:

@@ -237,6 +237,7 @@ def _importance(
     check: bool,
     kwargs: dict[str, Any],
 ) -> Importance:
+    """The importance matrix: given, of a file, or measured on a model that is loaded for it."""
     if not quantises:
         raise ValueError("moe_mps::from_pretrained: importance needs bits or a mode, got neither")
     excluded = {"config", "gguf_file", "quantization_config", "output_loading_info", "distributed_config"}

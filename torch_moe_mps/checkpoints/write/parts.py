@@ -34,7 +34,7 @@ from ..quantize.streaming import one_by_one
 from ..quantize.target import layer_of, quantizable
 from ..quantize.tied import tied_layers, tied_pairs
 from ..quantizer import Quantizer, quantizer_for
-from ..rows import names_in
+from ..rows import names_of_keys
 from ..source import Source
 
 _CHECK = Check("load")
@@ -99,7 +99,7 @@ class Parts:
         """Indexes the tensors of safetensors files by part of the model."""
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
-            for key, name, _ in names_in(self.model, self._conversions, tensors.keys()):
+            for key, name, _ in names_of_keys(self.model, self._conversions, tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
 
     def __enter__(self) -> "Parts":

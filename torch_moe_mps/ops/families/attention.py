@@ -86,25 +86,33 @@ def _check_keys(
     return value_width
 
 
+def _check_tailed(
+    check: Check, query: Tensor, indices: Tensor | None, lookahead: int, index_block: int, position: int
+) -> None:
+    """Refuses options that attention with a tail of entries lacks."""
+    if lookahead != 0:
+        check.fail("lookahead", "0 beside a tail", lookahead)
+    check.between("position", position, 0, MAX_POSITION - query.shape[2])
+    _check_indices(check, indices, index_block)
+    check.between("index_block", index_block, 1, 1, " beside a tail")
+
+
 def _meta_attention_step(
     check, query, key, value, attn_mask, indices, key_tail, value_tail, lookahead, gate, **given
 ):
+    """The checked output [B, T, Hq, Dv] of attention of a step."""
     value_width = _check_keys(check, query, key, value, tuple(given[name] for name in SCALES))
     if attn_mask is not None:
         _check_mask(check, attn_mask, query, key)
-    index_block, softcap, dtype = (given[name] for name in ("index_block", "softcap", "dtype"))
     if key_tail is None or value_tail is None:
         check.none("unless keys and values have a tail", True, key_tail=key_tail, value_tail=value_tail)
         order = {name: given[name] for name in ("window", "key_range")}
-        _check_indices(check, indices, index_block, attn_mask=attn_mask, **order)
+        _check_indices(check, indices, given["index_block"], attn_mask=attn_mask, **order)
     else:
-        if lookahead != 0:
-            check.fail("lookahead", "0 beside a tail", lookahead)
-        check.between("position", given["position"], 0, MAX_POSITION - query.shape[2])
-        _check_indices(check, indices, index_block)
-        check.between("index_block", index_block, 1, 1, " beside a tail")
+        _check_tailed(check, query, indices, lookahead, given["index_block"], given["position"])
     if lookahead > 0 and not (indices is None and attn_mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
+    softcap, dtype = given["softcap"], given["dtype"]
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     if gate is not None and gate.shape[3] != 1:
@@ -564,6 +572,7 @@ def _selected(s: Sample) -> Tensor:
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `attention` that take its other kernels."""
     selected = _selected(s)
     return [
         {"sinks": None, "window": 4, "softcap": 20.0},
@@ -584,6 +593,7 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
 
 
 def _more_steps(s: Sample) -> list[dict[str, Any]]:
+    """Changes to the sample of `_attention_step`: gates, tails, 8 bits."""
     selected = _selected(s)
     compressed = s.of("key_tail[2, 2, 6, D] value_tail[2, 2, 6, V]", tail_rate=2, position=7)
     one_gate = {"gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"}

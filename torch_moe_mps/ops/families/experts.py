@@ -299,6 +299,7 @@ def _expert_outer(dy: Tensor, x: Tensor, topk_ids: Tensor, num_experts: int) -> 
 
 
 def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **given):
+    """Refuses shapes of dense stacks that do not fit x, each other, or the activation."""
     options_in(given, ExpertSum).check(check)
     activation = options_in(given, Activation)
     activation.check(check)

@@ -67,6 +67,7 @@ def _is_number(text: str) -> bool:
 
 
 def _meta_pointwise(check, formula, dtype, mean, **given):
+    """Empty result of a formula, in `dtype` and of the broadcast shape; `mean` drops a dimension."""
     _check_formula(formula, given, check)
     present = {name: tensor for name, tensor in given.items() if tensor is not None}
     for name, tensor in present.items():

@@ -220,6 +220,7 @@ def check_rope_cache(
     v_norm_factor=1.0,
     **_,
 ):
+    """Empty queries [B, Hq, T, D], or an empty tensor without queries, for checked arguments."""
     _check_turned(check, cos, rotary_dim, q=q, k=k)
     _check_heads(check, 2, v=v)
     if norm_v and v is None:

@@ -66,6 +66,7 @@ class Server:
         self.metrics, self.reading = Metrics(served), RequestReading()
 
     def application(self) -> Any:
+        """Routes of each protocol behind the guard, with CORS where origins are allowed."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -147,6 +148,8 @@ class Server:
             self._ended(protocol, coming.answers)
 
     def _streamed(self, protocol: Protocol, request: Request, coming: "_Coming") -> Response:
+        """Response that streams the events of answers as they are generated."""
+
         async def events() -> AsyncIterator[str]:
             writer = protocol.writer(request, coming.answers, self.served)
             try:

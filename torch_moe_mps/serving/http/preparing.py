@@ -248,6 +248,7 @@ def _stops(request: Request, config: Any) -> tuple[str, ...]:
 
 
 def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Show) -> tuple[Answer, Job]:
+    """(answer, job) of one prompt: the job samples tokens, and the answer makes events of them for `show`."""
     processors, logprobs = _processors(served, request, prompt)
     last = prompt.config.eos_token_id
     ends = set(last) if isinstance(last, list) else {last}

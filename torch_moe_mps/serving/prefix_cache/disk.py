@@ -143,6 +143,7 @@ class Disk:
             raise
 
     def _store(self, wait: bool) -> None:
+        """Hands the copied part to the writer, and begins to copy the next; `wait` waits for both."""
         if self._writer.has_failed:
             self._pending.clear()
             self._copying = None

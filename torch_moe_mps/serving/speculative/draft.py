@@ -61,6 +61,7 @@ class Draft(RowDrafter[_DraftModelState]):
         self._draft, self.modules = draft, [draft]
 
     def _of(self, row: DraftedSequence) -> list[int]:
+        """Draft tokens of one sequence, greedy, by the draft model behind the prefix that it has cached."""
         cached, read = self._read.get(row) or self._begin(row)
         same = next((n for n, (a, b) in enumerate(zip(read, row.tokens, strict=False)) if a != b), len(read))
         last = len(row.tokens) - 1

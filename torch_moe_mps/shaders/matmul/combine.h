@@ -14,15 +14,13 @@ inline void combine_columns(device const T* slots, device const int* ids, device
   Floats<N> sum = 0.0f;
   for (uint slot = 0; slot < matmul.slots; ++slot) {
     const uint pair = token * matmul.slots + slot;
-    const float own = load_one(routing, params.sum.weights_dtype, pair);
-    if (expert_of(ids, pair, matmul) == matmul.experts) {
-      if (params.has_identity == 0) continue;
-      const Floats<N> share = select(0.0f, own, is_beyond(ids, pair, matmul));
-      sum = fma(share, widen(load<N>(addends.shared_out + ulong(token) * matmul.outputs + column)), sum);
-      continue;
-    }
-    const Floats<N> weight = own;
+    if (expert_of(ids, pair, matmul) == matmul.experts) continue;
+    const Floats<N> weight = load_one(routing, params.sum.weights_dtype, pair);
     sum = fma(weight, widen(load<N>(slots + ulong(pair) * matmul.outputs + column)), sum);
+  }
+  if (params.has_identity != 0) {
+    const Floats<N> weight = weight_beyond(ids, routing, token, params);
+    sum = fma(weight, widen(load<N>(addends.shared_out + ulong(token) * matmul.outputs + column)), sum);
   }
   sum = addends.add_to(sum, token, column, matmul.outputs, params.sum);
   store(out + ulong(token) * matmul.outputs + column, sum);

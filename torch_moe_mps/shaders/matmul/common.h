@@ -1,6 +1,7 @@
 // Parts that the experts' kernels share: ids, rows of a matrix, buffers.
 #pragma once
 #include "common.h"
+#include "common/dtypes.h"
 #include "geometry/matmul.h"
 #include "params/expert_sum.h"
 #include "params/matmul.h"
@@ -19,6 +20,18 @@ inline uint expert_of(device const int* ids, uint pair, constant MatmulParams& p
 inline bool is_beyond(device const int* ids, uint pair, constant MatmulParams& params) {
   const long id = params.wide_ids != 0 ? reinterpret_cast<device const long*>(ids)[pair] : long(ids[pair]);
   return id >= long(params.experts);
+}
+
+// The weights of a token's ids beyond the experts, summed.
+inline float weight_beyond(device const int* ids, device const uchar* routing, uint token,
+                           constant ExpertDownParams& params) {
+  float sum = 0.0f;
+  for (uint slot = 0; slot < params.matmul.slots; ++slot) {
+    const uint pair = token * params.matmul.slots + slot;
+    const float weight = load_one(routing, params.sum.weights_dtype, pair);
+    sum += select(0.0f, weight, is_beyond(ids, pair, params.matmul));
+  }
+  return sum;
 }
 
 inline uint input_row(uint pair, constant MatmulParams& params) {

@@ -16,6 +16,8 @@ struct PairTerms {
 
   threadgroup float& at(uint pair, uint row) const { return values[pair * kRows + row]; }
 
+  void clear(uint pair) const { UNROLL for (int r = 0; r < kRows; ++r) at(pair, r) = 0.0f; }
+
   // The sum over the slots of a token, ascending; `first` is the token's first pair.
   float sum(uint first, uint slots, uint row) const {
     float sum = 0.0f;
@@ -26,9 +28,9 @@ struct PairTerms {
 
 // The outputs of `tokens` tokens from the terms of their pairs.
 template <typename T, int kRows>
-inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens, uint first_row,
-                           Addends<T> addends, device T* out, uint thread_index, uint threads,
-                           constant ExpertDownParams& params) {
+inline void store_combined(PairTerms<kRows> terms, device const int* ids, device const uchar* routing,
+                           uint first_token, uint tokens, uint first_row, Addends<T> addends, device T* out,
+                           uint thread_index, uint threads, constant ExpertDownParams& params) {
   const uint slots = params.matmul.slots, columns = params.matmul.outputs;
   for (uint i = thread_index; i < tokens * kRows; i += threads) {
     const uint token = first_token + i / kRows, row = first_row + i % kRows;
@@ -37,21 +39,12 @@ inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens
     if (params.has_shared_expert != 0) {
       sum += factor_of_shared(addends.shared_gate, token, params.sum) * terms.at(slots, i % kRows);
     }
+    if (params.has_identity != 0) {
+      const float input = float(addends.shared_out[ulong(token) * columns + row]);
+      sum += weight_beyond(ids, routing, token, params) * input;
+    }
     out[ulong(token) * columns + row] = T(addends.add_to(sum, token, row, columns, params.sum));
   }
-}
-
-// The term of a pair without an expert: 0, or what ids beyond the experts give. Rows past the last output
-// have its term.
-template <typename T>
-inline float term_without_expert(device const int* ids, device const uchar* routing, device const T* identity,
-                                 uint pair, uint row, constant ExpertDownParams& params) {
-  constant MatmulParams& matmul = params.matmul;
-  if (params.has_identity == 0) return 0.0f;
-  const ulong column = min(row, matmul.outputs - 1);
-  const float input = float(identity[ulong(pair / matmul.slots) * matmul.outputs + column]);
-  const float weight = load_one(routing, params.sum.weights_dtype, pair);
-  return select(0.0f, weight * input, is_beyond(ids, pair, matmul));
 }
 
 // Parts of the terms of a block of rows.
@@ -112,18 +105,17 @@ template <typename W, int R, bool kInTurn = false>
       const TermsBlock<W, R> rows = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
                                      terms};
       rows.add(pairs, places, 1, params);
-    } else {
-      for (uint row = lane; row < uint(kRows); row += kSimdWidth) {
-        terms.at(slot, row) = term_without_expert(ids, routing, shared_out, pairs.v[0], first + row, params);
-      }
+    } else if (lane == 0) {
+      terms.clear(slot);
     }
   }
   const Addends<T> addends = {shared_gate, shared_out, residual};
   if constexpr (kInTurn) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    store_combined<T>(terms, token, 1, first, addends, out, lane, kSimdWidth, params);
+    store_combined<T>(terms, ids, routing, token, 1, first, addends, out, lane, kSimdWidth, params);
   } else {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_combined<T>(terms, token, 1, first, addends, out, thread_index, simdgroups * kSimdWidth, params);
+    store_combined<T>(terms, ids, routing, token, 1, first, addends, out, thread_index,
+                      simdgroups * kSimdWidth, params);
   }
 }

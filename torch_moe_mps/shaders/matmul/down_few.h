@@ -42,12 +42,7 @@ template <typename W>
     int4 own = int4(0);
     if (position < matmul.pairs) own = tiles[position];
     const bool has_expert = own.x < int(matmul.experts);
-    if (!has_expert && simdgroup == 0) {
-      const uint pair = uint(pair_order[position]);
-      UNROLL for (int r = 0; r < kFewDownRows; ++r) {
-        terms.at(pair, r) = term_without_expert(ids, routing, shared_out, pair, first + r, params);
-      }
-    }
+    if (!has_expert && simdgroup == 0) terms.clear(uint(pair_order[position]));
     const uint starts = ballot(own.z > 0 && has_expert);
     for (uint left = starts; left != 0; left &= left - 1) {
       if (others > 0) {
@@ -65,6 +60,6 @@ template <typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const Addends<T> addends = {shared_gate, shared_out, residual};
-  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, simdgroups * kSimdWidth,
-                    params);
+  store_combined<T>(terms, ids, routing, 0, matmul.tokens, first, addends, out, thread_index,
+                    simdgroups * kSimdWidth, params);
 }

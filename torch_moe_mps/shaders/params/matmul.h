@@ -56,7 +56,7 @@ struct ExpertDownParams {
   MatmulParams matmul;
   ExpertSumParams sum;
   uint32_t has_shared_expert;  // 1: of the only token, which has a pair more for it
-  uint32_t has_identity;       // the term of an id beyond the experts is of shared_out
+  uint32_t has_identity;       // ids beyond the experts weigh shared_out
 };
 
 // A matrix for each head: `matrix.rows` from the first row of a head to that of the next, of which

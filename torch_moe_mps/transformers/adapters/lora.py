@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.lora import MAX_RANK
-from ..modules.experts import ADDED, is_observed, shape_of
+from ..basics.state import state_of
+from ..modules.experts import is_observed, shape_of
 from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 
 ops = torch.ops.moe_mps
@@ -167,6 +168,7 @@ class ParamWrapper(layer.ParamWrapper):
         factor.register_state_dict_post_hook(_say_in_rows)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Output of the layer beneath, whose experts add the factors of the active adapters."""
         self._check_forward_args(x, *args, **kwargs)
         active = (
             []
@@ -175,9 +177,9 @@ class ParamWrapper(layer.ParamWrapper):
         )
         if not active:
             return self.base_layer(x, *args, **kwargs)
-        attributes = self.get_base_layer().__dict__
-        before = attributes.get(ADDED, {})
-        attributes[ADDED] = before | {
+        state = state_of(self.get_base_layer())
+        before = state.adapters
+        state.adapters = before | {
             self.parameter_name: [
                 (self.lora_A[item].weight, self.lora_B[item].weight, self.scaling[item]) for item in active
             ]
@@ -185,7 +187,7 @@ class ParamWrapper(layer.ParamWrapper):
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
-            attributes[ADDED] = before
+            state.adapters = before
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_merging(self.get_base_layer())

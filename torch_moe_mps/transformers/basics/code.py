@@ -79,6 +79,7 @@ def names_of_function(function: types.FunctionType) -> CodeNames:
 
 
 def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> CodeNames:
+    """Names that functions, and functions of model files that they call, look up in a class or a file."""
     found: dict[tuple[int, str], tuple[Any, str, Any]]
     found = {(id(place), name): (place, name, value) for place, name, value in _in_class(cls, methods)}
     every, seen = set[str](), set[Any]()
@@ -88,7 +89,7 @@ def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = (
             continue
         seen.add(function)
         waiting += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-        names, file = names_in(function.__code__), function.__globals__
+        names, file = names_in(function), function.__globals__
         every |= names
         for place, name, value in (*_in_class(cls, names, ("torch.",)), *_in_file(file, names)):
             if isinstance(value, types.ModuleType):
@@ -121,13 +122,19 @@ def _in_file(file: dict[str, Any], names: frozenset[str]) -> Iterator[tuple[dict
     return ((place, name, place[name]) for place in files for name in names & place.keys())
 
 
+def names_in(function: types.FunctionType) -> frozenset[str]:
+    """Names that the code of a function, and of functions inside, looks up: globals and attributes."""
+    return _names_in_code(function.__code__)
+
+
 @functools.cache
-def names_in(code: types.CodeType) -> frozenset[str]:
-    inside = (names_in(item) for item in code.co_consts if isinstance(item, types.CodeType))
+def _names_in_code(code: types.CodeType) -> frozenset[str]:
+    inside = (_names_in_code(item) for item in code.co_consts if isinstance(item, types.CodeType))
     return frozenset(code.co_names).union(*inside)
 
 
 def _read(subject: Any) -> Iterator[Hashable]:
+    """The key of code, in parts: functions, constants and names of model files that it reaches."""
     yield subject
     classes = [cls for cls in getattr(subject, "__mro__", ()) if _is_followed(cls.__module__)]
     waiting = [getattr(subject, "forward", None) if isinstance(subject, type) else subject]
@@ -143,7 +150,7 @@ def _read(subject: Any) -> Iterator[Hashable]:
         file = vars(value)
         if isinstance(value, types.FunctionType):
             yield value
-            functional_names = names_in(value.__code__) & vars(functional).keys()
+            functional_names = names_in(value) & vars(functional).keys()
             yield from ((name, vars(functional)[name]) for name in functional_names)
             contents = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             yield from map(_key, contents)

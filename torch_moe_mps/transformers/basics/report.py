@@ -218,6 +218,7 @@ class Report:
         return [row for row in self.replaced if len(self.eager_on_cpu.get(row.name, ())) == len(row.done)]
 
     def __str__(self) -> str:
+        """The table of modules, and lines about quantisation, checks, compilation and captured steps."""
         if not self.rows and self.quantization is None and self.small_model is None:
             return "Nothing in this model is replaced; it is left as it is."
         table = [*aligned(self._table(), 4), ""] if self.rows else []

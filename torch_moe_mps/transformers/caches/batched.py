@@ -517,6 +517,7 @@ def _write(larger: Any, row: int, end: int, contents: _Shown, source: int = 0) -
 
 
 def _admit(layer: Any, one: Any, end: int) -> None:
+    """Adds the sequence of layer `one` as the last row; the longest has `end` tokens then."""
     for contents, other in zip(_shown(layer), _shown(one), strict=True):
         like, with_spare, last = contents.buffer.tensor, contents.buffer.rows, contents.end
         rows, tokens = len(parts(like)[0]), max(contents.tokens, other.tokens)

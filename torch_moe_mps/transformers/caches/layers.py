@@ -105,6 +105,7 @@ class Growing(LayerBase, DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """(keys, values) of all tokens after the new ones [B, H, T, D] were appended in place."""
         if self.bits is not None and torch.compiler.is_compiling():
             return _update_uncompiled(self, key_states, value_states, *args, **kwargs)
         if not growing.may_grow():

@@ -98,6 +98,7 @@ class JoinedCache:
     def _longer_layer(
         self, layer: Any, values: dict[str, Any], kind: tuple[str, int | None], end: int
     ) -> Any:
+        """Copy of a layer with the tokens of a part behind its own, up to `end`."""
         name, bits = kind
         if plain_class(layer).__name__ != name:
             raise ValueError("it is of a model with other layers")

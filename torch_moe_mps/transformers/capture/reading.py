@@ -63,6 +63,7 @@ class Reading:
         self.key = tuple(key)
 
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
+        """The key of a cache, in parts: classes of layers and their values. Growing numbers are noted."""
         if any(isinstance(entry.value, Cache) for entry in self.entries):
             raise NotCapturable("it has two caches")
         _require_states(cache)

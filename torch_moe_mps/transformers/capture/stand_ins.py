@@ -178,6 +178,7 @@ class StandIns:
         self._cache.before = [*map(dict, slots)]
 
     def _stand_in(self, entry: Entry) -> Any:
+        """The stand-in of an entry: a fake tensor, a symbol, a view of a fake buffer, or the static value."""
         _, _, kind, value, first = entry
         if kind == STATIC:
             return value

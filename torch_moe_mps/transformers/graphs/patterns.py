@@ -74,6 +74,7 @@ def computed(value: Any, of: Collection[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _match(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
+    """Every binding of names with which a form describes a value."""
     if isinstance(form, ast.Name):
         yield from _named(form.id, value, bound)
     elif isinstance(form, ast.NamedExpr):

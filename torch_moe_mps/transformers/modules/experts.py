@@ -33,6 +33,8 @@ from ..basics.interface import (
 from ..basics.report import Done
 from ..basics.state import (
     MADE,
+    NOTHING,
+    STATE,
     MadeClass,
     Unsupported,
     depends_on,
@@ -52,9 +54,6 @@ from .traced import SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-# The attribute of quantised experts with the adapters of a call: {projection: [(A, B, scaling)]}, as
-# expert_lora takes them.
-ADDED = "_moe_mps_added"
 # From so many pairs on, those of an expert are put together, so that they read the adapter's factors once.
 # Untuned.
 _FEW_PAIRS = 64
@@ -323,9 +322,17 @@ def experts_forward(
 
 
 def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """[T, H] -> [T, H]: the combined output of experts in memory."""
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         compute = partial(_quantized_forward, self, hidden_states, top_k_index, top_k_weights)
         return with_cache(compute, self, *_all_packed(self)) if hidden_states.is_cpu else compute()
+    return _dense_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _dense_forward(
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`_forward` of dense experts, which run eager code for arguments that no operator takes."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
@@ -382,10 +389,11 @@ def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, H] -> [T, H]: one operator for quantised experts, or one for each matrix where a step is seen."""
     attributes = self.__dict__
     in_steps = (
         attributes.get("up_quantization") is not None
-        or attributes.get(ADDED)
+        or attributes.get(STATE, NOTHING).adapters
         or _activation_is_observed(self)
     )
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
@@ -418,7 +426,9 @@ def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
 
 def _buckets(self: Experts, ids: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
     """The pairs by expert, where adapters of many pairs read them."""
-    if not self.__dict__.get(ADDED) or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
+    if not self.__dict__.get(STATE, NOTHING).adapters or (
+        ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()
+    ):
         return ()
     order, offsets = ops.moe_bucket(ids, self.num_experts)
     return order, offsets
@@ -445,6 +455,7 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 def _multiplied(
     self: Experts, projection: str, x: Tensor, ids: Tensor, buckets: tuple[Tensor, ...] = ()
 ) -> Tensor:
+    """[T, K, rows]: products with the matrix of each slot's expert, with bias and adapters."""
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
         return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
@@ -456,7 +467,7 @@ def _multiplied(
         for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
+    for a, b, scaling in self.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
         out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
     return out
 

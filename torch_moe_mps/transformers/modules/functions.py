@@ -76,7 +76,7 @@ def _run_with(
     """
     inner: Any = inspect.unwrap(forward)
     file = inner.__globals__
-    names = {name: file[name] for name in names_in(inner.__code__) if name in file}
+    names = {name: file[name] for name in names_in(inner) if name in file}
     # Not the name of the file: torch.compile would look the names up there.
     scope = {name: file[name] for name in ("__builtins__", "__package__") if name in file}
     ours = _copy(inner, inner.__closure__, {**scope, **names, **dict(replaced)})

@@ -160,6 +160,7 @@ class Logits(Deferred):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
+        """`functional.cross_entropy` in chunks of logits; NotImplemented for other options."""
         is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
         if not is_plain or self.dim() != 2 or target.shape != self.shape[:1]:
             return NotImplemented

@@ -232,6 +232,8 @@ class _Object:
 
 @functools.cache
 def _class_of_stand_in(cls: type[nn.Module]) -> type:
+    """Subclass whose instances read attributes of a real module, noting each, and refuse changes."""
+
     def getattribute(self: Any, name: str) -> Any:
         real, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
         if name in _FIXED:

@@ -72,6 +72,7 @@ def _is_alike(model: PreTrainedModel, drafts: int) -> bool:
 
 
 def _goes_on(model: PreTrainedModel, drafts: int) -> bool:
+    """True if sequences of several lengths in one step give the logits that each gives alone."""
     generator, rows, talks = torch.Generator().manual_seed(0), BatchedCache(model), list[Tensor]()
     for module in filter(reads_a_layer, model.modules()):
         module.forward = types.MethodType(by_sequence(type(module).forward), module)

@@ -221,6 +221,7 @@ class _Shrink(NamedTuple):
         return result
 
     def _of_text(self, name: str, value: Any) -> Any:
+        """The value of a field of a text config in the small model."""
         if isinstance(value, list | tuple):
             return self._list_of_text(name, value)
         if isinstance(value, dict) and all(isinstance(item, dict) for item in value.values()):

@@ -58,6 +58,7 @@ class ChatCompletions(Protocol):
     path = "/v1/chat/completions"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
+        """Request of a body for /v1/chat/completions. Raises: Refused for fields that it has wrong."""
         _FIELDS.check(body, self.path, served.say_once)
         if body.get("web_search_options") is not None:
             served.say_once("web_search_options are left out: this server searches nothing")

@@ -33,6 +33,7 @@ def content(value: Any, where: str) -> list[Part]:
 
 
 def _part(part: Any, where: str) -> Part:
+    """Part of a message: a text, or an image or sound by its URL."""
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong(where, "an object with a type", part)
     kind: str = part["type"]
@@ -59,6 +60,7 @@ def messages(values: Any, field: str, say: Say) -> list[dict[str, Any]]:
 
 
 def message(value: Any, where: str, say: Say) -> dict[str, Any]:
+    """Message for the chat template from a message of OpenAI's: role, parts, calls, reasoning."""
     if not isinstance(value, dict):
         raise wrong(where, "an object with role and content", value)
     role = value.get("role")

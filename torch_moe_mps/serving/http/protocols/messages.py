@@ -207,6 +207,7 @@ def _picture(source: Any, where: str) -> conversation.Part:
 
 
 def _messages(values: Any, served: Served) -> list[dict[str, Any]]:
+    """Messages for the chat template from Anthropic's; one with results of tools becomes several."""
     if not isinstance(values, list) or not values:
         raise wrong("messages", "a list of at least one message", values)
     messages: list[dict[str, Any]] = []
@@ -266,6 +267,7 @@ def _of_user(reader: _Content, values: list[Any], where: str) -> list[dict[str, 
 
 
 def _tools(values: Any, served: Served) -> list[Tool]:
+    """Tools with a schema; those that only Anthropic's servers run are left out with a line in the log."""
     if values is None:
         return []
     if not isinstance(values, list):

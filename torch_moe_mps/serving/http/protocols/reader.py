@@ -304,6 +304,7 @@ class Reader(_Scanner):
         return has_call
 
     def _harmony(self) -> Steps[None]:
+        """Reads an answer in gpt-oss's form: messages with a header for thoughts, calls or text."""
         sink = self._sink
         show: Show = sink.text
         while True:
@@ -458,6 +459,7 @@ class Reader(_Scanner):
     # Calls with tagged arguments
 
     def _tagged(self, tags: Tags, name: str) -> Steps[None]:
+        """Reads a call whose arguments stand in tags, and shows them as one JSON object."""
         schema = self._schemas.get(name) or {}
         marks, comma = (tags.begin, tags.end), ""
         self._show("{")

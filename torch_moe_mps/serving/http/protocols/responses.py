@@ -61,6 +61,7 @@ class Responses(Protocol):
     path = "/v1/responses"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
+        """Request of a body for /v1/responses. Raises: Refused for fields that it has wrong."""
         _FIELDS.check(body, self.path, served.say_once)
         messages = _items(body["input"], served)
         if body.get("instructions"):
@@ -179,6 +180,7 @@ class _ResponseEvents(AnswerWriter):
         return done + self._ended(item)
 
     def _called(self, part: ToolCall | Arguments | CallEnd) -> str:
+        """Events for the begin of a call, for a piece of its arguments, or for its end."""
         call = part if isinstance(part, ToolCall) else part.call
         item = _item(call, self.request.tools, False, not call.is_whole)
         is_custom = item["type"] == "custom_tool_call"

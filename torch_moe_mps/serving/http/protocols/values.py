@@ -67,17 +67,9 @@ def _kind(schema: Any, root: Any, depth: int) -> AllowedValues:
 
 
 def _statements(schema: dict[str, Any], root: Any, depth: int) -> Iterator[AllowedValues]:
-    if isinstance(names := schema.get("type"), str):
-        names = [names]
-    if isinstance(names, list):
-        if schema.get("nullable") is True:
-            names = [*names, "null"]
-        yield AllowedValues(frozenset[str]().union(*map(_types, names)))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        texts = frozenset(value for value in values if isinstance(value, str))
-        others = {"null" if value is None else "other" for value in values if not isinstance(value, str)}
-        yield AllowedValues(frozenset({*others, *(["choice"] if texts else [])}), texts)
+    """Kinds that the statements of a schema allow; a value is of all of them."""
+    yield from _of_types(schema)
+    yield from _of_listed_values(schema)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             either = [_kind(each, root, depth) for each in schema[key]]
@@ -86,6 +78,25 @@ def _statements(schema: dict[str, Any], root: Any, depth: int) -> Iterator[Allow
             yield AllowedValues(allowed, frozenset[str]().union(*(each.texts for each in either)))
     if isinstance(schema.get("allOf"), list):
         yield from (_kind(each, root, depth) for each in schema["allOf"])
+
+
+def _of_types(schema: dict[str, Any]) -> Iterator[AllowedValues]:
+    """The kind that `type` allows."""
+    if isinstance(names := schema.get("type"), str):
+        names = [names]
+    if isinstance(names, list):
+        if schema.get("nullable") is True:
+            names = [*names, "null"]
+        yield AllowedValues(frozenset[str]().union(*map(_types, names)))
+
+
+def _of_listed_values(schema: dict[str, Any]) -> Iterator[AllowedValues]:
+    """The kind that `const` or `enum` allows."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        texts = frozenset(value for value in values if isinstance(value, str))
+        others = {"null" if value is None else "other" for value in values if not isinstance(value, str)}
+        yield AllowedValues(frozenset({*others, *(["choice"] if texts else [])}), texts)
 
 
 def _types(name: Any) -> frozenset[str]:

@@ -111,20 +111,25 @@ def factor_in_linears(graph: fx.Graph) -> None:
         if not is_plain or not reads or not all(is_call(product, aten.mul) for product, _ in reads):
             continue
         products, parts = zip(*reads, strict=True)
-        factors = {
-            arguments(product)["other"] if arguments(product)["self"] is part else None
-            for product, part in reads
-        }
-        factor = factors.pop()
-        if factors or not isinstance(factor, (int, float)) or not math.isfinite(factor):
-            continue
-        alike = all(tensor_of(one).dtype == tensor_of(part).dtype for one, part in reads)
-        if not alike or not all(map(is_final, (call, *products))):
+        factor = _common_factor(reads)
+        if factor is None or not all(map(is_final, (call, *products))):
             continue
         if set_values(products, [*map(tensor_of, parts)]):
             for product, part in reads:
                 product.replace_all_uses_with(part)
             call.replace_all_uses_with(changed(call, call, factor=passed["factor"] * factor))
+
+
+def _common_factor(products: Sequence[tuple[fx.Node, fx.Node]]) -> float | None:
+    """The finite number that each product multiplies its part by, in the part's dtype; None without one."""
+    if any(tensor_of(product).dtype != tensor_of(part).dtype for product, part in products):
+        return None
+    factors = {
+        arguments(product)["other"] if arguments(product)["self"] is part else None
+        for product, part in products
+    }
+    factor = factors.pop()
+    return factor if not factors and isinstance(factor, (int, float)) and math.isfinite(factor) else None
 
 
 def _readers_of_parts(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -260,6 +265,7 @@ def _weights_of(group: list[fx.Node]) -> dict[str, list[Tensor | None]]:
 
 
 def _join(group: list[fx.Node]) -> None:
+    """Replaces linear layers with one input by one whose rows are theirs, and a split of its result."""
     first, rows, weights = group[0], [tensor_of(call).shape[-1] for call in group], _weights_of(group)
     if len(group) < 2:
         return

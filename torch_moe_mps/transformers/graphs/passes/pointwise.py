@@ -179,6 +179,7 @@ class _Group:
         return (formula, inputs) if fits else None
 
     def call(self) -> fx.Node:
+        """The call of `_pointwise` that computes all members of the group."""
         formula = self._formula()
         assert formula is not None  # it was when its last member came
         steps, inputs = formula

@@ -82,6 +82,7 @@ def _casts(module: nn.Module, width: int) -> bool:
 
 
 def _read_mlp(traced: Traced) -> MlpFormula | None:
+    """The layers and the activation of a trace that is an MLP; None for any other."""
     (x,), result = traced.inputs, traced.result
     if not isinstance(result, fx.Node) or tensor_of(result).dtype != tensor_of(x).dtype:
         return None
