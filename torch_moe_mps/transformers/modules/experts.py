@@ -46,7 +46,7 @@ from ..basics.state import (
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..upstream.models import ALL_EXPERTS_FUNCTIONS
+from ..upstream.models import ALL_EXPERTS_FUNCTIONS, RECORDERS, is_recording
 from .traced import SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
@@ -214,12 +214,19 @@ def is_observed(*modules: nn.Module) -> bool:
     """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         attributes = module.__dict__
-        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
+        if attributes["_forward_pre_hooks"] or "forward" in attributes or _see(attributes["_forward_hooks"]):
             return True
         record: MadeClass | None = getattr(type(module), MADE, None)
         if record is not None and record.original.forward is not record.own:  # the class beneath was patched
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _see(hooks: dict[int, Any]) -> bool:
+    """True if hooks see a call. Those that record stay on their modules, and see what a model collects."""
+    if not hooks:
+        return False
+    return is_recording() or any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks.values())
 
 
 def _activation_is_observed(experts: nn.Module) -> bool:
