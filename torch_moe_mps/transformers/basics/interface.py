@@ -132,13 +132,22 @@ def weights_in(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
                 yield tensor
 
 
-def experts_of(model: nn.Module) -> dict[str, Experts]:
+def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[str, Experts]:
     """{name: module} of all experts of a model, in its order.
 
     Those that a recogniser knows get the attributes of transformers' interface.
+
+    Args:
+        refused: gets {name: reason} of modules with stacks of which no operator computes what they do.
     """
     for name, module in model.named_modules():
-        if not is_experts(module) and (form := _recognised(module)) is not None:
+        try:
+            form = None if is_experts(module) else form_of(module)
+        except Unsupported as unsupported:
+            form = None
+            if refused is not None:
+                refused[name] = str(unsupported)
+        if form is not None:
             given = {FORM: form, **form.interface}
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
@@ -161,13 +170,6 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
     Raises: Unsupported with the reason for stacks of which no operator computes what they do.
     """
     return next(filter(None, (recognise(module) for recognise in RECOGNISERS)), None)
-
-
-def _recognised(module: nn.Module) -> ExpertsForm | None:
-    try:
-        return form_of(module)
-    except Unsupported:
-        return None
 
 
 def forget_form(module: nn.Module) -> None:

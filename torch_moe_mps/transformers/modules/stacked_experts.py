@@ -26,6 +26,7 @@ from .linears import QuantizedLinear
 
 KIND = "experts"  # the kind of the classes of recognised experts
 _TOKENS, _SLOTS = 6, 2
+_SHAPE = 2, 3  # the same tokens in sequences
 _BEYOND = 2, 1, 0  # how many ids beyond the experts a forward may take
 _MOST_NUMBERS = 8
 # Sizes of a replica: experts, further rows of the first stack, hidden and intermediate sizes.
@@ -36,18 +37,23 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Sizes(NamedTuple):
-    """Sizes of stacks: experts, more matrices of the first stack, hidden, intermediate, halves of gates."""
+    """Sizes of stacks: experts, more matrices of the first stack, hidden, intermediate, halves of gates.
+
+    A flat stack has the matrices of experts one below the other.
+    """
 
     experts: int
     others: int
     hidden: int
     inner: int
     halves: int
+    is_flat: bool = False
 
     def numbers(self) -> tuple[int, ...]:
         """All sizes that a forward or a shape may have."""
-        experts, others, hidden, inner, halves = self
-        return experts, experts + others, hidden, inner, halves * inner, *((others,) if others else ())
+        experts, others, hidden, inner, halves, is_flat = self
+        further = [others] * bool(others) + [experts * inner] * is_flat
+        return experts, experts + others, hidden, inner, halves * inner, *further
 
 
 def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
@@ -149,6 +155,29 @@ def _agrees_with_ids(
     return agrees(of_ids(form, replica, x, ids, weights), expected)
 
 
+def beside_replica(
+    module: nn.Module,
+    sizes: Sizes,
+    ours: Callable[..., Any],
+    experts: int = 0,
+    inputs: Callable[[Any, Sizes], tuple[Tensor, ...]] = lambda _, small: (normal(*_SHAPE, small.hidden),),
+    own: Callable[..., Any] = lambda replica, *given: eager(replica)(*given),
+) -> Callable[[Any], bool]:
+    """Runs a small replica's own code. Returns: form -> whether the operators give the same.
+
+    Args:
+        ours: (form, replica, *inputs) -> the result of the operators.
+        experts: how many a replica has at least.
+        inputs: (replica, its sizes) -> random inputs; hidden states without.
+        own: (replica, *inputs) -> the result of the own code; its forward's without.
+    """
+    small, smaller = small_sizes(sizes, experts)
+    replica = small_replica(module, smaller)
+    given = inputs(replica, small)
+    expected = own(replica, *(each.clone() for each in given))
+    return lambda form: agrees(ours(form, replica, *given), expected)
+
+
 def small_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
     """Small sizes, at least so many experts, and {size: small one}: equal where a module's are equal.
 
@@ -156,7 +185,7 @@ def small_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
     """
     numbers = sizes.numbers()
     for candidate in itertools.product(*_SMALL):
-        small = Sizes(*candidate, sizes.halves)
+        small = Sizes(*candidate, sizes.halves, sizes.is_flat)
         if bool(small.others) != bool(sizes.others) or small.experts < experts:
             continue
         pairs = {*zip(numbers, small.numbers(), strict=True)}

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...basics.report import Done
-from ...basics.state import Unsupported
 from ...modules.experts import is_observed
-from ...modules.stacked_experts import Sizes, small_replica, small_sizes
-from ...trials.comparing import agrees
-from ...trials.draws import eager, normal
+from ...modules.stacked_experts import Sizes, beside_replica
+from ...trials.draws import normal
 from ...trials.forms import first_form
 
 ops = torch.ops.moe_mps
@@ -63,24 +61,15 @@ def sizes_of(module: nn.Module) -> Sizes | None:
         return None
     experts, hidden, inner = sizes
     shapes = [getattr(mlp._parameters.get(name), "shape", None) for name in _MATRICES]
-    return Sizes(experts, 0, hidden, inner, 1) if {*shapes} == {(experts * inner, hidden)} else None
-
-
-def smaller_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
-    """Small sizes, at least so many experts, and {size: small one}. Raises: Unsupported for none."""
-    small, smaller = small_sizes(sizes, experts)
-    rows = small.experts * small.inner
-    if smaller.setdefault(sizes.experts * sizes.inner, rows) != rows:
-        raise Unsupported("there is no small module with sizes like its own")
-    return small, smaller
+    fits = {*shapes} == {(experts * inner, hidden)}
+    return Sizes(experts, 0, hidden, inner, 1, is_flat=True) if fits else None
 
 
 def _begin(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
-    """Runs a small replica's own code. Returns: whether the operators give the same."""
-    small, smaller = smaller_sizes(sizes)
-    replica = small_replica(module, smaller)
+    return beside_replica(module, sizes, lambda _, *given: experts_forward(*given), inputs=_inputs)
+
+
+def _inputs(_: nn.Module, small: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     count = _SEQUENCES * _TOKENS
     ids = torch.stack([torch.randperm(small.experts - 1)[:_SLOTS] for _ in range(count)])  # one of no token
-    inputs = normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)
-    expected = eager(replica)(*inputs)
-    return lambda _: agrees(experts_forward(replica, *inputs), expected)
+    return normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)

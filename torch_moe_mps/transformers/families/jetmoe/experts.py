@@ -20,8 +20,7 @@ from ....ops.families.experts import _moe_experts
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, depends_on_code, holds, state_of, with_methods
 from ...modules.experts import activation_arguments, is_observed, runs_eager
-from ...modules.stacked_experts import Sizes, small_replica, small_sizes
-from ...trials.comparing import agrees
+from ...modules.stacked_experts import Sizes, beside_replica
 from ...trials.draws import eager, normal
 from ...trials.forms import first_form
 
@@ -72,29 +71,31 @@ def _sizes(module: Any, halves: int) -> Sizes | None:
     return Sizes(experts, 0, hidden, inner, halves) if fits else None
 
 
-def _small(module: Any, sizes: Sizes) -> tuple[Any, Tensor]:
-    """A small replica, and rows for it."""
-    small, smaller = small_sizes(sizes, min(sizes.experts, module.router.top_k + 1))
-    return small_replica(module, smaller), normal(*_SHAPE, small.hidden)
-
-
 def _begin_mlp(module: nn.Module, sizes: Sizes) -> Callable[[tuple], bool]:
-    replica, x = _small(module, sizes)
-    expected = eager(replica)(x.clone())
-    return lambda activation: agrees(_mlp(replica, activation, x), expected)
+    return beside_replica(module, sizes, _mlp, _experts(module, sizes))
 
 
 def _begin_attention(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
-    replica, x = _small(module, sizes)
-    query, logits, topology = eager(replica.map)(x.clone())
-    rows = normal(*query.shape)
-    expected = query, logits, eager(replica.reduce)(rows.clone(), topology)
+    return beside_replica(module, sizes, _both, _experts(module, sizes), _inputs, _both_eager)
 
-    def holds(_: bool) -> bool:
-        ours = _map(replica, x)
-        return agrees((*ours[:2], _reduce(replica, rows, ours[2])), expected)
 
-    return holds
+def _experts(module: Any, sizes: Sizes) -> int:
+    return min(sizes.experts, module.router.top_k + 1)
+
+
+def _inputs(replica: Any, small: Sizes) -> tuple[Tensor, Tensor]:
+    """What `map` takes, and what `reduce` does."""
+    return normal(*_SHAPE, small.hidden), normal(*_SHAPE, replica.router.top_k, small.inner)
+
+
+def _both(_: bool, replica: nn.Module, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, logits, chosen = _map(replica, x)
+    return query, logits, _reduce(replica, slots, chosen)
+
+
+def _both_eager(replica: Any, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, logits, topology = eager(replica.map)(x)
+    return query, logits, eager(replica.reduce)(slots, topology)
 
 
 # --- what runs
@@ -109,7 +110,7 @@ def _route(module: Any, x: Tensor) -> tuple[Tensor, Chosen]:
     return logits, Chosen(weights, ids)
 
 
-def _mlp(module: Any, activation: tuple, x: Tensor) -> Tensor:
+def _mlp(activation: tuple, module: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     _, chosen = _route(module, rows)
     stacks = module.input_linear.weight, module.output_linear.weight
@@ -144,7 +145,7 @@ def mlp_forward(module: nn.Module, layer_input: Tensor) -> Any:
     """The forward of an MLP of such experts."""
     if not _takes(module, layer_input):
         return NotImplemented
-    return _mlp(module, module.__dict__[STATE].formula, layer_input)
+    return _mlp(module.__dict__[STATE].formula, module, layer_input)
 
 
 def _runs(module: nn.Module, x: Tensor, rank: int) -> bool:
