@@ -56,6 +56,6 @@ def _lacking(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 def _fields(module: nn.Module) -> set[str]:
     """Fields of what a model's forward gives, as its annotation says; none of any other module."""
     given = inspect.signature(original_class(module).forward).return_annotation
-    classes = [cls for cls in (get_args(given) or (given,)) if inspect.isclass(cls)]
-    outputs = [cls for cls in classes if issubclass(cls, ModelOutput)]
+    classes: list[Any] = [cls for cls in (get_args(given) or (given,)) if inspect.isclass(cls)]
+    outputs = (cls for cls in classes if issubclass(cls, ModelOutput))
     return {field.name for cls in outputs for field in dataclasses.fields(cls)}

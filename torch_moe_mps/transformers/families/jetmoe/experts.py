@@ -84,7 +84,7 @@ def _experts(module: Any, sizes: Sizes) -> int:
 
 
 def _inputs(replica: Any, small: Sizes) -> tuple[Tensor, Tensor]:
-    """What `map` takes, and what `reduce` does."""
+    """Inputs of `map` and of `reduce`."""
     return normal(*_SHAPE, small.hidden), normal(*_SHAPE, replica.router.top_k, small.inner)
 
 
