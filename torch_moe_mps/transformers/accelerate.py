@@ -21,7 +21,17 @@ from .attention.implementations import (
 from .attention.latents import use_latents
 from .basics.code import unchanged
 from .basics.configs import EXPERTS, ImplementationNames, drop_views
-from .basics.interface import FORM, experts_of, forget_form, form_of, is_experts, is_quantized, weights_in
+from .basics.interface import (
+    FORM,
+    are_apart,
+    experts_of,
+    forget_form,
+    form_of,
+    is_experts,
+    is_quantized,
+    is_settled,
+    weights_in,
+)
 from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
@@ -165,8 +175,8 @@ def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: in
 
 
 def _replace_experts(model: nn.Module, report: Report, names: ImplementationNames) -> Collection[str]:
-    """Replaces the experts, and returns their names."""
-    result = experts_of(model)
+    """Replaces the experts, and returns their names. A rule knows those with stacks elsewhere."""
+    result = {name: experts for name, experts in experts_of(model).items() if not are_apart(experts)}
     for name, experts in result.items():
         done = described(experts)
         reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
@@ -264,7 +274,7 @@ def restore(model: nn.Module) -> nn.Module:
     drop_views(model)
     for module in model.modules():
         restore_module(module)
-        if not is_quantized(module):
+        if not is_quantized(module) and not is_settled(module):
             restore_form(module)
             forget_form(module)
     return model

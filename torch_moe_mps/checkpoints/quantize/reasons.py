@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...transformers.basics.interface import experts_of, is_quantized, projections
+from ...transformers.basics.interface import count_of, experts_of
 from ...transformers.basics.state import original_class
 from ...transformers.graphs.patterns import match
 from ...transformers.modules.traced import Input, path_of, trace
@@ -155,8 +155,7 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
     result: set[nn.Module] = set()
     for name, experts in experts_of(model).items():
         block, _, last = name.rpartition(".")
-        projection = projections(experts)[1]
-        count = getattr(experts, f"{projection}_packed" if is_quantized(experts) else projection).shape[0]
+        count = count_of(experts)
         for child, part in model.get_submodule(block).named_children():
             linears = [module for module in part.modules() if isinstance(module, nn.Linear)]
             outputs = {linear.out_features for linear in linears}
