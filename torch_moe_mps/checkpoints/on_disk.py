@@ -397,13 +397,16 @@ def reading_beside_the_disk(
     Raises: as `experts_file`, before that.
     """
     experts = experts_file(source, recipe, plan.model, plan.layers) if plan.on_disk else None
-    names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
+    layers = [layer for layer in plan.layers if layer.name in plan.on_disk]
+    layers += [] if plan.tables is None else plan.tables.layers
 
     def cut(model: Any, device: torch.device) -> Callable[[], None]:
         """Takes what stays on the disk out of a model. Returns: what puts slots in its place."""
-        for name in names:
-            _put(model, name, nn.Module())
-        ignored = {rf"^{re.escape(name)}\." for name in names}
+        for layer in layers:
+            rest = nn.Module()
+            _move_rest(plan.model.get_submodule(layer.name), layer, model.get_submodule(layer.name), rest)
+            _put(model, layer.name, rest)
+        ignored = {rf"^{re.escape(layer.name)}\." for layer in layers}
         model._keys_to_ignore_on_load_unexpected = ignored | {
             *(model._keys_to_ignore_on_load_unexpected or ())
         }
@@ -423,6 +426,7 @@ def _put_on_disk(
         pools = Pools(file, slots, device)
         for pool in pools.layers:
             module: Any = plan.model.get_submodule(pool.about.name)
+            _move_rest(module, pool.about, model.get_submodule(pool.about.name), module)
             give_weights(module, turned(pool.about, pool.tensors))
             module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
             module._is_hf_initialized = True
@@ -435,6 +439,16 @@ def _put_on_disk(
             _put(model, pool.about.name, module)
             modules.append(module)
     keep_whole(model, modules)
+
+
+def _move_rest(planned: nn.Module, layer: Layer, source: nn.Module, to: nn.Module) -> None:
+    """Moves what is not on the disk of a planned module, as a router in it, from one module to another."""
+    for path, _ in [*planned.named_parameters()]:
+        first, is_below, _ = path.partition(".")
+        if is_below:
+            to._modules[first] = source._modules[first]
+        elif path not in layer.tensors:
+            to._parameters[path] = source._parameters[path]
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
