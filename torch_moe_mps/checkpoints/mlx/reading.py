@@ -166,9 +166,9 @@ class MlxLayout(StreamingLayout):
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
             formats = [self.stored.format(other, columns) for other in modules]
-            if len({*formats}) > 1:
-                got = " and ".join("none" if item is None else str(item) for item in formats)
-                _CHECK.fail(" and ".join(modules), "in one format", got)
+            if len(each := dict(zip(formats, modules, strict=True))) > 1:
+                got = " and ".join("none" if item is None else str(item) for item in each)
+                _CHECK.fail(" and ".join(each.values()), "in one format", got)
             if (format := formats[0]) is None:
                 continue
             target.formats[projection] = format
