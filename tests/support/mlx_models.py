@@ -25,7 +25,7 @@ PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
 ARCHITECTURES: dict[str, dict] = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"]},
     "bailing_hybrid": {"layer_group_size": 2},
-    "dbrx": {},
+    "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2}},
     "deepseek_v2": {"rope_parameters": UNSCALED | {"rope_type": "yarn", "rope_theta": 10000.0}},
     "deepseek_v3": {},
     "deepseek_v32": {},
