@@ -21,7 +21,16 @@ from .attention.implementations import (
 from .attention.latents import use_latents
 from .basics.code import unchanged
 from .basics.configs import EXPERTS, ImplementationNames, drop_views
-from .basics.interface import FORM, experts_of, forget_form, is_experts, is_quantized, weights_in
+from .basics.interface import (
+    FORM,
+    are_apart,
+    experts_of,
+    forget_form,
+    is_experts,
+    is_quantized,
+    is_settled,
+    weights_in,
+)
 from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
@@ -169,8 +178,13 @@ def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: in
 def _replace_experts(
     model: nn.Module, report: Report, names: ImplementationNames, refused: dict[str, str]
 ) -> Collection[str]:
-    """Replaces the experts, and returns their names. `refused`: as for experts_of."""
-    result = experts_of(model, refused)
+    """Replaces the experts, and returns their names. A rule knows those with stacks elsewhere.
+
+    Args:
+        refused: as for experts_of.
+    """
+    found = experts_of(model, refused)
+    result = {name: experts for name, experts in found.items() if not are_apart(experts)}
     for name, experts in result.items():
         done = described(experts)
         reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
@@ -269,7 +283,7 @@ def restore(model: nn.Module) -> nn.Module:
     drop_views(model)
     for module in model.modules():
         restore_module(module)
-        if not is_quantized(module):
+        if not is_quantized(module) and not is_settled(module):
             restore_form(module)
             forget_form(module)
     return model

@@ -16,7 +16,7 @@ from ..ops._samples import FAMILY_OF
 from ..ops.families.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
-from .basics.interface import ON_DISK, codes_of, is_experts, is_quantized, projections, weights_in
+from .basics.interface import ON_DISK, codes_of, count_of, is_experts, is_quantized, projections, weights_in
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
@@ -144,8 +144,7 @@ def _files_of(model: nn.Module, operators: Collection[str]) -> set[str]:
 
 
 def _numbers_of_experts(model: nn.Module) -> set[int]:
-    modules = (module for module, _ in _on_mps(model) if is_experts(module))
-    return {next(weights_in(module, recurse=False)).shape[0] for module in modules}
+    return {count_of(module) for module, _ in _on_mps(model) if is_experts(module)}
 
 
 def routing_libraries(experts: Iterable[int]) -> list[str]:

@@ -63,7 +63,7 @@ def test_a_router_of_another_formula_is_left_alone(block):
 
 @pytest.mark.usefixtures("captured")
 def test_launches_of_a_layer(simulated):
-    families.check_launches(simulated, NAME, {"": 13})
+    families.check_launches(simulated, NAME, {"": 12})
 
 
 @pytest.mark.usefixtures("captured")

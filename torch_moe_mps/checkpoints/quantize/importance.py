@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._progress import with_progress
 from ...ops._checks import Check
 from ...quantization.formats import check_importance, check_weighed
-from ...transformers.basics.interface import ON_DISK, Experts, projections, weights_in
+from ...transformers.basics.interface import ON_DISK, Experts, count_of, projections
 from ...transformers.modules.experts import activated_rows
 from ...transformers.modules.linears import GroupedLinear, QuantizedLinear
 from .reasons import groups_of
@@ -267,7 +267,7 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
     x, ids, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
     experts: Experts = target.experts
     first, second = projections(experts)
-    of_experts = torch.arange(_count_of(experts), device=ids.device)[:, None]
+    of_experts = torch.arange(count_of(experts), device=ids.device)[:, None]
     chosen = (ids.flatten() == of_experts).float()  # [E, T * K]
     tokens = chosen.unflatten(1, ids.shape).sum(-1)
     counts = chosen.sum(1)
@@ -275,10 +275,6 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
     valid = ids.clamp(0, len(of_experts) - 1)
     rows = activated_rows(experts, x, valid).flatten(0, 1)
     into[target.path(second)].add(chosen @ rows.float().square(), counts)
-
-
-def _count_of(experts: Experts) -> int:
-    return next(len(p) for p in weights_in(experts) if p.dim() >= 2)
 
 
 def _means(sums: Tensor, counts: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ..basics.interface import (
     is_experts,
     is_quantized,
     projections,
+    stack_of,
 )
 from ..basics.report import Done
 from ..basics.state import (
@@ -130,7 +131,7 @@ def _width_between(module: Any) -> int:
     """Number of outputs of the first matrix for each row."""
     first, _ = projections(module)
     if not is_quantized(module):
-        return int(getattr(module, first).shape[2 if module.is_transposed else 1])
+        return int(stack_of(module, first, values=False).shape[2 if module.is_transposed else 1])
     rows = int(getattr(module, _PACKED[first][0]).shape[1])
     return rows if vars(module).get("up_quantization") is None else 2 * rows
 
@@ -289,16 +290,19 @@ def described(module: Experts) -> list[Done]:
     activation = prepare(module)
     if vars(module).get("up_quantization") is not None:
         activation = None  # gate and up projections are two matrices
+    form: ExpertsForm | None = vars(module).get(FORM)
+    beside = () if form is None else form.runs
     if activation is None:
         product = "expert_mm" if quantization is None else "expert_qmm"
-        return [Done(product, f"{product}, own activation"), Done("moe_weighted_reduce")]
+        how = product if form is not None and form.activation is None else f"{product}, own activation"
+        return [Done(product, how), Done("moe_weighted_reduce"), *beside]
     how = "moe_experts" if quantization is None else "moe_experts_quantized"
     details = [activation.activation]
     details += ["not gated"] if not activation.gated else []
     details += ["interleaved"] if activation.interleaved else []
     if quantization is not None:
         details += dict.fromkeys(map(str, formats_of(module).values()))
-    return [Done(f"_{how}", f"{how} ({', '.join(details)})")]
+    return [Done(f"_{how}", f"{how} ({', '.join(details)})"), *beside]
 
 
 def unsupported(module: nn.Module) -> str | None:
@@ -306,7 +310,7 @@ def unsupported(module: nn.Module) -> str | None:
     first, second = projections(module)
     if is_quantized(module):
         return None
-    dtypes = {getattr(module, p).dtype for p in (first, second)}
+    dtypes = {stack_of(module, p, values=False).dtype for p in (first, second)}
     if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
     if FORM not in vars(module) and not hasattr(type(module).forward, "__wrapped__"):
@@ -336,9 +340,11 @@ def _forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     first = self.gate_up_proj if self.has_gate else self.up_proj
     is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
+        if FORM in self.__dict__ and self.__dict__[FORM].stacks:  # its own code reads other parameters
+            return _in_steps(self, hidden_states, top_k_index, top_k_weights)
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation, form = _activation(self), self.__dict__.get(FORM)
-    if activation is None and form is not None:
+    if activation is None and form is not None and not form.stacks:
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
@@ -427,8 +433,13 @@ def _buckets(self: Experts, ids: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
     """The pairs by expert, where adapters of many pairs read them."""
     if not self.__dict__.get(ADDED) or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
         return ()
-    order, offsets = ops.moe_bucket(ids, self.num_experts)
+    order, offsets = ops.moe_bucket(ids, _count(self))
     return order, offsets
+
+
+def _count(self: Experts) -> int:
+    form: ExpertsForm | None = self.__dict__.get(FORM)
+    return self.num_experts if form is None else form.experts
 
 
 def _activated(self: Experts, rows: Tensor) -> Tensor:
@@ -449,6 +460,17 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return _with_identity(self, ops.moe_weighted_reduce(slots, weights), x, ids, weights)
 
 
+def multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tensor:
+    """[T, C] or [T, K, C] -> [T, K, R]: each row times the matrices of its experts ids [T, K]."""
+    if (on_disk := self.__dict__.get(ON_DISK)) is None:
+        return _multiplied(self, projection, x, ids, _buckets(self, ids))
+    if runs_eager(self, x):
+        on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+    with using_slots:
+        module, ids = on_disk.ready(self, ids)
+        return _multiplied(module, projection, x, ids)
+
+
 def _multiplied(
     self: Experts, projection: str, x: Tensor, ids: Tensor, buckets: tuple[Tensor, ...] = ()
 ) -> Tensor:
@@ -464,7 +486,7 @@ def _multiplied(
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
-        out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
+        out = ops.expert_lora(out, x, ids, a, b, _count(self), *buckets, scaling=scaling)
     return out
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..basics.interface import FORM, ExpertsForm
 from ..basics.state import Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
-from ..trials.forms import first_form
+from ..trials.forms import Begin, first_form
 from ..trials.replicas import bare_replica, random_parameter
 from .experts import activation_arguments, experts_forward, rows_forward
 from .linears import QuantizedLinear
@@ -61,6 +61,8 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
 
     Raises: Unsupported with the reason if no operator computes what it does.
     """
+    if FORM in vars(module) and vars(module)[FORM].stacks:  # a family's recogniser knows them
+        return None
     shapes = dense_shapes(module)
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
         return None
@@ -75,16 +77,21 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
     if not found:
         raise Unsupported("the shapes of its stacks do not follow each other")
     forms = [
-        ExpertsForm(activation, turned, len(inputs) == 1, has_identity, shapes)
+        ExpertsForm(activation, turned, len(inputs) == 1, has_identity, sizes.experts, shapes)
         for has_identity in ((False,) if len(inputs) == 1 else (False, True))
-        for turned, _ in found
+        for turned, sizes in found
         for activation in _activations(module, first == FIRST[0])
     ]
-    with on_the_cpu(), apart():  # a checkpoint may be being loaded, on the meta device and in another dtype
-        form = first_form(module, forms, _begin, found[0][1], len(inputs))
+    form = first_of(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
+
+
+def first_of(module: nn.Module, forms: Sequence[ExpertsForm], begin: Begin, *arguments: Any) -> Any:
+    """`first_form` of a module that may be on the meta device and in another dtype, as while loading."""
+    with on_the_cpu(), apart():
+        return first_form(module, forms, begin, *arguments)
 
 
 def _inputs(forward: Callable) -> list[str]:
@@ -93,7 +100,7 @@ def _inputs(forward: Callable) -> list[str]:
 
 
 def dense_shapes(module: nn.Module) -> Shapes:
-    """Names and shapes of the parameters of a module itself, of recognised experts while they are dense."""
+    """Paths and shapes of a module's parameters; of recognised experts as their own code reads them."""
     if FORM in vars(module):
         shapes: Shapes = vars(module)[FORM].shapes
         return shapes
@@ -204,11 +211,20 @@ def small_replica(module: nn.Module, smaller: dict[int, int]) -> Any:
     for name, parameter in module._parameters.items():
         if parameter is None:
             replica.register_parameter(name, None)
-    for name, shape in dense_shapes(module):
-        replica.register_parameter(name, random_parameter([smaller.get(size, size) for size in shape]))
     for name, child in module._modules.items():
         replica._modules[name] = None if child is None else _small_child(child, smaller)
+    for path, shape in dense_shapes(module):
+        owner, _, name = path.rpartition(".")
+        parameter = random_parameter([smaller.get(size, size) for size in shape])
+        replica.get_submodule(owner).register_parameter(name, parameter)
     return replica
+
+
+def shapes_below(module: nn.Module, paths: Iterable[str]) -> Shapes | None:
+    """(path, shape) of dense parameters below a module; None if one is missing."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    shapes |= dict(dense_shapes(module))
+    return tuple((path, shapes[path]) for path in paths) if shapes.keys() >= {*paths} else None
 
 
 def _small_child(child: nn.Module, smaller: dict[int, int]) -> nn.Module:
@@ -228,15 +244,24 @@ def _of_rows(form: ExpertsForm, experts: Any, rows: Tensor) -> Tensor:
 
 
 def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    gated, second = form.activation.gated, getattr(experts, SECOND)
+    assert form.activation is not None
+    gated, second = form.activation.gated, _stack(form, experts, SECOND)
     options = activation_arguments(tuple(form.activation))
-    first = getattr(experts, FIRST[not gated])
+    first = _stack(form, experts, FIRST[not gated])
     if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
         options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
     first = first[: len(second)]
     options |= {"transposed": form.is_transposed, "has_identity": form.has_identity}
     out: Tensor = _moe_experts(x, weights, ids, first, second, **options)
     return out
+
+
+def _stack(form: ExpertsForm, experts: Any, projection: str) -> Tensor:
+    """A stack of a replica, by the form that is tried."""
+    stack = dict(form.stacks).get(projection)
+    if stack is None:
+        return getattr(experts, projection)
+    return stack.joined([experts.get_parameter(path) for path in stack.paths], form.experts)
 
 
 # --- the class
@@ -247,7 +272,7 @@ def run_form(module: nn.Module) -> None:
     if FORM in vars(module):
         restore_class(module, KIND)
         cls: Any = type(module)
-        module.__class__ = class_with_form(cls)
+        module.__class__ = class_with_form(cls, vars(module)[FORM].methods)
 
 
 def restore_form(module: nn.Module) -> None:
@@ -257,8 +282,10 @@ def restore_form(module: nn.Module) -> None:
 
 
 @functools.cache
-def class_with_form(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a class of experts whose forward is that of the operators."""
+def class_with_form(
+    original: type[nn.Module], methods: tuple[tuple[str, Callable], ...] = ()
+) -> type[nn.Module]:
+    """The subclass of a class of experts that runs the operators: its forward, or these methods."""
     own, names = original.forward, _inputs(original.forward)
 
     @functools.wraps(own)
@@ -269,8 +296,11 @@ def class_with_form(original: type[nn.Module]) -> type[nn.Module]:
         ours = rows_forward if len(names) == 1 else experts_forward
         return ours(self, *(given[name] for name in names))
 
-    members = {} if hasattr(original, "_apply_gate") else {"_apply_gate": _apply_gate}
-    return subclass(original, KIND, class_with_form, forward=forward, **members)
+    members: dict[str, Callable] = dict(methods) or {"forward": forward}
+    if not hasattr(original, "_apply_gate"):
+        members["_apply_gate"] = _apply_gate
+    again = functools.partial(class_with_form, methods=methods)
+    return subclass(original, KIND, again, **members)
 
 
 def _apply_gate(self: Any, rows: Tensor) -> Tensor:

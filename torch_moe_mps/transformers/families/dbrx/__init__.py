@@ -1,7 +1,7 @@
 """DBRX: experts whose matrices lie in one below the other, and weights that are divided by their norm."""
 
 from .. import Family
-from .experts import rewrite_experts
+from .experts import recognise_experts, rewrite_experts
 from .routing import rewrite_routing
 
-FAMILY = Family(rules=(rewrite_experts, rewrite_routing))
+FAMILY = Family(rules=(rewrite_experts, rewrite_routing), recognisers=(recognise_experts,))
