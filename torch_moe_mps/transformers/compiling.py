@@ -16,7 +16,17 @@ from ..ops._samples import FAMILY_OF
 from ..ops.families.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
-from .basics.interface import ON_DISK, codes_of, count_of, is_experts, is_quantized, projections, weights_in
+from .basics.interface import (
+    FORM,
+    ON_DISK,
+    codes_of,
+    count_of,
+    is_experts,
+    is_quantized,
+    projections,
+    weights_in,
+    weights_of_experts,
+)
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
@@ -123,7 +133,8 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
         found.update(f"{file}_{dtype}" for file in files)
         found.update(f"quantized_{part}{format}_{dtype}" for format in formats for part in parts)
         if is_experts(module):
-            found.add("bucket_i64")  # routers give such ids
+            found.add("bucket_i64")  # routers give such ids, and those of the families' blocks int32
+            found.update(("bucket_i32",) if FORM in vars(module) and vars(module)[FORM].stacks else ())
             found.update(() if is_quantized(module) else (f"experts_{dtype}",))
         if "router_logits" in operators:
             found.update(f"{file}_f32" for file in files if file.removeprefix("routing_").isdigit())
@@ -171,12 +182,12 @@ def cache_libraries(model: nn.Module, dtype: str) -> list[str]:
 
 
 def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(module, dtype of its activations) of the modules with parameters of their own on mps.
+    """(module, dtype of its activations) of the modules with parameters of their own on mps, and of experts.
 
     The dtype comes from the module's weights or scales, or else from the model.
     """
     for module in model.modules():
-        weights = [*weights_in(module, recurse=False)]
+        weights = weights_of_experts(module) if is_experts(module) else [*weights_in(module, recurse=False)]
         if weights and weights[0].device.type == "mps":
             every = itertools.chain(weights, model.parameters())
             dtype = next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)
