@@ -82,6 +82,17 @@ def test_copies_and_restored_models_stay_quantised(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_accelerated_model_is_quantised(architecture):
+    own = dense(architecture)
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    own = tiny_models.dense_twin(own, model)
+    found = operators_of(lambda: assert_close(output(model, prompt()), output(own, prompt()), 1e-5))
+    assert found.items() >= OPERATORS[architecture].items()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients_reach_the_embeddings(architecture):
     """Of inputs and routers; packed weights have none."""
     gradients = []
