@@ -121,9 +121,7 @@ def test_lora_of_experts(architecture):
 def test_lora_of_attentions_projections_is_refused():
     model, _ = quantized("jetmoe")
     config = peft.LoraConfig(target_parameters=["experts.up_proj"], r=4, target_modules=[])
-    expected = (
-        "target_parameters must be stacks of experts that are called, got JetMoeMoA's, of map"
-    )
+    expected = "target_parameters must be stacks of experts that are called, got JetMoeMoA's, of map"
     with pytest.raises(ValueError, match=expected):
         peft.get_peft_model(model, config)
 
