@@ -437,12 +437,12 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
             gate = values_of["gate_up_proj"]
             values_of["gate_up_proj"] = torch.cat((gate, values_of.pop("up_proj")), 1)
         for parameter, values in values_of.items():
-            for weight, part in _own_weights(dense.get_submodule(name), parameter, values):
+            for weight, part in own_weights(dense.get_submodule(name), parameter, values):
                 weight[: len(part)].copy_(part.mT if getattr(module, "is_transposed", False) else part)
     return dense
 
 
-def _own_weights(module: nn.Module, parameter: str, values: torch.Tensor) -> list[tuple]:
+def own_weights(module: nn.Module, parameter: str, values: torch.Tensor) -> list[tuple]:
     """(a parameter as its class has it, its values) of a stack of matrices [E, output, input]."""
     own = module._modules
     if "input_linear" in own:  # JetMoE

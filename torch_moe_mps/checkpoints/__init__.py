@@ -45,7 +45,7 @@ It imports these from the rooms of transformers/, beside `upstream/`:
     modules.experts_on_disk  give_weights, keep_whole, OnDisk, put_on_disk, put_table_on_disk, turned
     modules.linears          as_codes, formats_in, GroupedLinear, has_quantized_weights, OrderedLinear,
                              QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-    modules.stacked_experts  run_form
+    modules.stacked_experts  run_form, takes_ids
     modules.traced           Input, path_of, trace
     trials.comparing         agrees, on_the_cpu, tried
     trials.replicas          bare_replica

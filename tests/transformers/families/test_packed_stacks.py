@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +13,7 @@ from support.models import assert_close, eager, generate, operators_of, output, 
 
 import torch_moe_mps
 from torch_moe_mps import from_pretrained
+from torch_moe_mps.transformers.adapters.lora import ParamWrapper
 from torch_moe_mps.transformers.attention.attention import NAME as ATTENTION
 from torch_moe_mps.transformers.basics.interface import experts_of
 from torch_moe_mps.transformers.capture.classes import captures_of
@@ -79,6 +81,49 @@ def test_copies_and_restored_models_stay_quantised(architecture):
     report = torch_moe_mps.accelerate(model)
     assert all(row.done for row in report.rows if row.kind == "experts")
     assert_close(output(model, prompt()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_accelerated_model_is_quantised(architecture):
+    own = dense(architecture)
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    own = tiny_models.dense_twin(own, model)
+    found = operators_of(lambda: assert_close(output(model, prompt()), output(own, prompt()), 1e-5))
+    assert found.items() >= OPERATORS[architecture].items()
+
+
+ADAPTED = {"dbrx": "ffn.experts", "jetmoe": "mlp"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_lora_of_experts(architecture):
+    """By what PEFT itself would add to dense weights."""
+    model, own = quantized(architecture)
+    targets = [f"{ADAPTED[architecture]}.{name}" for name in ("gate_up_proj", "down_proj")]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_parameters=targets, r=4, target_modules=[]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3, generator=generator)
+        for name, wrapper in adapted.base_model.model.named_modules():
+            if not isinstance(wrapper, ParamWrapper):
+                continue
+            module = own.get_submodule(name.replace(".base_layer", ""))
+            delta = wrapper.get_delta_weight("default")
+            for weight, part in tiny_models.own_weights(module, wrapper.parameter_name, delta):
+                weight += part
+    assert_close(output(adapted.eval(), prompt()), output(own, prompt()), 1e-5)
+
+
+def test_lora_of_attentions_projections_is_refused():
+    model, _ = quantized("jetmoe")
+    config = peft.LoraConfig(target_parameters=["experts.up_proj"], r=4, target_modules=[])
+    expected = "target_parameters must be stacks of experts that are called, got JetMoeMoA's, of map"
+    with pytest.raises(ValueError, match=expected):
+        peft.get_peft_model(model, config)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

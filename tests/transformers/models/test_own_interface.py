@@ -34,3 +34,9 @@ def test_operators_run_again_after_outputs_were_recorded(architecture):
         assert_close(found, expected, 1e-5)
     assert operators_of(lambda: model(ids)) == operators
     assert_close(output(model, ids), output(own, ids), 1e-5)
+    seen: list[torch.nn.Module] = []
+    recording = [module for module in model.modules() if module._forward_hooks]
+    for module in recording:
+        module.register_forward_hook(lambda module, *_: seen.append(module))
+    model(ids)
+    assert {*seen} == {*recording}

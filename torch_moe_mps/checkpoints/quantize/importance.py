@@ -27,6 +27,7 @@ from ...quantization.formats import check_importance, check_weighed
 from ...transformers.basics.interface import ON_DISK, Experts, count_of, projections
 from ...transformers.modules.experts import activated_rows
 from ...transformers.modules.linears import GroupedLinear, QuantizedLinear
+from ...transformers.modules.stacked_experts import takes_ids
 from .reasons import groups_of
 from .target import Target, quantizable
 from .tied import tied_layers
@@ -243,9 +244,10 @@ def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
 
 
 def _multiplied(model: nn.Module) -> Iterator[Target]:
-    """Experts and linear layers of a model, dense or quantised."""
+    """Experts that are called with ids, and linear layers of a model, dense or quantised."""
     for target in quantizable(model).values():
-        if not isinstance(target.module, nn.Embedding):
+        is_known = target.kind != "experts" or takes_ids(target.module)
+        if is_known and not isinstance(target.module, nn.Embedding):
             yield target
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
@@ -265,6 +267,7 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
     """Adds the squared inputs of each expert, by a product with a one-hot matrix instead of atomics."""
     names = ("hidden_states", "top_k_index", "top_k_weights")
     x, ids, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
+    x = x.flatten(0, -2)
     experts: Experts = target.experts
     first, second = projections(experts)
     of_experts = torch.arange(count_of(experts), device=ids.device)[:, None]

@@ -24,10 +24,12 @@ from ..basics.interface import (
     ON_DISK,
     Experts,
     ExpertsForm,
+    are_apart,
     form_of,
     formats_of,
     is_experts,
     is_quantized,
+    parts_of,
     projections,
     stack_of,
 )
@@ -443,7 +445,10 @@ def _count(self: Experts) -> int:
 
 
 def _activated(self: Experts, rows: Tensor) -> Tensor:
-    activation = None if _activation_is_observed(self) else _activation(self)
+    if are_apart(self):  # its state is that of a rule
+        activation = activation_of(self)
+    else:
+        activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
         return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     out: Tensor = ops.expert_activation(rows, **activation_arguments(activation))
@@ -476,6 +481,8 @@ def _multiplied(
 ) -> Tensor:
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
+        if are_apart(self):
+            return torch.cat([ops.expert_mm(x, ids, part) for part in parts_of(self, projection)], -1)
         return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
     formats = formats_of(self)
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]

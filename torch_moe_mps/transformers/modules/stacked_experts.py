@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
 from ...ops.families.experts import _moe_experts
 from ..basics.interface import FORM, ExpertsForm
-from ..basics.state import Unsupported, original_class, restore_class, subclass
+from ..basics.state import REWRITTEN, STATE, Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import Begin, first_form
@@ -97,6 +97,11 @@ def first_of(module: nn.Module, forms: Sequence[ExpertsForm], begin: Begin, *arg
 def _inputs(forward: Callable) -> list[str]:
     """The names of a forward's arguments."""
     return [*inspect.signature(forward).parameters][1:]
+
+
+def takes_ids(experts: nn.Module) -> bool:
+    """True for experts whose forward takes rows, ids and weights."""
+    return FORM not in vars(experts) or len(_inputs(original_class(experts).forward)) == 3
 
 
 def dense_shapes(module: nn.Module) -> Shapes:
@@ -271,6 +276,9 @@ def run_form(module: nn.Module) -> None:
     """Makes recognised experts run the operators, as those with transformers' interface do."""
     if FORM in vars(module):
         restore_class(module, KIND)
+        if vars(module)[FORM].methods:  # a rule has made its own code read the stacks elsewhere
+            restore_class(module, REWRITTEN)
+            vars(module).pop(STATE, None)
         cls: Any = type(module)
         module.__class__ = class_with_form(cls, vars(module)[FORM].methods)
 
