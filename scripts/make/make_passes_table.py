@@ -21,6 +21,7 @@ import paths
 if __name__ == "__main__":
     asked = paths.words(__doc__, "measure")
 
+import models_page
 import simulator
 import torch
 import transformers
@@ -32,7 +33,7 @@ if __name__ == "__main__":
     install()  # in front of whatever asks torch for MPS
 
 from support import tiny_models
-from support.launches import FREE, NotCaptured, captured_call, model_on_mps
+from support.launches import FREE, captured_call, model_on_mps
 
 import torch_moe_mps
 from torch_moe_mps.transformers import wiring
@@ -97,10 +98,11 @@ def measured() -> str:
     """The text of tests/pinned/passes.txt: a line for each pass, in their order."""
     transformers.logging.set_verbosity_error()
     saved: list[dict[str, int]] = [{} for _ in passes.PASSES]
-    for architecture in (*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES):
+    others = models_page.rows(models_page.WITHOUT)
+    for architecture in (*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES, *others):
         try:
             counts = saved_by(architecture)
-        except (NotCaptured, RuntimeError, TypeError) as error:
+        except Exception as error:  # of code that has no tokens, or takes none like these
             print(f"{architecture}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         for of_pass, count in zip(saved, counts, strict=True):

@@ -53,9 +53,8 @@ Of {without} others, {others_on_operators} run their experts on the operators. U
 
 {reasons}
 
-Stacks must be called `gate_up_proj` or `up_proj`, and `down_proj`: formats and converters go by these names.
-Those of jetmoe are called otherwise: `bits` quantises its other layers, and its experts run dense.
-dbrx's are `w1`, `v1` and `w2` of [E * F, H]: they run in steps and stay dense whatever `bits` says.
+Stacks are called `gate_up_proj` or `up_proj`, and `down_proj`; those of dbrx and jetmoe are so once they are
+quantised or on the disk. `importance` leaves out experts that are called without ids: jetmoe's and llama4's.
 Published folders of step3p7, llama4 and longcat_flash run as the others, but:
 
 - step3p7: MTP layers are left out, as transformers' config lacks their sizes.

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGUFReader, dequantize, get_tensor_name_map
 from safetensors.torch import load_file, save_file
 from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, class_of, dense, of_architecture, write, write_file
@@ -278,6 +278,43 @@ def test_gpt_oss(tmp_path, recwarn, kinds):
     expected, found = logits(of_gpt_oss(path, model.config)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert sum(tensor.nbytes for tensor in stored(model)) <= 1.05 * os.path.getsize(path)
+
+
+def of_dbrx(path, config):
+    """The dense model, from the file's values by the names of the package gguf."""
+    values = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type)) for t in GGUFReader(path).tensors}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    names = get_tensor_name_map(MODEL_ARCH.DBRX, config.n_layers)
+    state = {}
+    for name, parameter in model.state_dict().items():
+        value = values.pop(f"{names.get_name(name.removesuffix('.weight'))}.weight")
+        value = value.mT if name.endswith("w2") else value
+        state[name] = value.reshape(parameter.shape)
+    assert not values
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "up"),
+    [(("q4_k", "q6_k", "q8_0"), "q4_k"), (("q4_0", "q5_1", "q4_k"), "q5_0"), (("=q4_0", "=q5_1", "q8_0"), "=q4_0")],
+)
+def test_dbrx(tmp_path, recwarn, kinds, up):
+    """transformers does not read it; gate and up projections of one type are one stack."""
+    path = write_file(tmp_path / "model.gguf", "dbrx", kinds, up=up)
+    model = load(path)
+    assert not [w for w in recwarn if "GGUF" in str(w.message)] and not model.hf_quantizer.report.skipped
+    assert (model.config.attn_config.clip_qkv, model.config.ffn_config.moe_top_k) == (1.5, 2)
+    experts = {name: str(form) for name, form in formats_in(model.transformer.blocks[1].ffn.experts).items()}
+    several = {} if up == kinds[0] else {"up_proj": up}
+    packed = {} if up == "=q4_0" else {"gate_up_proj": kinds[0], **several, "down_proj": kinds[1]}
+    assert experts == packed
+    own = of_dbrx(path, model.config)
+    expected, found = logits(own), logits(model)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    again = torch_moe_mps.from_pretrained(path, bits=4, group_size=32, device_map="cpu")
+    torch_moe_mps.accelerate(own, bits=4, group_size=32)
+    assert (logits(again) - logits(own)).abs().max() <= 2e-5 * logits(own).abs().max()
 
 
 def test_names_are_looked_up_in_a_table_of_the_model_and_of_its_base(tmp_path, monkeypatch):

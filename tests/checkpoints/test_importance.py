@@ -1,5 +1,6 @@
 """Importance: what weights multiply, collected, kept in files, and quantised by."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 
@@ -90,6 +91,43 @@ def test_quantised_and_accelerated_models_have_the_same_means():
     assert quantised.means.keys() == dense.means.keys()
     for name, mean in dense.means.items():
         torch.testing.assert_close(quantised.means[name], mean, rtol=0.1, atol=0.02 * float(mean.max()))
+
+
+def test_means_of_experts_under_other_names():
+    """DBRX's, by its own code, which calls a module with each expert's matrices."""
+    own = tiny("dbrx", n_layers=1)
+    model, sums, counts = copy.deepcopy(own), torch.zeros(2, 8, 96).double(), torch.zeros(8).double()
+
+    def watched(_, args):
+        x, w1, v1, _ = args
+        number = w1.storage_offset() // w1.numel()
+        counts[number] += len(x)
+        rows = torch.nn.functional.silu(x @ w1.T) * (x @ v1.T)
+        for place, each in enumerate((x, rows)):
+            sums[place, number, : each.shape[-1]] += each.double().square().sum(0)
+
+    own.transformer.blocks[0].ffn.experts.mlp.register_forward_pre_hook(watched)
+    with torch.no_grad():
+        for window in tokens().split(512):
+            own(input_ids=window[None], use_cache=False)
+    torch_moe_mps.accelerate(model, check=False)
+    found = collected(model)
+    for total, name in zip(sums, ("gate_up_proj", "down_proj"), strict=True):
+        mean = found.means[f"transformer.blocks.0.ffn.experts.{name}"]
+        expected = (total + PRIOR * total.sum(0) / counts.sum()) / (counts[:, None] + PRIOR)
+        torch.testing.assert_close(mean.double(), expected[:, : mean.shape[1]], rtol=1e-5, atol=1e-9)
+    report = torch_moe_mps.accelerate(model, 4, 32, importance=found, check=False)
+    assert "for 5 of 6 matrices" in report.quantization.importance  # of all but the embedding
+
+
+@pytest.mark.parametrize("architecture", ["jetmoe", "llama4"])
+def test_experts_that_are_called_without_ids_have_no_means(architecture):
+    with tiny_models.groups_of_32():
+        model = tiny(architecture)
+    found = collected(model)
+    assert found.means and not any("down_proj" in name and "experts" in name for name in found.means)
+    report = torch_moe_mps.accelerate(model, 4, 32, importance=found, check=False)
+    assert report.quantization.importance is not None
 
 
 SOME = ("deepseek_v3", "gpt_oss", "qwen3_next")

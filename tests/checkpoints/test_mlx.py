@@ -71,6 +71,16 @@ def test_matrices_of_one_parameter_have_one_format(tmp_path):
         mlx_models.load(tmp_path, type(model))
 
 
+@pytest.mark.parametrize(("architecture", "ends"), [("qwen3_moe", "down_proj"), ("dbrx", (".w1", ".v1"))])
+def test_experts_with_one_matrix_in_few_bits_are_dense(architecture, ends, tmp_path):
+    model = mlx_models.tiny(architecture)
+    predicate = lambda path, _: not path.endswith(ends) and {"group_size": 32, "bits": 4, "mode": "affine"}  # noqa: E731
+    oracle = mlx_models.write(model, tmp_path, 4, predicate=predicate)
+    loaded = mlx_models.load(tmp_path, type(model))
+    assert not any(name.endswith("_proj_packed") for name in loaded.state_dict())
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
+
+
 def test_a_layer_of_matrices_in_two_formats_is_dense(tmp_path):
     """Gate and up projection of a layer without experts, which are one here."""
 

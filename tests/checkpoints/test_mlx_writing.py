@@ -32,7 +32,7 @@ EVERY = in_sweep(mlx_models.ARCHITECTURES, ALWAYS)
 FORMATS = [(bits, 32, "affine") for bits in (4, 2, 3, 5, 6, 8)]
 FORMATS += [(4, 64, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")]
 OFTEN = [
-    *((name, FORMATS[0]) for name in ("qwen3_moe", "deepseek_v3")),
+    *((name, FORMATS[0]) for name in ("qwen3_moe", "deepseek_v3", "dbrx")),
     *(("gpt_oss", FORMATS[7]), ("qwen3_next", FORMATS[4])),
 ]
 # In the sweep each architecture in the first format, and in two others in turn.

@@ -31,8 +31,8 @@ from torch_moe_mps.transformers.modules.linears import QuantizedLayer, has_quant
 transformers.logging.set_verbosity_error()
 
 # Merged and transposed experts; tied and scaled embeddings. Experts one by one are those of fp8.
-ALWAYS = ["gpt_oss", "gemma4"]
-EVERY = in_sweep(tiny_models.architectures(), ALWAYS)
+ALWAYS = ["gpt_oss", "gemma4", "dbrx", "jetmoe"]
+EVERY = in_sweep([*tiny_models.architectures(), *ALWAYS[2:]], ALWAYS)
 # Buffers that save_pretrained of transformers loses.
 LOST = "balancing_biases"
 

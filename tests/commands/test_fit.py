@@ -419,10 +419,10 @@ def test_the_memory_beside_states_has_room_for_drafts(architecture):
     assert found.memory(5) - found.beside >= found.at(5)
 
 
-LOADED = (("qwen3_moe", 4), ("qwen3_moe", 8), ("qwen3_5", 4), ("gemma4", 4))
+LOADED = (("qwen3_moe", 4), ("qwen3_moe", 8), ("gemma4", 4), ("qwen3_5", 4), ("dbrx", 4), ("jetmoe", 4))
 
 
-@pytest.mark.parametrize(("architecture", "bits"), rows_in_sweep(LOADED, LOADED[2:3]))
+@pytest.mark.parametrize(("architecture", "bits"), rows_in_sweep(LOADED, LOADED[3:]))
 def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys):
     """From a config alone, and from a checkpoint."""
     overrides = tiny_models.SMALL_GEMMA4 if architecture == "gemma4" else {}
@@ -439,6 +439,28 @@ def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys)
         assert main([*map(str, command)]) == 0
         (size,) = (s for s in json.loads(file.read_text())["sizes"] if s["name"] == f"{bits} bit")
         assert (size["bytes"], size["bytes_a_token"]) == expected, folder
+
+
+@pytest.mark.parametrize("architecture", ["dbrx", "jetmoe"])
+def test_a_token_reads_its_experts_under_other_names(architecture, tmp_path):
+    """Two of eight; their routers, and a bias, whole."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model(architecture)
+    model.save_pretrained(tmp_path)
+    expected = 64 * 4  # a row of the embedding
+    for name, weight in model.named_parameters():
+        is_of_experts = name.endswith((".w1", ".v1", ".w2", "put_linear.weight"))
+        is_embedding = (
+            name.endswith(("wte.weight", "embed_tokens.weight")) and not model.config.tie_word_embeddings
+        )
+        expected += 0 if is_embedding else weight.nbytes // 4 if is_of_experts else weight.nbytes
+    command = ["fit", tmp_path, "--group-size", 32, "--json", tmp_path / "x.json"]
+    assert main([*map(str, command)]) == 0
+    data = json.loads((tmp_path / "x.json").read_text())
+    (size,) = (s for s in data["sizes"] if s["name"] == "32 bit")
+    assert size["bytes"] == sum(weight.nbytes for weight in model.parameters())
+    assert size["bytes_a_token"] == expected
+    assert data["kv_cache"]["bytes_a_token"] > 0
 
 
 def test_wired_limits():

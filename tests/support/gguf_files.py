@@ -248,7 +248,22 @@ def _gpt_oss(architecture: str, first: str, second: str, third: str, up: str):
     return keys, matrices
 
 
-_ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35, "lfm2": _lfm2, "gpt-oss": _gpt_oss}
+def _dbrx(architecture: str, first: str, second: str, third: str, up: str):
+    """As llama.cpp writes them: queries, keys and values in one matrix, the second norm behind attention's."""
+    keys, matrices = _around(first, second, third)
+    _tokens(keys)
+    keys |= {"expert_count": EXPERTS, "expert_used_count": 2, "attention.clamp_kqv": 1.5}
+    keys["rope.freq_base"] = 500000.0
+    for layer in range(LAYERS):
+        rows = HIDDEN + 2 * KEY_HEADS * WIDTH
+        matrices |= {f"blk.{layer}.attn_qkv.weight": ((rows, HIDDEN), first)}
+        matrices |= {f"blk.{layer}.attn_output.weight": ((HIDDEN, HIDDEN), third)}
+        matrices |= _feed_forward(layer, HIDDEN, True, first, second, up)
+        matrices |= _norms(layer, "attn_output_norm")
+    return keys, matrices
+
+
+_ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35, "lfm2": _lfm2, "gpt-oss": _gpt_oss, "dbrx": _dbrx}
 
 
 # Architectures of transformers' first loader: their names in files, where those differ.

@@ -25,6 +25,7 @@ PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
 ARCHITECTURES: dict[str, dict] = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"]},
     "bailing_hybrid": {"layer_group_size": 2},
+    "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2}},
     "deepseek_v2": {"rope_parameters": UNSCALED | {"rope_type": "yarn", "rope_theta": 10000.0}},
     "deepseek_v3": {},
     "deepseek_v32": {},
@@ -304,7 +305,7 @@ def with_older_keys(config: dict) -> dict:
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": UNSCALED if config["model_type"] == "deepseek_v2" else None,
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
-        "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
         "norm_topk_prob": True,
         "shared_intermediate_size": config.get("intermediate_size"),
         "rotary_dim": config.get("head_dim"),

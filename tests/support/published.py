@@ -1,5 +1,6 @@
 """Tiny folders of architectures with the names, and the config, that their makers publish."""
 
+import functools
 from pathlib import Path
 
 import torch
@@ -83,6 +84,25 @@ NAMES = {
         "multi_modal_projector.linear_1.weight",
         "vision_model.class_embedding",
     ),
+    "dbrx": (
+        "lm_head.weight",
+        "transformer.blocks.0.ffn.experts.mlp.v1",
+        "transformer.blocks.0.ffn.experts.mlp.w1",
+        "transformer.blocks.0.ffn.experts.mlp.w2",
+        "transformer.blocks.0.ffn.router.layer.weight",
+        "transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight",
+        "transformer.wte.weight",
+    ),
+    "jetmoe": (
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.bias",
+        "model.layers.0.mlp.input_linear.weight",
+        "model.layers.0.mlp.output_linear.weight",
+        "model.layers.0.mlp.router.layer.weight",
+        "model.layers.0.self_attention.experts.input_linear.weight",
+        "model.layers.0.self_attention.experts.output_linear.weight",
+        "model.layers.0.self_attention.kv_proj.weight",
+    ),
     "longcat_flash": (
         "lm_head.weight",
         "model.embed_tokens.weight",
@@ -142,9 +162,10 @@ def _llama4() -> PreTrainedModel:
         return _randomised(transformers.Llama4ForConditionalGeneration(config))
 
 
-def _longcat() -> PreTrainedModel:
+def _tiny(architecture: str) -> PreTrainedModel:
     with tiny_models.groups_of_32():
-        return tiny_models.tiny_model("longcat_flash")
+        return tiny_models.tiny_model(architecture)
 
 
-_MODELS = {"step3p7": _step, "llama4": _llama4, "longcat_flash": _longcat}
+_MODELS = {"step3p7": _step, "llama4": _llama4}
+_MODELS |= {name: functools.partial(_tiny, name) for name in ("longcat_flash", "dbrx", "jetmoe")}

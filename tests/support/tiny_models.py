@@ -437,9 +437,22 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
             gate = values_of["gate_up_proj"]
             values_of["gate_up_proj"] = torch.cat((gate, values_of.pop("up_proj")), 1)
         for parameter, values in values_of.items():
-            weight = getattr(dense.get_submodule(name), parameter)
-            weight[: len(values)].copy_(values.mT if getattr(module, "is_transposed", False) else values)
+            for weight, part in own_weights(dense.get_submodule(name), parameter, values):
+                weight[: len(part)].copy_(part.mT if getattr(module, "is_transposed", False) else part)
     return dense
+
+
+def own_weights(module: nn.Module, parameter: str, values: torch.Tensor) -> list[tuple]:
+    """(a parameter as its class has it, its values) of a stack of matrices [E, output, input]."""
+    own = module._modules
+    if "input_linear" in own:  # JetMoE
+        return [(own["output_linear" if parameter == "down_proj" else "input_linear"].weight, values)]
+    if hasattr(own.get("mlp"), "w1"):  # DBRX
+        if parameter == "down_proj":
+            return [(own["mlp"].w2, values.mT.flatten(0, 1))]
+        gate, up = values.chunk(2, 1)
+        return [(own["mlp"].w1, gate.flatten(0, 1)), (own["mlp"].v1, up.flatten(0, 1))]
+    return [(getattr(module, parameter), values)]
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ PRIVATE = {
     "transformers.quantizers.base:HfQuantizer.update_dtype": ("dtype",),
     "transformers.quantizers.auto:AutoHfQuantizer.supports_quant_method": ("quantization_config_dict",),
     "transformers.core_model_loading:ConversionOps.convert": ("input_dict",),
+    "transformers.utils.output_capturing:_active_collector.get": (),
     "peft.tuners.lora.model:LoraModel._create_new_module": ("lora_config", "adapter_name", "target"),
     "peft.tuners.tuners_utils:BaseTuner._inject_parameters": ("peft_config", "model"),
     "peft.tuners.tuners_utils:_maybe_include_all_linear_layers": ("peft_config", "model"),

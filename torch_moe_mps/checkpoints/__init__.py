@@ -20,8 +20,8 @@ Other parts of the package import these names alone:
                          read_importance
     quantize.in_place    keep_when_saving, LOADED, quantize_model
     quantize.recipe      ARGUMENTS, AUTO, fits, Recipe, recipe_of, requested_recipe, SAME
-    quantize.sizes       bytes_a_token, large_tables, memory_for_slots, prompt_bytes, quantized_sizes,
-                         room_for_experts, top_k, total_bytes
+    quantize.sizes       bytes_a_token, bytes_of_experts, large_tables, memory_for_slots, prompt_bytes,
+                         quantized_sizes, room_for_experts, top_k, total_bytes
     quantize.streaming   one_by_one, threads_crash
     quantize.target      quantizable, Target
     quantizer            layout_of, Quantizer, register
@@ -32,8 +32,9 @@ Other parts of the package import these names alone:
 
 It imports these from the rooms of transformers/, beside `upstream/`:
 
-    basics.interface         codes_of, Experts, experts_of, FORM, formats_of, is_quantized, ON_DISK,
-                             projections, weights_in
+    basics.interface         are_apart, codes_of, count_of, drop_apart, Experts, experts_of, FORM, formats_of,
+                             is_quantized, ON_DISK, parts_of, projections, stack_of, weights_in,
+                             weights_of_experts
     basics.logits            watch
     basics.report            aligned, any_layer, in_unit, QuantizationReport, QuantizedProjection
     basics.scoped            having
@@ -44,7 +45,7 @@ It imports these from the rooms of transformers/, beside `upstream/`:
     modules.experts_on_disk  give_weights, keep_whole, OnDisk, put_on_disk, put_table_on_disk, turned
     modules.linears          as_codes, formats_in, GroupedLinear, has_quantized_weights, OrderedLinear,
                              QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-    modules.stacked_experts  run_form
+    modules.stacked_experts  run_form, takes_ids
     modules.traced           Input, path_of, trace
     trials.comparing         agrees, on_the_cpu, tried
     trials.replicas          bare_replica

@@ -20,7 +20,14 @@ from ..disk.file import ExpertsFile, Layer, written
 from ..disk.pool import Pools, least_memory, most_experts, slots_in
 from ..disk.stored import StoredExperts
 from ..macs import memory_for_models
-from ..transformers.basics.interface import Experts, experts_of, formats_of, is_quantized, projections
+from ..transformers.basics.interface import (
+    Experts,
+    count_of,
+    experts_of,
+    formats_of,
+    is_quantized,
+    projections,
+)
 from ..transformers.modules.experts import pinned_config
 from ..transformers.modules.experts_on_disk import (
     OnDisk,
@@ -33,7 +40,14 @@ from ..transformers.modules.experts_on_disk import (
 from ..transformers.modules.stacked_experts import run_form
 from .cutting import cutting
 from .layouts.files import checkpoint_files
-from .quantize.sizes import large_tables, memory_for_slots, room_for_experts, top_k, total_bytes
+from .quantize.sizes import (
+    bytes_of_experts,
+    large_tables,
+    memory_for_slots,
+    room_for_experts,
+    top_k,
+    total_bytes,
+)
 from .quantizer import quantizer_for
 from .rows import rows_of
 from .source import Source
@@ -41,6 +55,7 @@ from .write.parts import Parts
 
 AUTO = "auto"
 _MOST = 1 << 60  # bytes: more than any memory
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # names of tensors begin so
 NAME = "experts.moe_mps"  # the file beside a checkpoint's
 
 
@@ -263,7 +278,7 @@ def _weights_of(source: Source, recipe: Mapping[str, Any] | None, model: Any) ->
     limit, layers = memory_for_models(torch.backends.mps.is_available()), layers_of(model, on_gpu)
     tables = _tables(source, recipe, model, limit)
     rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
-    experts = sum(map(total_bytes, experts_of(model).values()))
+    experts = sum(map(bytes_of_experts, experts_of(model).values()))
     return _Weights(model, layers, tables, total_bytes(model), experts, rows, limit, on_gpu)
 
 
@@ -350,9 +365,7 @@ def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
     """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
     tensors = tensors_of(module)
     is_turned = on_mps and module.is_transposed and not is_quantized(module)
-    layer = Layer(
-        name, len(next(iter(tensors.values()))), {}, tuple(projections(module)) if is_turned else ()
-    )
+    layer = Layer(name, count_of(module), {}, tuple(projections(module)) if is_turned else ())
     return replace(layer, tensors=_shapes(turned(layer, tensors)))
 
 
@@ -371,10 +384,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ..
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The tensors [experts, ...] of an experts module."""
-    named = {**module._parameters, **module._buffers}
-    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-    count = next(len(tensor) for tensor in tensors.values() if tensor.dim() == 3)
-    return {name: tensor for name, tensor in tensors.items() if tensor.dim() and len(tensor) == count}
+    tensors, count = {**module._parameters, **module._buffers}, count_of(module)
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(_OF_EXPERTS)}
+    return {n: t for n, t in tensors.items() if t is not None and t.dim() and len(t) == count}
 
 
 def reading_beside_the_disk(
@@ -385,13 +397,16 @@ def reading_beside_the_disk(
     Raises: as `experts_file`, before that.
     """
     experts = experts_file(source, recipe, plan.model, plan.layers) if plan.on_disk else None
-    names = [*plan.on_disk, *(() if plan.tables is None else (table.name for table in plan.tables.layers))]
+    layers = [layer for layer in plan.layers if layer.name in plan.on_disk]
+    layers += [] if plan.tables is None else plan.tables.layers
 
     def cut(model: Any, device: torch.device) -> Callable[[], None]:
         """Takes what stays on the disk out of a model. Returns: what puts slots in its place."""
-        for name in names:
-            _put(model, name, nn.Module())
-        ignored = {rf"^{re.escape(name)}\." for name in names}
+        for layer in layers:
+            rest = nn.Module()
+            _move_rest(plan.model.get_submodule(layer.name), layer, model.get_submodule(layer.name), rest)
+            _put(model, layer.name, rest)
+        ignored = {rf"^{re.escape(layer.name)}\." for layer in layers}
         model._keys_to_ignore_on_load_unexpected = ignored | {
             *(model._keys_to_ignore_on_load_unexpected or ())
         }
@@ -411,6 +426,7 @@ def _put_on_disk(
         pools = Pools(file, slots, device)
         for pool in pools.layers:
             module: Any = plan.model.get_submodule(pool.about.name)
+            _move_rest(module, pool.about, model.get_submodule(pool.about.name), module)
             give_weights(module, turned(pool.about, pool.tensors))
             module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
             module._is_hf_initialized = True
@@ -423,6 +439,16 @@ def _put_on_disk(
             _put(model, pool.about.name, module)
             modules.append(module)
     keep_whole(model, modules)
+
+
+def _move_rest(planned: nn.Module, layer: Layer, source: nn.Module, to: nn.Module) -> None:
+    """Moves what is not on the disk of a planned module, as a router in it, from one module to another."""
+    for path, _ in [*planned.named_parameters()]:
+        first, is_below, _ = path.partition(".")
+        if is_below:
+            to._modules[first] = source._modules[first]
+        elif path not in layer.tensors:
+            to._parameters[path] = source._parameters[path]
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

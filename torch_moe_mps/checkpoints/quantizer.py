@@ -42,7 +42,7 @@ from .quantize.streaming import QuantizeParameters, one_by_one, threads_crash
 from .quantize.target import Target, present
 from .quantize.tied import tie_quantized
 from .quantize.weights import empty_weight, replace, store_empty
-from .unread import drop_unread
+from .stacks import of_stacks, settle_stacks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +111,7 @@ class Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Chooses the layout of the checkpoint and the modules to quantise, before any weight is read."""
         _keep_float32(model)
-        drop_unread(model)
+        settle_stacks(model)
         config = self.quantization_config
         if not self.pre_quantized:
             self.layout = DenseLayout(model, config.dequantized_gguf)
@@ -202,7 +202,7 @@ class Quantizer(HfQuantizer):
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
-        return self.layout.conversions(weight_conversions)
+        return self.layout.conversions([*of_stacks(model), *weight_conversions])
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """Raises: ValueError where transformers would split quantised weights over processes."""

@@ -13,11 +13,11 @@ from ..transformers.upstream.weights import (
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
-    get_model_conversion_mapping,
     rename_source_key,
 )
 from .layouts.files import TensorPlace, places_in
 from .own.reading import OwnLayout
+from .stacks import conversions_of
 
 _DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I32": torch.int32
@@ -72,7 +72,7 @@ def _found(
     model: Any, quantizer: Any, files: Sequence[str], wanted: set[str]
 ) -> dict[str, list[tuple[str, TensorPlace]]]:
     """{name of a tensor: (file, place) of its parts, in order} of the wanted ones whose bytes stay."""
-    conversions = get_model_conversion_mapping(model, None, quantizer)
+    conversions = conversions_of(model, quantizer)
     parts, changed = defaultdict(list), set()
     for file in files:
         places = places_in(file)

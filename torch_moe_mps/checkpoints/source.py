@@ -34,7 +34,7 @@ from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
-from .unread import drop_unread
+from .stacks import settle_stacks
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -221,7 +221,7 @@ class Source:
                     model = self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
-        drop_unread(model)
+        settle_stacks(model)
         return model
 
 

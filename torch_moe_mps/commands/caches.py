@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..transformers.basics.interface import FORM, experts_of, is_quantized
+from ..transformers.basics.interface import FORM, are_apart, experts_of, is_quantized, is_settled
 from ..transformers.caches.cache import as_held
 from ..transformers.caches.deferred_states import bytes_beside
 from ..transformers.caches.growing import free_slots_for, window_slots
@@ -85,7 +85,8 @@ def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
 @contextmanager
 def _on_shapes(model: Any) -> Iterator[None]:
     """Block where recognised dense experts run the operators: their own code reads values."""
-    experts = [e for e in experts_of(model).values() if FORM in vars(e) and not is_quantized(e)]
+    experts = [e for e in experts_of(model).values() if FORM in vars(e)]
+    experts = [e for e in experts if not (is_quantized(e) or is_settled(e) or are_apart(e))]
     training = model.training
     try:
         model.eval()

@@ -25,6 +25,7 @@ from ..checkpoints.quantize.recipe import (
 )
 from ..checkpoints.quantize.sizes import (
     bytes_a_token,
+    bytes_of_experts,
     prompt_bytes,
     quantized_sizes,
     total_bytes,
@@ -69,7 +70,7 @@ class Size:
     speculative: int = 0
 
     def of(self, module: nn.Module) -> int:
-        return total_bytes(module, self.quantized)
+        return bytes_of_experts(module, self.quantized)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..checkpoints.quantize.sizes import large_tables, memory_for_slots, room_for_experts, top_k
-from ..transformers.basics.interface import experts_of
+from ..transformers.basics.interface import count_of, experts_of
 from ..transformers.basics.report import aligned
 
 # Share of the experts that is in memory -> share of a token's experts that is found there: owners' figures
@@ -62,7 +62,7 @@ def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Res
     if room is None:
         return None
     one, staging = next(iter(experts.values())), 2 * max(layers)
-    of_token = total * top_k(one) / one.down_proj.shape[0]
+    of_token = total * top_k(one) / count_of(one)
     least = min(total, staging + math.ceil(of_token))
     memory = memory_for_slots(total, room, least)
     if memory < least:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,11 +21,20 @@ from .attention.implementations import (
 from .attention.latents import use_latents
 from .basics.code import unchanged
 from .basics.configs import EXPERTS, ImplementationNames, drop_views
-from .basics.interface import FORM, experts_of, forget_form, form_of, is_experts, is_quantized, weights_in
+from .basics.interface import (
+    FORM,
+    are_apart,
+    experts_of,
+    forget_form,
+    is_experts,
+    is_quantized,
+    is_settled,
+    weights_in,
+)
 from .basics.logits import mark_head
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
-from .basics.state import Unsupported, kv_bits_of
+from .basics.state import kv_bits_of
 from .basics.unmodified import eager_on_cpu, refusal, why_unmodified
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
@@ -153,9 +162,11 @@ def _warn_of_what_was_left(model: nn.Module, report: Report, quantises: bool) ->
 def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: int | None = None) -> None:
     """Replaces modules and calls, and adds a row for each module to the report, in the model's order."""
     drop_views(model)
-    names = ImplementationNames()
+    names, refused = ImplementationNames(), dict[str, str]()
     with unchanged():
-        _replace_others(model, report, _replace_experts(model, report, names), names)
+        experts = _replace_experts(model, report, names, refused)
+        _replace_others(model, report, experts, names)
+    _add_other_experts(model, report, experts, refused)
     if _TRACED.isdisjoint(report.operators()):
         warn_of_traces()
     if _is_of_transformers(model):
@@ -164,9 +175,16 @@ def _replace(model: nn.Module, report: Report, capture: bool | None, kv_bits: in
     report.rows.sort(key=lambda row: order[row.name])
 
 
-def _replace_experts(model: nn.Module, report: Report, names: ImplementationNames) -> Collection[str]:
-    """Replaces the experts, and returns their names."""
-    result = experts_of(model)
+def _replace_experts(
+    model: nn.Module, report: Report, names: ImplementationNames, refused: dict[str, str]
+) -> Collection[str]:
+    """Replaces the experts, and returns their names. A rule knows those with stacks elsewhere.
+
+    Args:
+        refused: as for experts_of.
+    """
+    found = experts_of(model, refused)
+    result = {name: experts for name, experts in found.items() if not are_apart(experts)}
     for name, experts in result.items():
         done = described(experts)
         reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
@@ -200,7 +218,6 @@ def _replace_others(
             is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
             done = [*done, ATTENTION._replace(only_on_mps=is_sdpa), *use_latents(module)]
         _add_row(report, name, module, done, reason, routers)
-    _add_other_experts(model, report, experts)
     use_attention(attentions.values())
 
 
@@ -224,7 +241,9 @@ def _add_row(
         report.rows = [row for row in report.rows if row.done or row.name not in inside]
 
 
-def _add_other_experts(model: nn.Module, report: Report, known: Collection[str]) -> None:
+def _add_other_experts(
+    model: nn.Module, report: Report, known: Collection[str], refused: Mapping[str, str]
+) -> None:
     """Notes the experts that no operator runs, and why."""
     blocks = {row.name for row in report.rows if row.kind == "experts" and row.done}
     for name, module in model.named_modules():
@@ -232,7 +251,7 @@ def _add_other_experts(model: nn.Module, report: Report, known: Collection[str])
         if name in known or is_rewritten(module) or parent in blocks:
             continue
         around = model.get_submodule(parent)
-        if reason := _other_experts(name, module, around):
+        if reason := _other_experts(name, module, around, refused):
             report.add(name, module, "experts", (), reason)
 
 
@@ -279,7 +298,7 @@ def restore(model: nn.Module) -> nn.Module:
     drop_views(model)
     for module in model.modules():
         restore_module(module)
-        if not is_quantized(module):
+        if not is_quantized(module) and not is_settled(module):
             restore_form(module)
             forget_form(module)
     return model
@@ -303,7 +322,7 @@ def _require_known(recipe: Collection[str]) -> None:
             raise TypeError(f"moe_mps::accelerate: arguments must be some of {known}, got {name!r}")
 
 
-def _other_experts(path: str, module: nn.Module, around: nn.Module) -> str | None:
+def _other_experts(path: str, module: nn.Module, around: nn.Module, refused: Mapping[str, str]) -> str | None:
     """Why a module in another one is left alone although its name, or its class's, says experts."""
     cls, name = type(module).__name__, path.rpartition(".")[2]
     if "shared" in f"{cls} {name}".lower():
@@ -314,10 +333,8 @@ def _other_experts(path: str, module: nn.Module, around: nn.Module) -> str | Non
         if separate and any(hasattr(child, "expert_capacity") for child in around.children()):
             return "its router drops the tokens beyond an expert's capacity"
         return "each expert is a module, without transformers' experts interface" if separate else None
-    try:
-        form_of(module)
-    except Unsupported as unsupported:
-        return str(unsupported)
+    if path in refused:
+        return refused[path]
     stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     if cls.endswith("Experts") and stacked:
         return "its class does not follow transformers' experts interface"

@@ -16,7 +16,17 @@ from ..ops._samples import FAMILY_OF
 from ..ops.families.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
-from .basics.interface import ON_DISK, codes_of, is_experts, is_quantized, projections, weights_in
+from .basics.interface import (
+    FORM,
+    ON_DISK,
+    codes_of,
+    count_of,
+    is_experts,
+    is_quantized,
+    projections,
+    weights_in,
+    weights_of_experts,
+)
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in
 
@@ -134,7 +144,9 @@ def _libraries_of_weights(module: nn.Module, dtype: str, parts: Iterable[str]) -
     for format in formats_in(module).values():
         yield from (f"quantized_{part}{format}_{dtype}" for part in parts)
     if is_experts(module):
-        yield "bucket_i64"  # routers give such ids
+        yield "bucket_i64"  # routers give such ids, and those of the families' blocks int32
+        if FORM in vars(module) and vars(module)[FORM].stacks:
+            yield "bucket_i32"
         if not is_quantized(module):
             yield f"experts_{dtype}"
 
@@ -151,8 +163,7 @@ def _files_of(model: nn.Module, operators: Collection[str]) -> set[str]:
 
 
 def _numbers_of_experts(model: nn.Module) -> set[int]:
-    modules = (module for module, _ in _on_mps(model) if is_experts(module))
-    return {next(weights_in(module, recurse=False)).shape[0] for module in modules}
+    return {count_of(module) for module, _ in _on_mps(model) if is_experts(module)}
 
 
 def routing_libraries(experts: Iterable[int]) -> list[str]:
@@ -179,12 +190,12 @@ def cache_libraries(model: nn.Module, dtype: str) -> list[str]:
 
 
 def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(module, dtype of its activations) of the modules with parameters of their own on mps.
+    """(module, dtype of its activations) of the modules with parameters of their own on mps, and of experts.
 
     The dtype comes from the module's weights or scales, or else from the model.
     """
     for module in model.modules():
-        weights = [*weights_in(module, recurse=False)]
+        weights = weights_of_experts(module) if is_experts(module) else [*weights_in(module, recurse=False)]
         if weights and weights[0].device.type == "mps":
             every = itertools.chain(weights, model.parameters())
             dtype = next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)

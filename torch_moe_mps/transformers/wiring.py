@@ -61,6 +61,7 @@ LOADED.append(accelerate)
 for name in FAMILIES:
     family: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY
     MODULE_RULES.extend(family.rules)
+    RECOGNISERS.extend(family.recognisers)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
     METHODS.update(family.methods)
     MASKS_CHOICES.extend(filter(None, [family.masks_choices]))

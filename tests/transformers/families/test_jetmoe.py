@@ -38,23 +38,6 @@ def test_restored_the_model_runs_its_own_code():
     assert torch.equal(output(model, ids), output(tiny(NAME), ids))
 
 
-@torch.no_grad()
-def test_logits_are_those_of_float64():
-    model, ids = tiny(NAME), prompt()
-    exact = output(copy.deepcopy(model).double(), ids)
-    torch_moe_mps.accelerate(model)
-    assert_close(output(model, ids).double(), exact, 1e-5)
-
-
-def test_router_logits_are_recorded():
-    """transformers observes the routers by hooks, whose own code then runs."""
-    own, model, _ = families.accelerated(NAME)
-    with torch.no_grad():
-        logits = [each(prompt(), output_router_logits=True).router_logits for each in (model, own)]
-    assert len(logits[0]) == len(logits[1]) > 0
-    assert all(map(torch.equal, *logits))
-
-
 def test_gradients_of_attention_alone():
     """The own code reduces what an operator has mapped, where a gradient is needed of the keys."""
     own, model, _ = families.accelerated(NAME)
@@ -80,7 +63,7 @@ def test_a_router_of_another_formula_is_left_alone(block):
 
 @pytest.mark.usefixtures("captured")
 def test_launches_of_a_layer(simulated):
-    families.check_launches(simulated, NAME, {"": 15})
+    families.check_launches(simulated, NAME, {"": 12})
 
 
 @pytest.mark.usefixtures("captured")

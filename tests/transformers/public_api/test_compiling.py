@@ -29,9 +29,9 @@ from support import tiny_models
 import torch_moe_mps
 from torch_moe_mps.transformers.compiling import libraries_of
 built = lambda: {name for name in torch.ops.moe_mps._libraries() if torch.ops.moe_mps._is_built(name)}
-bits, dtype = int(sys.argv[1]) or None, getattr(torch, sys.argv[2])
+architecture, bits, dtype = sys.argv[1], int(sys.argv[2]) or None, getattr(torch, sys.argv[3])
 with tiny_models.groups_of_32():
-    model = tiny_models.tiny_model("qwen3_moe", dtype).to("mps")
+    model = tiny_models.tiny_model(architecture, dtype).to("mps")
 report = torch_moe_mps.accelerate(model, bits=bits, group_size=32 if bits else None, capture=True)
 before, own = built(), libraries_of(model, report.operators())
 assert {*own} <= before
@@ -40,8 +40,8 @@ with torch.no_grad():
     for tokens in (1, 40):
         model.generate(torch.arange(1, 1 + tokens, device="mps")[None], max_new_tokens=3, do_sample=False)
 (of_captured_steps,) = (name for name in own if name.startswith("attention_turned"))
-assert any(kernel.split()[2] != "0" for kernel in torch.ops.moe_mps._pipelines(of_captured_steps))
-print(before == built(), *sorted(own))
+was_captured = any(kernel.split()[2] != "0" for kernel in torch.ops.moe_mps._pipelines(of_captured_steps))
+print(before == built(), was_captured, *sorted(own))
 """
 # What a first token launches, and what prompts, captured steps and 256 keys do.
 FAMILIES = ("norms", "pointwise", "rope", "routing_2", "attention_64", "sampling")
@@ -60,12 +60,22 @@ PARTS_LATER = ("quantized_joined", "quantized_few", "quantized_prompts")
 def test_nothing_compiles_while_tokens_are_generated(simulated, bits, dtype, experts):
     """Nor do captured steps. A model compiles nothing for other dtypes and kinds of layers, and only its own
     weight format."""
-    same, *built = forked(FIRST_TOKEN, bits, dtype).splitlines()[-1].split()
+    same, was_captured, *built = forked(FIRST_TOKEN, "qwen3_moe", bits, dtype).splitlines()[-1].split()
     own = experts.rpartition("_")[2]
-    assert same == "True"
+    assert same == was_captured == "True"
     families = {f"{family}_{own}" for family in (*FAMILIES, *LATER)}
     parts = {experts.replace("quantized", part) for part in PARTS_LATER}
     assert {*built} == families | {experts, "bucket_i64"} | (parts - {experts})
+
+
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.sweep), 0])
+@pytest.mark.parametrize("architecture", ["dbrx", pytest.param("jetmoe", marks=pytest.mark.sweep)])
+@pytest.mark.slow("a process with a model")
+def test_nor_of_models_whose_stacks_have_other_names(simulated, architecture, bits):
+    """Blocks of theirs route, with ids of 32 bits."""
+    same, _, *built = forked(FIRST_TOKEN, architecture, bits, "bfloat16").splitlines()[-1].split()
+    assert same == "True"
+    assert {"routing_2_bf16", "bucket_i32", "bucket_i64"} <= {*built}
 
 
 def lines_of(library: str) -> int:

@@ -16,6 +16,7 @@ class Architecture(NamedTuple):
 
     Args:
         experts: where mlx-lm has the experts of a layer; None for a model without.
+        apart: names of gate, up and down projection, where each expert is a module in a list.
         renamed: {part of an original name: what mlx-lm writes instead}.
         renamed_linear: the same, only in layers of linear attention.
         halves: whether kv_b_proj is split into embed_q and unembed_out.
@@ -28,6 +29,7 @@ class Architecture(NamedTuple):
     """
 
     experts: str | None = "mlp.switch_mlp"
+    apart: tuple[str, str, str] | None = None
     renamed: Mapping[str, str] = MappingProxyType({})
     renamed_linear: Mapping[str, str] = MappingProxyType({})
     halves: bool = False
@@ -48,6 +50,10 @@ def _bailing_hybrid(config: Config) -> Config:
         "num_experts_per_tok": config["num_experts_per_token"],
         "q_lora_rank": config.get("q_lora_rank"),  # mlx-lm has another default
     }
+
+
+def _dbrx(config: Config) -> Config:
+    return {"attn_config": {**config["attn_config"], "rope_theta": config["rope_parameters"]["rope_theta"]}}
 
 
 def _exaone_moe(config: Config) -> Config:
@@ -148,6 +154,9 @@ ARCHITECTURES = {
         halves=True,
         needed=("num_experts_per_token", "num_expert_group", "full_attention_interval"),
         older_keys=_bailing_hybrid,
+    ),
+    "dbrx": Architecture(
+        "ffn.experts", ("w1", "v1", "w2"), needed=("attn_config", "rope_parameters"), older_keys=_dbrx
     ),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _HALVES,

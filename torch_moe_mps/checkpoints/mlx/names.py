@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...transformers.basics.interface import Experts, projections
+from ...transformers.basics.interface import Experts, count_of, projections
 from ...transformers.upstream.weights import (
     PrefixChange,
     get_model_conversion_mapping,
@@ -113,6 +113,9 @@ class MlxNames:
             raise ValueError(f"moe_mps::save_mlx: experts must be {expected}, got {name}")
         layer = self.of(f"{matched[1]}.x")[0].removesuffix(".x")
         gated = (["gate_proj", "up_proj"], ["down_proj"]) if module.has_gate else (["fc1"], ["fc2"])
+        if self.architecture.apart is not None:
+            numbers, (gate, up, down) = range(count_of(module)), self.architecture.apart
+            gated = [f"{n}.{part}" for part in (gate, up) for n in numbers], [f"{n}.{down}" for n in numbers]
         container = f"{layer}.{self.architecture.experts}"
         return {
             projection: [f"{container}.{part}" for part in parts]

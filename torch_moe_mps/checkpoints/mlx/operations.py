@@ -24,6 +24,20 @@ def as_stored() -> Operation:
     return each(as_int32, as_uint32)
 
 
+def joined_stacks(count: int, matrices: Sequence[Tensor]) -> Tensor:
+    """One stack [count, ., .] of matrices of several stacks, one behind the other, joined by rows."""
+    stacks = [torch.stack([*matrices[first : first + count]]) for first in range(0, len(matrices), count)]
+    return torch.cat(stacks, 1)
+
+
+def stacked(count: int, stacks: int) -> Operation:
+    """Takes the matrices of `stacks` stacks of `count`, each a tensor of its own."""
+    return Operation(
+        lambda matrices: [joined_stacks(count, matrices)],
+        lambda whole: [matrix for stack in whole[0].chunk(stacks, 1) for matrix in stack.unbind()],
+    )
+
+
 def one_less() -> Operation:
     return each(lambda tensor: tensor - 1, lambda tensor: tensor + 1)
 

@@ -161,18 +161,26 @@ class MlxLayout(StreamingLayout):
         return any(self.stored.key(theirs) for name in inside for theirs in self.names.of(name))
 
     def _experts(self, target: Target) -> None:
-        """Makes quantised projections of an experts module targets. Raises: ValueError for mixed formats."""
+        """Makes an experts module a target; one projection of it alone is dequantised.
+
+        Raises: ValueError for mixed formats.
+        """
         name, module = target.name, target.experts
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
             formats = [self.stored.format(other, columns) for other in modules]
-            if len({*formats}) > 1:
-                got = " and ".join("none" if item is None else str(item) for item in formats)
-                _CHECK.fail(" and ".join(modules), "in one format", got)
-            if (format := formats[0]) is None:
-                continue
-            target.formats[projection] = format
+            if len(each := dict(zip(formats, modules, strict=True))) > 1:
+                got = " and ".join("none" if item is None else str(item) for item in each)
+                _CHECK.fail(" and ".join(each.values()), "in one format", got)
+            if formats[0] is not None:
+                target.formats[projection] = formats[0]
+                self._dense[f"{name}.{projection}"] = formats
+        if {*target.formats} == {*target.parameters}:
             self.targets[name] = target
+            for projection in target.formats:
+                del self._dense[f"{name}.{projection}"]
+        else:
+            target.formats = {}
 
     def _layer(self, name: str, shape: torch.Size, why_dense: Callable[[str, nn.Module], str | None]) -> None:
         """Makes a quantised layer a target, or notes its formats if it must be dense here."""

@@ -1,6 +1,7 @@
 """Converters between MLX's tensors and our parameters, for reading and for writing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...quantization import TENSORS, Format
-from ...transformers.basics.interface import Experts, experts_of
+from ...transformers.basics.interface import Experts, count_of, experts_of
 from ...transformers.modules.experts import is_interleaved
 from ...transformers.upstream.weights import (
     Concatenate,
@@ -20,7 +21,7 @@ from ...transformers.upstream.weights import (
 )
 from ..quantize.weights import quantized_names
 from .names import MlxNames
-from .operations import Cast, as_stored, dequantized, halves, one_less
+from .operations import Cast, as_stored, dequantized, halves, joined_stacks, one_less, stacked
 
 PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
 
@@ -119,9 +120,10 @@ class RowConverters:
 
     def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
         """The converters of an experts module, packed or dense."""
-        interleaved = is_interleaved(module)
+        interleaved, count = is_interleaved(module), count_of(module)
+        is_apart = self.names.architecture.apart is not None
         for projection, modules in self.names.of_experts(name, module).items():
-            join = _concatenated(modules, 1)
+            join = [stacked(count, len(modules) // count)] if is_apart else _concatenated(modules, 1)
             join += [Interleave(1, inverse=True)] if interleaved and join else []
             quantized = [*zip(quantized_names(projection), PARTS, strict=True)]
             if hasattr(module, quantized[0][0]):
@@ -132,7 +134,8 @@ class RowConverters:
             else:
                 weights, first = _ends(modules, "weight"), join[:1]
                 if (formats := self.stored.get(f"{name}.{projection}")) is not None:
-                    first = [dequantized(formats, lambda matrices: torch.cat(matrices, 1))]
+                    joined = partial(joined_stacks, count) if is_apart else partial(torch.cat, dim=1)
+                    first = [dequantized(formats, joined)]
                     weights = _matrices(weights, formats)
                 turned = [*first, *join[1:], *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
                 yield NamedConverter(weights, [f"{name}.{projection}"], turned)

@@ -27,7 +27,6 @@ from ...transformers.upstream.weights import (
     WeightRenaming,
     apply_renamings,
     dot_natural_key,
-    get_model_conversion_mapping,
     rename_source_key,
 )
 from ..layouts.checking import DENSE, check_tensor
@@ -40,6 +39,7 @@ from ..quantize.sizes import add_stored
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from ..quantize.weights import quantized_names
+from ..stacks import conversions_of
 from .layouts import UNREAD, Matrix, StackedExperts, Stored, TensorFiles, alike
 from .schemes import Schemes
 
@@ -102,7 +102,7 @@ class OthersLayout(StreamingLayout):
         self.files = TensorFiles(files, section and section.names)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
         model._keys_to_ignore_on_load_unexpected = ignored
-        mapping = section.mapping if section else get_model_conversion_mapping(model, None, None)
+        mapping = section.mapping if section else conversions_of(model)
         self._renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
         self._converters = [item for item in mapping if isinstance(item, WeightConverter)]
         self._apart = self._of_experts_apart()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ...quantization import Format
-from ...transformers.basics.interface import is_quantized
+from ...transformers.basics.interface import are_apart, is_quantized, weights_of_experts
 from ...transformers.basics.report import QuantizationReport
 from ...transformers.basics.state import original_class
 from .reasons import Reasons
@@ -116,7 +116,9 @@ def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Co
     for name, target in every.items():
         if name not in counted:
             counted.update(together.get(name, ()))
-            sizes[target.kind] += sum(weight.numel() for weight in target.module.parameters(recurse=False))
+            apart = are_apart(target.module)
+            weights = weights_of_experts(target.module) if apart else target.module.parameters(recurse=False)
+            sizes[target.kind] += sum(weight.numel() for weight in weights)
     return sizes
 
 

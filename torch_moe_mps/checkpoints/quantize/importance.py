@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from ..._progress import with_progress
 from ...ops._checks import Check
 from ...quantization.formats import check_importance, check_weighed
-from ...transformers.basics.interface import ON_DISK, Experts, projections, weights_in
+from ...transformers.basics.interface import ON_DISK, Experts, count_of, projections
 from ...transformers.modules.experts import activated_rows
 from ...transformers.modules.linears import GroupedLinear, QuantizedLinear
+from ...transformers.modules.stacked_experts import takes_ids
 from .reasons import groups_of
 from .target import Target, quantizable
 from .tied import tied_layers
@@ -243,9 +244,10 @@ def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
 
 
 def _multiplied(model: nn.Module) -> Iterator[Target]:
-    """Experts and linear layers of a model, dense or quantised."""
+    """Experts that are called with ids, and linear layers of a model, dense or quantised."""
     for target in quantizable(model).values():
-        if not isinstance(target.module, nn.Embedding):
+        is_known = target.kind != "experts" or takes_ids(target.module)
+        if is_known and not isinstance(target.module, nn.Embedding):
             yield target
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
@@ -265,9 +267,10 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
     """Adds the squared inputs of each expert, by a product with a one-hot matrix instead of atomics."""
     names = ("hidden_states", "top_k_index", "top_k_weights")
     x, ids, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
+    x = x.flatten(0, -2)
     experts: Experts = target.experts
     first, second = projections(experts)
-    of_experts = torch.arange(_count_of(experts), device=ids.device)[:, None]
+    of_experts = torch.arange(count_of(experts), device=ids.device)[:, None]
     chosen = (ids.flatten() == of_experts).float()  # [E, T * K]
     tokens = chosen.unflatten(1, ids.shape).sum(-1)
     counts = chosen.sum(1)
@@ -275,10 +278,6 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
     valid = ids.clamp(0, len(of_experts) - 1)
     rows = activated_rows(experts, x, valid).flatten(0, 1)
     into[target.path(second)].add(chosen @ rows.float().square(), counts)
-
-
-def _count_of(experts: Experts) -> int:
-    return next(len(p) for p in weights_in(experts) if p.dim() >= 2)
 
 
 def _means(sums: Tensor, counts: Tensor) -> Tensor:

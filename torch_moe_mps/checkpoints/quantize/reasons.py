@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...transformers.basics.interface import experts_of, is_quantized, projections
+from ...transformers.basics.interface import count_of, experts_of
 from ...transformers.basics.state import original_class
 from ...transformers.graphs.patterns import match
 from ...transformers.modules.traced import Input, path_of, trace
@@ -153,12 +153,13 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
     They are in a part of the block that has an output for each expert, or one more for none.
     """
     result: set[nn.Module] = set()
-    for name, experts in experts_of(model).items():
+    every = experts_of(model)
+    inside = {module for experts in every.values() for module in experts.modules()}  # some route themselves
+    for name, experts in every.items():
         block, _, last = name.rpartition(".")
-        projection = projections(experts)[1]
-        count = getattr(experts, f"{projection}_packed" if is_quantized(experts) else projection).shape[0]
+        count = count_of(experts)
         for child, part in model.get_submodule(block).named_children():
-            linears = [module for module in part.modules() if isinstance(module, nn.Linear)]
+            linears = [m for m in part.modules() if isinstance(m, nn.Linear) and m not in inside]
             outputs = {linear.out_features for linear in linears}
             other = child == last or "attn" in child or "shared" in child  # they may be as wide
             if not other and outputs & {count, count + 1}:

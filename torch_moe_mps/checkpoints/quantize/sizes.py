@@ -1,7 +1,7 @@
 """Bytes of a model's weights, of the weights that a token reads, and of everything beside them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,12 +11,28 @@ from torch import Tensor, nn
 from ..._limits import LARGEST_CHUNK
 from ...disk.file import uses_page_cache
 from ...quantization import Format, QuantizedWeight
-from ...transformers.basics.interface import experts_of, weights_in
+from ...transformers.basics.interface import (
+    are_apart,
+    count_of,
+    experts_of,
+    projections,
+    stack_of,
+    weights_in,
+    weights_of_experts,
+)
 from ...transformers.basics.report import QuantizationReport, QuantizedProjection
 from .target import Target
 from .tied import tied_layers
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+    "top_k",
+)
 _TABLE = 1 / 16  # the share of memory from which on an embedding is better on the disk
 _BESIDE = 10**9  # bytes of memory for all else than weights and activations, where they fill it
 
@@ -33,7 +49,7 @@ def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTy
     text = nn.ModuleList(_language_model(model))
     experts = experts_of(text)
     total = sum(_routed(module, sizes) for module in experts.values())
-    seen = {id(p) for module in experts.values() for p in weights_in(module)}
+    seen = {id(p) for module in experts.values() for p in weights_of_experts(module)}
     for module in text.modules():
         for parameter in weights_in(module, recurse=False):
             nbytes = sizes.get(parameter, parameter.nbytes)
@@ -58,6 +74,11 @@ def total_bytes(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTyp
     return sum(sizes.get(weight, weight.nbytes) for weight in weights_in(module))
 
 
+def bytes_of_experts(experts: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
+    """Bytes of the weights of experts; `sizes` as for `bytes_a_token`."""
+    return sum(sizes.get(weight, weight.nbytes) for weight in weights_of_experts(experts))
+
+
 def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
     """{parameter: bytes in its format} of dense modules that are to be quantised."""
     sizes: dict[Tensor, int] = {}
@@ -66,9 +87,9 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
         for part, format in target.formats.items():
             # Up projections with a format of their own are dense in one parameter with their gates.
             name = part if part in target.parameters else target.parameters[0]
-            of_target[getattr(target.module, name)] += quantized_bytes(
-                target.rows_first(target.dense(part)), format
-            )
+            weights = target.tensors(name)
+            of_target.update(dict.fromkeys(weights, 0))
+            of_target[weights[0]] += quantized_bytes(target.rows_first(target.dense(part)), format)
         sizes |= of_target
     return sizes
 
@@ -89,15 +110,14 @@ def quantized_bytes(weight: Tensor, format: Format) -> int:
 
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
     """Bytes of the experts that one token reads."""
-    parameters = list(weights_in(experts))
-    count = next(p.shape[0] for p in parameters if p.dim() == 3)
-    return sum(sizes.get(p, p.nbytes) for p in parameters) * top_k(experts) // count
+    return bytes_of_experts(experts, sizes) * top_k(experts) // count_of(experts)
 
 
 def top_k(experts: nn.Module) -> int:
     """Number of experts that a token is routed to."""
-    count = next(p.shape[0] for p in weights_in(experts) if p.dim() == 3)
-    configured = (getattr(vars(experts).get("config"), name, None) for name in _TOP_K)
+    count, config = count_of(experts), vars(experts).get("config")
+    inside = [] if config is None else [each for each in vars(config).values() if hasattr(each, "to_dict")]
+    configured = (getattr(each, name, None) for each in (config, *inside) for name in _TOP_K)
     return min(next((k for k in configured if isinstance(k, int)), count), count)
 
 
@@ -127,9 +147,17 @@ def _row(layer: nn.Module) -> int:
         if isinstance(module, nn.Linear) and id(module) not in inside
     )
     for module in experts.values():
-        matrices = [weight for weight in weights_in(module) if weight.dim() == 3]
-        row += top_k(module) * sum(sum(parameter.shape[1:]) for parameter in matrices)
+        row += top_k(module) * sum(_widths(module))
     return row
+
+
+def _widths(experts: nn.Module) -> Iterator[int]:
+    """Rows and columns of the matrices of an expert."""
+    if are_apart(experts):
+        weights = [stack_of(experts, projection, values=False) for projection in projections(experts)]
+    else:
+        weights = [weight for weight in weights_of_experts(experts) if weight.dim() == 3]
+    return (size for weight in weights for size in weight.shape[1:])
 
 
 def large_tables(

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ...quantization import Format
-from ...transformers.basics.interface import FORM, Experts, experts_of, projections
+from ...transformers.basics.interface import (
+    FORM,
+    Experts,
+    are_apart,
+    experts_of,
+    parts_of,
+    projections,
+    stack_of,
+    weights_of_experts,
+)
 from ...transformers.basics.state import original_class
 from ...transformers.modules.linears import QuantizedLayer
 
@@ -55,28 +64,48 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights while they are dense."""
-        return getattr(self.module, self.parameters[0]).dtype
+        return self.dense(self.parameters[0]).dtype
 
     @property
     def is_split(self) -> bool:
         """True if gate and up projections of experts have different formats."""
         return self.kind == "experts" and self.experts.has_gate and "up_proj" in self.formats
 
-    def dense(self, parameter: str) -> Tensor:
-        """Dense tensor of a parameter, or its gate or up rows if their formats differ."""
+    def dense(self, parameter: str, values: bool = False) -> Tensor:
+        """Dense tensor of a parameter, or its gate or up rows if their formats differ.
+
+        Args:
+            values: without, a stack that has to be joined is on the meta device.
+        """
         if self.is_split and parameter in ("gate_up_proj", "up_proj"):
-            halves = self.experts.gate_up_proj.chunk(2, -1 if self.experts.is_transposed else -2)
+            halves = stack_of(self.module, "gate_up_proj", values).chunk(
+                2, -1 if self.experts.is_transposed else -2
+            )
             return halves[parameter == "up_proj"]
+        if self.kind == "experts":
+            return stack_of(self.module, parameter, values)
         return getattr(self.module, parameter)
+
+    def parts(self, parameter: str) -> list[Tensor]:
+        """Dense tensors that a parameter is made of, as `dense` has it."""
+        is_whole = self.kind == "experts" and not self.is_split
+        return parts_of(self.module, parameter) if is_whole else [self.dense(parameter)]
+
+    def tensors(self, parameter: str) -> list[Tensor]:
+        """The dense parameters of the module that a parameter is made of."""
+        if self.kind == "experts" and are_apart(self.module):
+            stack = dict(vars(self.module)[FORM].stacks)[parameter]
+            return [self.module.get_parameter(path) for path in stack.paths]
+        return [getattr(self.module, parameter)]
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
-        stack = self.read(weight) if self.kind == "experts" else weight.unsqueeze(0)
+        stack = weight if self.kind == "experts" else weight.unsqueeze(0)
         is_transposed = self.experts.is_transposed if self.kind == "experts" else self.is_transposed
         return stack.mT if is_transposed else stack
 
     def read(self, weight: Tensor) -> Tensor:
-        """The matrices of a parameter that a forward reads: transformers makes more for LongCat."""
+        """The matrices that a forward reads of a parameter of a checkpoint, which may have more of them."""
         form = vars(self.module).get(FORM)
         return weight if form is None else weight[: form.experts]
 
@@ -114,6 +143,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def size_of(target: Target) -> int:
     """Bytes of the parameters of a target that have no format; of all, where all have one."""
+    if are_apart(target.module):
+        return sum(weight.nbytes for weight in weights_of_experts(target.module))
     dense = [p for p in target.parameters if p not in target.formats] or target.parameters
     weights = (target.module._parameters.get(parameter) for parameter in dense)
     return sum(weight.nbytes for weight in weights if weight is not None)

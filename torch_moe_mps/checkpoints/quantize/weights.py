@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import TENSORS, QuantizedWeight
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
-from ...transformers.basics.interface import ON_DISK, projections
+from ...transformers.basics.interface import ON_DISK, drop_apart, projections
 from ...transformers.basics.report import QuantizedProjection
 from ...transformers.modules.experts import pinned_config
 from ...transformers.modules.linears import (
@@ -49,16 +49,16 @@ def check_target(target: Target) -> None:
         expected = "in memory (from_pretrained with bits quantises what it leaves on the disk)"
         check.fail(target.name, expected, "weights on the disk")
     for parameter in target.formats:
-        weight = getattr(target.module, parameter)
         argument = f"{target.name}.{parameter}"
-        if hasattr(weight, "placements"):  # a DTensor
-            check.fail(argument, "a plain tensor, without expert parallelism", type(weight).__name__)
-        if weight.is_meta:
-            check.fail(argument, "loaded and not offloaded", "a tensor on the meta device")
+        for weight in target.parts(parameter):
+            if hasattr(weight, "placements"):  # a DTensor
+                check.fail(argument, "a plain tensor, without expert parallelism", type(weight).__name__)
+            if weight.is_meta:
+                check.fail(argument, "loaded and not offloaded", "a tensor on the meta device")
     target.check_columns(check)
     for parameter in target.formats:
-        weight = getattr(target.module, parameter).detach()
-        check_finite(check, f"{target.name}.{parameter}", target.rows_first(weight))
+        for weight in target.parts(parameter):
+            check_finite(check, f"{target.name}.{parameter}", target.rows_first(weight.detach()))
 
 
 def as_int32(tensor: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
     """
     done, weights = [], {}
     for parameter in target.formats:
-        weight = target.rows_first(getattr(target.module, parameter).detach())
+        weight = target.rows_first(target.dense(parameter, values=True).detach())
         weights[parameter], entry = quantize_parameter(target, parameter, weight)
         done.append(entry)
     for item in (target, *others):
@@ -190,6 +190,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
         config=pinned_config(module),
         _reach=hold_reach("peft"),
     )
+    drop_apart(module)
     run_form(module)
 
 

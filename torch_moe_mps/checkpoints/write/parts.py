@@ -24,7 +24,6 @@ from ...transformers.upstream.models import logging
 from ...transformers.upstream.weights import (
     LoadStateDictConfig,
     convert_and_load_state_dict_in_model,
-    get_model_conversion_mapping,
 )
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards, checkpoint_files
@@ -36,6 +35,7 @@ from ..quantize.tied import tied_layers, tied_pairs
 from ..quantizer import Quantizer, quantizer_for
 from ..rows import names_of_keys
 from ..source import Source
+from ..stacks import conversions_of
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings
@@ -80,7 +80,7 @@ class Parts:
             if name.endswith(".bias")
         }
         self._quantizer = quantizer_for(checkpoint, self.model, files, recipe, importance)
-        self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
+        self._conversions = conversions_of(self.model, self._quantizer)
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         result = dict.fromkeys(layer_of(owner) for owner in owners)

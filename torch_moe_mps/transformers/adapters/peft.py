@@ -14,9 +14,17 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
-from ..basics.interface import codes_of, experts_on_disk, formats_of, is_experts, is_quantized, projections
+from ..basics.interface import (
+    FORM,
+    codes_of,
+    experts_on_disk,
+    formats_of,
+    is_experts,
+    is_quantized,
+    projections,
+)
 from ..modules.linears import QuantizedLinear, has_quantized_weights
-from .lora import ParamWrapper, StackParameter, check_trained_whole, wrapped_linear
+from .lora import ParamWrapper, StackParameter, check_trained_whole, refuse, wrapped_linear
 
 _ALL_LINEAR = "all-linear"
 
@@ -82,6 +90,10 @@ def _over_experts(target: Any, adapter: str, config: Any, **kwargs: Any) -> nn.M
     base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if not is_quantized(base) or kwargs.get("parameter_name") not in formats_of(base):
         return None
+    form = vars(base).get(FORM)
+    if form is not None and form.methods and "forward" not in dict(form.methods):
+        got = f"{type(base).__name__}'s, of {' and '.join(dict(form.methods))}"
+        refuse("target_parameters", "stacks of experts that are called", got)
     return ParamWrapper(target, adapter, config=config, **kwargs)
 
 

@@ -3,13 +3,16 @@
 Modules without it get its attributes, if a recogniser knows what they compute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from ...ops._activations import Activation
 from ...quantization import TENSORS, Format
+from .report import Done
 from .state import Unsupported
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # in transformers' experts
@@ -21,33 +24,70 @@ FORM = "_moe_mps_form"
 _GIVEN = "_moe_mps_given"  # and with the names of all attributes that they were given
 
 
-class ExpertsForm(NamedTuple):
-    """Computation of experts without transformers' interface, whose stacks have the names of its parameters.
+class Stack(NamedTuple):
+    """Parameters below a module that are one stack of matrices together, joined by outputs.
 
     Attributes:
-        activation: between the two matrices.
+        paths: of the parameters, [E, rows, columns].
+        is_flat: whether they are [E * rows, columns].
+        is_transposed: whether their rows are the inputs.
+    """
+
+    paths: tuple[str, ...]
+    is_flat: bool = False
+    is_transposed: bool = False
+
+    def views(self, parts: Sequence[Tensor], experts: int) -> list[Tensor]:
+        """The stacks [E, output, input] that are joined."""
+        views = [part.unflatten(0, (experts, -1)) if self.is_flat else part for part in parts]
+        return [view.mT if self.is_transposed else view for view in views]
+
+    def joined(self, parts: Sequence[Tensor], experts: int) -> Tensor:
+        """The stack [E, output, input]."""
+        views = self.views(parts, experts)
+        return views[0] if len(views) == 1 else torch.cat(views, 1)
+
+    def split(self, stack: Tensor) -> list[Tensor]:
+        """The parameters of a stack [E, output, input]."""
+        views = stack.chunk(len(self.paths), 1)
+        parts = [(view.mT if self.is_transposed else view).contiguous() for view in views]
+        return [part.flatten(0, 1) if self.is_flat else part for part in parts]
+
+
+class ExpertsForm(NamedTuple):
+    """Computation of experts without transformers' interface.
+
+    Attributes:
+        activation: between the two matrices; None if other code runs there.
         is_transposed: whether the stacks are [E, input, output].
         takes_rows: whether the forward takes rows [E * n, H], n for each expert, and no ids.
         has_identity: whether ids beyond the experts give their input.
-        shapes: (name, shape) of the dense parameters.
+        experts: how many there are. The first stack may have more matrices, which no forward reads.
+        shapes: (path, shape) of the dense parameters.
+        stacks: (projection, Stack) of the stacks that are not parameters of the module with the names of
+            transformers' interface. They are once a model is quantised, or loaded for it.
+        methods: (name, function) of a module with such stacks, in place of its own ones.
+        runs: what these run beside the experts.
+        act_fn: path of the activation.
     """
 
-    activation: Activation
+    activation: Activation | None
     is_transposed: bool
     takes_rows: bool
     has_identity: bool
+    experts: int
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def experts(self) -> int:
-        """How many there are. The first stack may have more matrices, which no forward reads."""
-        return dict(self.shapes)["down_proj"][0]
+    stacks: tuple[tuple[str, Stack], ...] = ()
+    methods: tuple[tuple[str, Callable], ...] = ()
+    runs: tuple[Done, ...] = ()
+    act_fn: str = "act_fn"
 
     @property
     def interface(self) -> dict[str, bool]:
         """The attributes of transformers' interface, and their values."""
         has_bias = any(name.endswith("_bias") for name, _ in self.shapes)
-        flags = self.activation.gated, has_bias, self.is_transposed, not self.activation.interleaved
+        activation = self.activation or Activation(gated=False)
+        flags = activation.gated, has_bias, self.is_transposed, not activation.interleaved
         return dict(zip(INTERFACE, flags, strict=True))
 
 
@@ -92,9 +132,86 @@ def is_experts(module: nn.Module) -> TypeGuard[Experts]:
     """True if a module has the experts interface of transformers' `use_experts_implementation`."""
     if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
         return False
+    if are_apart(module):
+        return True
     tensors = [getattr(module, projection, None) for projection in projections(module)]
     dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
     return dense or is_quantized(module)
+
+
+def are_apart(module: nn.Module) -> bool:
+    """True for dense experts whose stacks are other parameters than those of transformers' interface."""
+    form: ExpertsForm | None = vars(module).get(FORM)
+    paths = () if form is None else [path for _, stack in form.stacks for path in stack.paths]
+    return bool(paths) and all(_owner_of(module, path)[0] is not None for path in paths)
+
+
+def is_settled(module: nn.Module) -> bool:
+    """True for experts whose own code reads parameters that they no longer have."""
+    form: ExpertsForm | None = vars(module).get(FORM)
+    return form is not None and bool(form.stacks) and not are_apart(module)
+
+
+def _owner_of(module: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+    """(the module that has a parameter, its name there); None for the module if none has it."""
+    owner, _, name = path.rpartition(".")
+    for child in owner.split(".") if owner else ():
+        module = module._modules.get(child) or nn.Module()
+    return (module if module._parameters.get(name) is not None else None), name
+
+
+def parts_of(experts: nn.Module, projection: str) -> list[Tensor]:
+    """The stacks [E, ., .] of a dense projection that a forward reads; several are joined by rows."""
+    form: ExpertsForm | None = vars(experts).get(FORM)
+    if form is None:
+        return [getattr(experts, projection)]
+    if not are_apart(experts):
+        return [getattr(experts, projection)[: form.experts]]
+    stack = dict(form.stacks)[projection]
+    return stack.views([experts.get_parameter(path) for path in stack.paths], form.experts)
+
+
+def stack_of(experts: nn.Module, projection: str, values: bool = True) -> Tensor:
+    """The matrices [E, ., .] of a dense projection that a forward reads.
+
+    Args:
+        values: without, a stack that has to be joined is on the meta device.
+    """
+    parts = parts_of(experts, projection)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.detach() if values else part.detach().to("meta") for part in parts], -2)
+
+
+def drop_apart(experts: nn.Module) -> None:
+    """Takes the parameters of other names from experts, whose stacks have those of the interface now."""
+    form: ExpertsForm | None = vars(experts).get(FORM)
+    for _, stack in form.stacks if form is not None else ():
+        for path in stack.paths:
+            owner, name = _owner_of(experts, path)
+            if owner is not None:
+                del owner._parameters[name]
+                vars(owner)["_is_hf_initialized"] = True  # transformers' own initialisation would read it
+
+
+def weights_of_experts(module: nn.Module) -> list[Tensor]:
+    """The weights of experts, dense or packed, without those of a router that their module has."""
+    form: ExpertsForm | None = vars(module).get(FORM)
+    if form is None or not form.stacks:
+        return [*weights_in(module)]
+    if are_apart(module):
+        return [module.get_parameter(path) for _, stack in form.stacks for path in stack.paths]
+    tensors = {**module._parameters, **codes_of(module)}
+    names = ("gate_up_proj", "up_proj", "down_proj")
+    return [tensor for name, tensor in tensors.items() if tensor is not None and name.startswith(names)]
+
+
+def count_of(experts: nn.Module) -> int:
+    """How many experts there are."""
+    form: ExpertsForm | None = vars(experts).get(FORM)
+    if form is not None:
+        return form.experts
+    return next(weight.shape[0] for weight in weights_in(experts) if weight.dim() == 3)
 
 
 def is_quantized(experts: nn.Module) -> bool:
@@ -132,14 +249,25 @@ def weights_in(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
                 yield tensor
 
 
-def experts_of(model: nn.Module) -> dict[str, Experts]:
+def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[str, Experts]:
     """{name: module} of all experts of a model, in its order.
 
     Those that a recogniser knows get the attributes of transformers' interface.
+
+    Args:
+        refused: gets {name: reason} of modules with stacks of which no operator computes what they do.
     """
     for name, module in model.named_modules():
-        if not is_experts(module) and (form := _recognised(module)) is not None:
+        try:
+            form = None if is_experts(module) else form_of(module)
+        except Unsupported as unsupported:
+            form = None
+            if refused is not None:
+                refused[name] = str(unsupported)
+        if form is not None:
             given = {FORM: form, **form.interface}
+            if form.act_fn != "act_fn":
+                given["act_fn"] = attrgetter(form.act_fn)(module)
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
             vars(module).update(given, **{_GIVEN: (*given, _GIVEN)})
@@ -161,13 +289,6 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
     Raises: Unsupported with the reason for stacks of which no operator computes what they do.
     """
     return next(filter(None, (recognise(module) for recognise in RECOGNISERS)), None)
-
-
-def _recognised(module: nn.Module) -> ExpertsForm | None:
-    try:
-        return form_of(module)
-    except Unsupported:
-        return None
 
 
 def forget_form(module: nn.Module) -> None:

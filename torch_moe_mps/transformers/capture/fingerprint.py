@@ -29,7 +29,7 @@ from transformers import Cache
 from ..._extension import host_library
 from ..basics.state import Beside, State
 from ..graphs.tracing import NotCapturable
-from ..upstream.models import CacheLayerMixin, GeneralInterface
+from ..upstream.models import RECORDERS, CacheLayerMixin, GeneralInterface
 from .user_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -52,7 +52,8 @@ _changes = 0
 _KNOWN_HOOKS = (
     "torch_moe_mps.transformers.basics.configs",
     "torch_moe_mps.transformers.caches.cache",
-    "transformers.utils.output_capturing",
+    "torch_moe_mps.transformers.modules.results",
+    RECORDERS,
 )
 _LEAVES = (
     str, bytes, bool, int, float, complex, type(None), type, property, Tensor, torch.dtype, torch.device,

@@ -24,11 +24,14 @@ from ..basics.interface import (
     ON_DISK,
     Experts,
     ExpertsForm,
+    are_apart,
     form_of,
     formats_of,
     is_experts,
     is_quantized,
+    parts_of,
     projections,
+    stack_of,
 )
 from ..basics.report import Done
 from ..basics.state import (
@@ -48,7 +51,7 @@ from ..basics.state import (
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..upstream.models import ALL_EXPERTS_FUNCTIONS
+from ..upstream.models import ALL_EXPERTS_FUNCTIONS, RECORDERS, is_recording
 from .traced import SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
@@ -129,7 +132,7 @@ def _width_between(module: Any) -> int:
     """Number of outputs of the first matrix for each row."""
     first, _ = projections(module)
     if not is_quantized(module):
-        return int(getattr(module, first).shape[2 if module.is_transposed else 1])
+        return int(stack_of(module, first, values=False).shape[2 if module.is_transposed else 1])
     rows = int(getattr(module, _PACKED[first][0]).shape[1])
     return rows if vars(module).get("up_quantization") is None else 2 * rows
 
@@ -213,12 +216,19 @@ def is_observed(*modules: nn.Module) -> bool:
     """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         attributes = module.__dict__
-        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
+        if attributes["_forward_pre_hooks"] or "forward" in attributes or _see(attributes["_forward_hooks"]):
             return True
         record: MadeClass | None = getattr(type(module), MADE, None)
         if record is not None and record.original.forward is not record.own:  # the class beneath was patched
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _see(hooks: dict[int, Any]) -> bool:
+    """True if hooks see a call. Those that record stay on their modules, and see what a model collects."""
+    if not hooks:
+        return False
+    return is_recording() or any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks.values())
 
 
 def _activation_is_observed(experts: nn.Module) -> bool:
@@ -281,16 +291,19 @@ def described(module: Experts) -> list[Done]:
     activation = prepare(module)
     if vars(module).get("up_quantization") is not None:
         activation = None  # gate and up projections are two matrices
+    form: ExpertsForm | None = vars(module).get(FORM)
+    beside = () if form is None else form.runs
     if activation is None:
         product = "expert_mm" if quantization is None else "expert_qmm"
-        return [Done(product, f"{product}, own activation"), Done("moe_weighted_reduce")]
+        how = product if form is not None and form.activation is None else f"{product}, own activation"
+        return [Done(product, how), Done("moe_weighted_reduce"), *beside]
     how = "moe_experts" if quantization is None else "moe_experts_quantized"
     details = [activation.activation]
     details += ["not gated"] if not activation.gated else []
     details += ["interleaved"] if activation.interleaved else []
     if quantization is not None:
         details += dict.fromkeys(map(str, formats_of(module).values()))
-    return [Done(f"_{how}", f"{how} ({', '.join(details)})")]
+    return [Done(f"_{how}", f"{how} ({', '.join(details)})"), *beside]
 
 
 def unsupported(module: nn.Module) -> str | None:
@@ -298,7 +311,7 @@ def unsupported(module: nn.Module) -> str | None:
     first, second = projections(module)
     if is_quantized(module):
         return None
-    dtypes = {getattr(module, p).dtype for p in (first, second)}
+    dtypes = {stack_of(module, p, values=False).dtype for p in (first, second)}
     if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
     if FORM not in vars(module) and not hasattr(type(module).forward, "__wrapped__"):
@@ -336,9 +349,11 @@ def _dense_forward(
     first = self.gate_up_proj if self.has_gate else self.up_proj
     is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
+        if FORM in self.__dict__ and self.__dict__[FORM].stacks:  # its own code reads other parameters
+            return _in_steps(self, hidden_states, top_k_index, top_k_weights)
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     activation, form = _activation(self), self.__dict__.get(FORM)
-    if activation is None and form is not None:
+    if activation is None and form is not None and not form.stacks:
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
@@ -430,12 +445,20 @@ def _buckets(self: Experts, ids: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
         ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()
     ):
         return ()
-    order, offsets = ops.moe_bucket(ids, self.num_experts)
+    order, offsets = ops.moe_bucket(ids, _count(self))
     return order, offsets
 
 
+def _count(self: Experts) -> int:
+    form: ExpertsForm | None = self.__dict__.get(FORM)
+    return self.num_experts if form is None else form.experts
+
+
 def _activated(self: Experts, rows: Tensor) -> Tensor:
-    activation = None if _activation_is_observed(self) else _activation(self)
+    if are_apart(self):  # its state is that of a rule
+        activation = activation_of(self)
+    else:
+        activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
         return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     out: Tensor = ops.expert_activation(rows, **activation_arguments(activation))
@@ -452,12 +475,25 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return _with_identity(self, ops.moe_weighted_reduce(slots, weights), x, ids, weights)
 
 
+def multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tensor:
+    """[T, C] or [T, K, C] -> [T, K, R]: each row times the matrices of its experts ids [T, K]."""
+    if (on_disk := self.__dict__.get(ON_DISK)) is None:
+        return _multiplied(self, projection, x, ids, _buckets(self, ids))
+    if runs_eager(self, x):
+        on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
+    with using_slots:
+        module, ids = on_disk.ready(self, ids)
+        return _multiplied(module, projection, x, ids)
+
+
 def _multiplied(
     self: Experts, projection: str, x: Tensor, ids: Tensor, buckets: tuple[Tensor, ...] = ()
 ) -> Tensor:
     """[T, K, rows]: products with the matrix of each slot's expert, with bias and adapters."""
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
+        if are_apart(self):
+            return torch.cat([ops.expert_mm(x, ids, part) for part in parts_of(self, projection)], -1)
         return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
     formats = formats_of(self)
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
@@ -468,7 +504,7 @@ def _multiplied(
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     for a, b, scaling in self.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
-        out = ops.expert_lora(out, x, ids, a, b, self.num_experts, *buckets, scaling=scaling)
+        out = ops.expert_lora(out, x, ids, a, b, _count(self), *buckets, scaling=scaling)
     return out
 
 

@@ -1,38 +1,61 @@
-"""Fields that code of transformers reads in results which lack them."""
+"""Fields that a model's forward reads of its language model's result, and that this result lacks.
 
-from typing import Any
+Llama 4 with images in transformers 5.24: its own code raises AttributeError for any call.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any, get_args
 
 from torch import nn
 
 from ..basics.state import original_class
+from ..upstream.models import ModelOutput
 
-# {class of a model, whose code raises AttributeError: (the part whose result lacks a field, the field)}
-_MISSING = {"Llama4ForConditionalGeneration": ("language_model", "image_outputs")}
+_PART = "language_model"
 
 
-def _add_fields(part: nn.Module, inputs: Any, result: Any) -> None:
+class _AddFields:
     """Hook of a part: its result gets the fields that it lacks, with None."""
-    for _, field in _MISSING.values():
-        if not hasattr(result, field):
-            setattr(result, field, None)
+
+    def __init__(self, fields: list[str]) -> None:
+        self._fields = fields
+
+    def __call__(self, part: nn.Module, inputs: Any, result: Any) -> None:
+        for field in self._fields:
+            if isinstance(result, ModelOutput) and not hasattr(result, field):
+                setattr(result, field, None)
 
 
 def complete_results(model: nn.Module) -> None:
     """Makes models run of which transformers' own code raises an error for any call."""
-    for module in model.modules():
-        part = _part_of(module)
-        if part is not None and _add_fields not in part._forward_hooks.values():
-            part.register_forward_hook(_add_fields)
+    restore_results(model)
+    for part, fields in _lacking(model):
+        part.register_forward_hook(_AddFields(fields))
 
 
 def restore_results(model: nn.Module) -> None:
     """Undoes `complete_results`."""
+    for part in model.modules():
+        for key in [key for key, hook in part._forward_hooks.items() if isinstance(hook, _AddFields)]:
+            del part._forward_hooks[key]
+
+
+def _lacking(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """(part of a model, fields that the code around it reads, and the class of its result lacks)"""
     for module in model.modules():
-        if (part := _part_of(module)) is not None:
-            for key in [key for key, hook in part._forward_hooks.items() if hook is _add_fields]:
-                del part._forward_hooks[key]
+        part = module._modules.get(_PART)
+        known = set() if part is None else _fields(part)
+        if part is not None and known and (others := _fields(module) - known):
+            read = inspect.unwrap(original_class(module).forward).__code__.co_names
+            if fields := sorted(others.intersection(read)):
+                yield part, fields
 
 
-def _part_of(module: nn.Module) -> nn.Module | None:
-    name, _ = _MISSING.get(original_class(module).__name__, (None, None))
-    return None if name is None else getattr(module, name)
+def _fields(module: nn.Module) -> set[str]:
+    """Fields of what a model's forward gives, as its annotation says; none of any other module."""
+    given = inspect.signature(original_class(module).forward).return_annotation
+    classes: list[Any] = [cls for cls in (get_args(given) or (given,)) if inspect.isclass(cls)]
+    outputs = (cls for cls in classes if issubclass(cls, ModelOutput))
+    return {field.name for cls in outputs for field in dataclasses.fields(cls)}

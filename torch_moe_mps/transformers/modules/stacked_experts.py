@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
 from ...ops.families.experts import _moe_experts
 from ..basics.interface import FORM, ExpertsForm
-from ..basics.state import Unsupported, original_class, restore_class, subclass
+from ..basics.state import REWRITTEN, STATE, Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
-from ..trials.forms import first_form
+from ..trials.forms import Begin, first_form
 from ..trials.replicas import bare_replica, random_parameter
 from .experts import activation_arguments, experts_forward, rows_forward
 from .linears import QuantizedLinear
 
 KIND = "experts"  # the kind of the classes of recognised experts
 _TOKENS, _SLOTS = 6, 2
+_SHAPE = 2, 3  # the same tokens in sequences
 _BEYOND = 2, 1, 0  # how many ids beyond the experts a forward may take
 _MOST_NUMBERS = 8
 # Sizes of a replica: experts, further rows of the first stack, hidden and intermediate sizes.
@@ -36,18 +37,23 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Sizes(NamedTuple):
-    """Sizes of stacks: experts, more matrices of the first stack, hidden, intermediate, halves of gates."""
+    """Sizes of stacks: experts, more matrices of the first stack, hidden, intermediate, halves of gates.
+
+    A flat stack has the matrices of experts one below the other.
+    """
 
     experts: int
     others: int
     hidden: int
     inner: int
     halves: int
+    is_flat: bool = False
 
     def numbers(self) -> tuple[int, ...]:
         """All sizes that a forward or a shape may have."""
-        experts, others, hidden, inner, halves = self
-        return experts, experts + others, hidden, inner, halves * inner, *((others,) if others else ())
+        experts, others, hidden, inner, halves, is_flat = self
+        further = [others] * bool(others) + [experts * inner] * is_flat
+        return experts, experts + others, hidden, inner, halves * inner, *further
 
 
 def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
@@ -55,6 +61,8 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
 
     Raises: Unsupported with the reason if no operator computes what it does.
     """
+    if FORM in vars(module) and vars(module)[FORM].stacks:  # a family's recogniser knows them
+        return None
     shapes = dense_shapes(module)
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
         return None
@@ -69,16 +77,21 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
     if not found:
         raise Unsupported("the shapes of its stacks do not follow each other")
     forms = [
-        ExpertsForm(activation, turned, len(inputs) == 1, has_identity, shapes)
+        ExpertsForm(activation, turned, len(inputs) == 1, has_identity, sizes.experts, shapes)
         for has_identity in ((False,) if len(inputs) == 1 else (False, True))
-        for turned, _ in found
+        for turned, sizes in found
         for activation in _activations(module, first == FIRST[0])
     ]
-    with on_the_cpu(), apart():  # a checkpoint may be being loaded, on the meta device and in another dtype
-        form = first_form(module, forms, _begin, found[0][1], len(inputs))
+    form = first_of(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
+
+
+def first_of(module: nn.Module, forms: Sequence[ExpertsForm], begin: Begin, *arguments: Any) -> Any:
+    """`first_form` of a module that may be on the meta device and in another dtype, as while loading."""
+    with on_the_cpu(), apart():
+        return first_form(module, forms, begin, *arguments)
 
 
 def _inputs(forward: Callable) -> list[str]:
@@ -86,8 +99,13 @@ def _inputs(forward: Callable) -> list[str]:
     return [*inspect.signature(forward).parameters][1:]
 
 
+def takes_ids(experts: nn.Module) -> bool:
+    """True for experts whose forward takes rows, ids and weights."""
+    return FORM not in vars(experts) or len(_inputs(original_class(experts).forward)) == 3
+
+
 def dense_shapes(module: nn.Module) -> Shapes:
-    """Names and shapes of the parameters of a module itself, of recognised experts while they are dense."""
+    """Paths and shapes of a module's parameters; of recognised experts as their own code reads them."""
     if FORM in vars(module):
         shapes: Shapes = vars(module)[FORM].shapes
         return shapes
@@ -149,6 +167,29 @@ def _agrees_with_ids(
     return agrees(of_ids(form, replica, x, ids, weights), expected)
 
 
+def beside_replica(
+    module: nn.Module,
+    sizes: Sizes,
+    ours: Callable[..., Any],
+    experts: int = 0,
+    inputs: Callable[[Any, Sizes], tuple[Tensor, ...]] = lambda _, small: (normal(*_SHAPE, small.hidden),),
+    own: Callable[..., Any] = lambda replica, *given: eager(replica)(*given),
+) -> Callable[[Any], bool]:
+    """Runs a small replica's own code. Returns: form -> whether the operators give the same.
+
+    Args:
+        ours: (form, replica, *inputs) -> the result of the operators.
+        experts: how many a replica has at least.
+        inputs: (replica, its sizes) -> random inputs; hidden states without.
+        own: (replica, *inputs) -> the result of the own code; its forward's without.
+    """
+    small, smaller = small_sizes(sizes, experts)
+    replica = small_replica(module, smaller)
+    given = inputs(replica, small)
+    expected = own(replica, *(each.clone() for each in given))
+    return lambda form: agrees(ours(form, replica, *given), expected)
+
+
 def small_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
     """Small sizes, at least so many experts, and {size: small one}: equal where a module's are equal.
 
@@ -156,7 +197,7 @@ def small_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
     """
     numbers = sizes.numbers()
     for candidate in itertools.product(*_SMALL):
-        small = Sizes(*candidate, sizes.halves)
+        small = Sizes(*candidate, sizes.halves, sizes.is_flat)
         if bool(small.others) != bool(sizes.others) or small.experts < experts:
             continue
         pairs = {*zip(numbers, small.numbers(), strict=True)}
@@ -175,11 +216,20 @@ def small_replica(module: nn.Module, smaller: dict[int, int]) -> Any:
     for name, parameter in module._parameters.items():
         if parameter is None:
             replica.register_parameter(name, None)
-    for name, shape in dense_shapes(module):
-        replica.register_parameter(name, random_parameter([smaller.get(size, size) for size in shape]))
     for name, child in module._modules.items():
         replica._modules[name] = None if child is None else _small_child(child, smaller)
+    for path, shape in dense_shapes(module):
+        owner, _, name = path.rpartition(".")
+        parameter = random_parameter([smaller.get(size, size) for size in shape])
+        replica.get_submodule(owner).register_parameter(name, parameter)
     return replica
+
+
+def shapes_below(module: nn.Module, paths: Iterable[str]) -> Shapes | None:
+    """(path, shape) of dense parameters below a module; None if one is missing."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    shapes |= dict(dense_shapes(module))
+    return tuple((path, shapes[path]) for path in paths) if shapes.keys() >= {*paths} else None
 
 
 def _small_child(child: nn.Module, smaller: dict[int, int]) -> nn.Module:
@@ -199,15 +249,24 @@ def _of_rows(form: ExpertsForm, experts: Any, rows: Tensor) -> Tensor:
 
 
 def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    gated, second = form.activation.gated, getattr(experts, SECOND)
+    assert form.activation is not None
+    gated, second = form.activation.gated, _stack(form, experts, SECOND)
     options = activation_arguments(tuple(form.activation))
-    first = getattr(experts, FIRST[not gated])
+    first = _stack(form, experts, FIRST[not gated])
     if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
         options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
     first = first[: len(second)]
     options |= {"transposed": form.is_transposed, "has_identity": form.has_identity}
     out: Tensor = _moe_experts(x, weights, ids, first, second, **options)
     return out
+
+
+def _stack(form: ExpertsForm, experts: Any, projection: str) -> Tensor:
+    """A stack of a replica, by the form that is tried."""
+    stack = dict(form.stacks).get(projection)
+    if stack is None:
+        return getattr(experts, projection)
+    return stack.joined([experts.get_parameter(path) for path in stack.paths], form.experts)
 
 
 # --- the class
@@ -217,8 +276,11 @@ def run_form(module: nn.Module) -> None:
     """Makes recognised experts run the operators, as those with transformers' interface do."""
     if FORM in vars(module):
         restore_class(module, KIND)
+        if vars(module)[FORM].methods:  # a rule has made its own code read the stacks elsewhere
+            restore_class(module, REWRITTEN)
+            vars(module).pop(STATE, None)
         cls: Any = type(module)
-        module.__class__ = class_with_form(cls)
+        module.__class__ = class_with_form(cls, vars(module)[FORM].methods)
 
 
 def restore_form(module: nn.Module) -> None:
@@ -228,8 +290,10 @@ def restore_form(module: nn.Module) -> None:
 
 
 @functools.cache
-def class_with_form(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a class of experts whose forward is that of the operators."""
+def class_with_form(
+    original: type[nn.Module], methods: tuple[tuple[str, Callable], ...] = ()
+) -> type[nn.Module]:
+    """The subclass of a class of experts that runs the operators: its forward, or these methods."""
     own, names = original.forward, _inputs(original.forward)
 
     @functools.wraps(own)
@@ -240,8 +304,11 @@ def class_with_form(original: type[nn.Module]) -> type[nn.Module]:
         ours = rows_forward if len(names) == 1 else experts_forward
         return ours(self, *(given[name] for name in names))
 
-    members = {} if hasattr(original, "_apply_gate") else {"_apply_gate": _apply_gate}
-    return subclass(original, KIND, class_with_form, forward=forward, **members)
+    members: dict[str, Callable] = dict(methods) or {"forward": forward}
+    if not hasattr(original, "_apply_gate"):
+        members["_apply_gate"] = _apply_gate
+    again = functools.partial(class_with_form, methods=methods)
+    return subclass(original, KIND, again, **members)
 
 
 def _apply_gate(self: Any, rows: Tensor) -> Tensor:

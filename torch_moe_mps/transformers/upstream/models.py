@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import HF_MODULES_CACHE, get_class_from_d
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import causal_mask_function, eager_mask
 from transformers.models.auto import auto_factory
-from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging
+from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput, cached_file, logging, output_capturing
 from transformers.utils.generic import GeneralInterface
 
 # Plain caches, whose layers are made to grow in place: DFlash's came with 5.24.
@@ -28,6 +28,13 @@ GROWING = (DynamicCache, *(cls for cls in [getattr(cache_utils, "DFlashCache", N
 
 # Names of configs for the tokens that an indexer selects together: it counts them from the first of all rows.
 _TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
+
+RECORDERS = output_capturing.__name__  # the file of hooks that record what modules return
+
+
+def is_recording() -> bool:
+    """True in a call of a model that returns what its modules do: output_hidden_states and the like."""
+    return bool(output_capturing._active_collector.get())
 
 
 def chosen_together(config: Any) -> dict[str, int]:

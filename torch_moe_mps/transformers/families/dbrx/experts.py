@@ -3,6 +3,7 @@
     out[t] = sum over k of weights[t, k] * (act(x[t] @ w1[e].T) * (x[t] @ v1[e].T)) @ w2[e]
 
 with e = ids[t, k]. The stacks are views [E, F, H] of these parameters: gate and up projections are apart.
+Packed, they are one stack.
 """
 
 from collections.abc import Callable
@@ -11,18 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....ops._activations import POINTWISE, Activation
 from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ...basics.interface import ExpertsForm, Stack
 from ...basics.report import Done
-from ...basics.state import Unsupported
+from ...modules.experts import experts_forward as interface_forward
 from ...modules.experts import is_observed
-from ...modules.stacked_experts import Sizes, small_replica, small_sizes
-from ...trials.comparing import agrees
-from ...trials.draws import eager, normal
+from ...modules.stacked_experts import Sizes, beside_replica, first_of, of_ids, shapes_below
+from ...trials.draws import normal
 from ...trials.forms import first_form
 
 ops = torch.ops.moe_mps
 
 _MATRICES = "w1", "v1", "w2"
+_PATHS = tuple(f"mlp.{name}" for name in _MATRICES)
+_STACKS = (
+    ("gate_up_proj", Stack(_PATHS[:2], is_flat=True)),
+    ("down_proj", Stack(_PATHS[2:], is_flat=True, is_transposed=True)),
+)
 _SIZES = "num_experts", "hidden_size", "ffn_hidden_size"
 _SEQUENCES, _TOKENS, _SLOTS = 2, 3, 2  # sizes of a trial
 
@@ -55,32 +62,55 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return out.view(hidden_states.shape[0], -1, module.hidden_size)
 
 
+def recognise_experts(module: nn.Module) -> ExpertsForm | None:
+    """Form of such experts, for packed weights; None for any other module."""
+    sizes, shapes = sizes_of(module), shapes_below(module, _PATHS)
+    if sizes is None or shapes is None:
+        return None
+    methods = (("forward", packed_forward),)
+    forms = [
+        ExpertsForm(
+            Activation(name), False, False, False, sizes.experts, shapes, _STACKS, methods,
+            act_fn="mlp.activation_fn",
+        )
+        for name in POINTWISE
+    ]  # fmt: skip
+    found: ExpertsForm | None = first_of(module, forms, _begin_stacks, sizes)
+    return found
+
+
+def packed_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of such experts whose stacks are those of transformers' interface."""
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    out = interface_forward(self, rows, top_k_index, top_k_weights)
+    return out.view(hidden_states.shape[0], -1, out.shape[-1])
+
+
 def sizes_of(module: nn.Module) -> Sizes | None:
     """The sizes of such experts; None for any other module."""
-    mlp = module._modules.get("mlp")
     sizes: list[Any] = [vars(module).get(name) for name in _SIZES]
-    if mlp is None or not all(type(size) is int for size in sizes):
+    shapes = shapes_below(module, _PATHS) if all(type(size) is int for size in sizes) else None
+    if shapes is None:
         return None
     experts, hidden, inner = sizes
-    shapes = [getattr(mlp._parameters.get(name), "shape", None) for name in _MATRICES]
-    return Sizes(experts, 0, hidden, inner, 1) if {*shapes} == {(experts * inner, hidden)} else None
-
-
-def smaller_sizes(sizes: Sizes, experts: int = 0) -> tuple[Sizes, dict[int, int]]:
-    """Small sizes, at least so many experts, and {size: small one}. Raises: Unsupported for none."""
-    small, smaller = small_sizes(sizes, experts)
-    rows = small.experts * small.inner
-    if smaller.setdefault(sizes.experts * sizes.inner, rows) != rows:
-        raise Unsupported("there is no small module with sizes like its own")
-    return small, smaller
+    fits = {*dict(shapes).values()} == {(experts * inner, hidden)}
+    return Sizes(experts, 0, hidden, inner, 1, is_flat=True) if fits else None
 
 
 def _begin(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
-    """Runs a small replica's own code. Returns: whether the operators give the same."""
-    small, smaller = smaller_sizes(sizes)
-    replica = small_replica(module, smaller)
+    return beside_replica(module, sizes, lambda _, *given: experts_forward(*given), inputs=_inputs)
+
+
+def _begin_stacks(module: nn.Module, sizes: Sizes) -> Callable[[ExpertsForm], bool]:
+    return beside_replica(module, sizes, _of_stacks, inputs=_inputs)
+
+
+def _inputs(_: nn.Module, small: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     count = _SEQUENCES * _TOKENS
     ids = torch.stack([torch.randperm(small.experts - 1)[:_SLOTS] for _ in range(count)])  # one of no token
-    inputs = normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)
-    expected = eager(replica)(*inputs)
-    return lambda _: agrees(experts_forward(replica, *inputs), expected)
+    return normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)
+
+
+def _of_stacks(form: ExpertsForm, replica: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    form = form._replace(experts=replica.num_experts)
+    return of_ids(form, replica, x.flatten(0, 1), ids, weights).view(x.shape)

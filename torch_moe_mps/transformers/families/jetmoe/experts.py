@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from ....ops._activations import POINTWISE, Activation
 from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ....ops.families.experts import _moe_experts
+from ...basics.interface import ExpertsForm, Stack
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, depends_on_code, holds, state_of, with_methods
-from ...modules.experts import activation_arguments, is_observed, runs_eager
-from ...modules.stacked_experts import Sizes, small_replica, small_sizes
-from ...trials.comparing import agrees
+from ...modules.experts import activation_arguments, experts_forward, is_observed, multiplied, runs_eager
+from ...modules.stacked_experts import Sizes, beside_replica, first_of, shapes_below
 from ...trials.draws import eager, normal
 from ...trials.forms import first_form
 
 ops = torch.ops.moe_mps
 
 _STACKS = "input_linear", "output_linear"
+_PATHS = tuple(f"{name}.weight" for name in _STACKS)
 _SHAPE = 2, 3  # the shape of a trial's tokens
 _ROUTER = Done("moe_router", "moe_router (softmax_after_topk)")
 
@@ -59,42 +60,71 @@ def rewrite_attention_experts(module: nn.Module) -> tuple[Callable, list[Done]] 
     return no_forward, [Done("expert_mm"), Done("moe_weighted_reduce"), _ROUTER]
 
 
+def recognise_mlp_experts(module: nn.Module) -> ExpertsForm | None:
+    """Form of an MLP of such experts, for packed weights; None for any other module."""
+    sizes = _sizes(module, 2)
+    activations = [tuple(Activation(name)) for name in POINTWISE]
+    found = None if sizes is None else first_of(module, activations, _begin_mlp, sizes)
+    if found is None:
+        return None
+    methods = (("forward", packed_forward),)
+    return _form(module, Activation(*found), "gate_up_proj", methods)._replace(act_fn="activation")
+
+
+def recognise_attention_experts(module: nn.Module) -> ExpertsForm | None:
+    """Form of the projections of such an attention, for packed weights; None for any other module."""
+    sizes = _sizes(module, 1) if hasattr(type(module), "map") and hasattr(type(module), "reduce") else None
+    if sizes is None or not first_of(module, (True,), _begin_attention, sizes):
+        return None
+    return _form(module, None, "up_proj", (("map", packed_map), ("reduce", packed_reduce)))
+
+
+def _form(module: Any, activation: Activation | None, first: str, methods: tuple) -> ExpertsForm:
+    shapes = shapes_below(module, ("bias", *_PATHS))
+    assert shapes is not None
+    experts = dict(shapes)[_PATHS[0]][0]
+    stacks = tuple((name, Stack((path,))) for name, path in zip((first, "down_proj"), _PATHS, strict=True))
+    return ExpertsForm(activation, False, False, False, experts, shapes, stacks, methods, (_ROUTER,))
+
+
 def _sizes(module: Any, halves: int) -> Sizes | None:
     """Sizes of the two stacks of a block, None for any other module."""
     router = module._modules.get("router")
-    stacks: list[Any] = [getattr(module._modules.get(name), "weight", None) for name in _STACKS]
-    has_bias = module._parameters.get("bias") is not None
     is_routed = type(getattr(router, "top_k", None)) is int and hasattr(router, "layer")
-    if not (has_bias and is_routed and all(isinstance(each, Tensor) and each.dim() == 3 for each in stacks)):
+    shapes = shapes_below(module, ("bias", *_PATHS)) if is_routed else None
+    first, second = (() if shapes is None else dict(shapes)[path] for path in _PATHS)
+    if len(second) != 3:
         return None
-    experts, hidden, inner = stacks[1].shape
-    fits = stacks[0].shape == (experts, halves * inner, hidden) and router.top_k <= min(experts, MAX_TOP_K)
+    experts, hidden, inner = second
+    fits = first == (experts, halves * inner, hidden) and router.top_k <= min(experts, MAX_TOP_K)
     return Sizes(experts, 0, hidden, inner, halves) if fits else None
 
 
-def _small(module: Any, sizes: Sizes) -> tuple[Any, Tensor]:
-    """A small replica, and rows for it."""
-    small, smaller = small_sizes(sizes, min(sizes.experts, module.router.top_k + 1))
-    return small_replica(module, smaller), normal(*_SHAPE, small.hidden)
-
-
 def _begin_mlp(module: nn.Module, sizes: Sizes) -> Callable[[tuple], bool]:
-    replica, x = _small(module, sizes)
-    expected = eager(replica)(x.clone())
-    return lambda activation: agrees(_mlp(replica, activation, x), expected)
+    return beside_replica(module, sizes, _mlp, _experts(module, sizes))
 
 
 def _begin_attention(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
-    replica, x = _small(module, sizes)
-    query, logits, topology = eager(replica.map)(x.clone())
-    rows = normal(*query.shape)
-    expected = query, logits, eager(replica.reduce)(rows.clone(), topology)
+    return beside_replica(module, sizes, _both, _experts(module, sizes), _inputs, _both_eager)
 
-    def holds(_: bool) -> bool:
-        ours = _map(replica, x)
-        return agrees((*ours[:2], _reduce(replica, rows, ours[2])), expected)
 
-    return holds
+def _experts(module: Any, sizes: Sizes) -> int:
+    return min(sizes.experts, module.router.top_k + 1)
+
+
+def _inputs(replica: Any, small: Sizes) -> tuple[Tensor, Tensor]:
+    """Inputs of `map` and of `reduce`."""
+    return normal(*_SHAPE, small.hidden), normal(*_SHAPE, replica.router.top_k, small.inner)
+
+
+def _both(_: bool, replica: nn.Module, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, logits, chosen = _map(replica, x)
+    return query, logits, _reduce(replica, slots, chosen)
+
+
+def _both_eager(replica: Any, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, logits, topology = eager(replica.map)(x)
+    return query, logits, eager(replica.reduce)(slots, topology)
 
 
 # --- what runs
@@ -109,7 +139,7 @@ def _route(module: Any, x: Tensor) -> tuple[Tensor, Chosen]:
     return logits, Chosen(weights, ids)
 
 
-def _mlp(module: Any, activation: tuple, x: Tensor) -> Tensor:
+def _mlp(activation: tuple, module: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     _, chosen = _route(module, rows)
     stacks = module.input_linear.weight, module.output_linear.weight
@@ -144,7 +174,7 @@ def mlp_forward(module: nn.Module, layer_input: Tensor) -> Any:
     """The forward of an MLP of such experts."""
     if not _takes(module, layer_input):
         return NotImplemented
-    return _mlp(module, module.__dict__[STATE].formula, layer_input)
+    return _mlp(module.__dict__[STATE].formula, module, layer_input)
 
 
 def _runs(module: nn.Module, x: Tensor, rank: int) -> bool:
@@ -179,3 +209,39 @@ def _reduced(own: Callable) -> Callable:
 def no_forward(module: nn.Module, layer_input: Tensor) -> Any:
     """The forward of attention's projections: the own one, which raises an error."""
     return NotImplemented
+
+
+# --- what runs where the stacks are those of transformers' interface
+
+
+def _routed(module: Any, rows: Tensor) -> tuple[Tensor, Chosen]:
+    """Logits of rows, and what they choose; hooks on the router observe its own code."""
+    router = module.router
+    if not is_observed(router) and not torch.is_grad_enabled():
+        return _route(module, rows)
+    logits = router(rows)[4] if is_observed(router) else router.layer(rows)
+    best, ids = logits.float().topk(router.top_k, 1)
+    return logits, Chosen(best.softmax(1), ids)
+
+
+def packed_forward(self: Any, layer_input: Tensor) -> Tensor:
+    """The forward of such an MLP."""
+    rows = layer_input.reshape(-1, layer_input.shape[-1])
+    _, chosen = _routed(self, rows)
+    return experts_forward(self, rows, chosen.ids, chosen.weights).view(layer_input.shape) + self.bias
+
+
+def packed_map(self: Any, layer_input: Tensor) -> tuple[Tensor, Tensor, Chosen]:
+    """The `map` of such projections of an attention."""
+    rows = layer_input.reshape(-1, layer_input.shape[-1])
+    logits, chosen = _routed(self, rows)
+    query = multiplied(self, "up_proj", rows, chosen.ids)
+    return query.view(*layer_input.shape[:-1], *query.shape[1:]), logits.float(), chosen
+
+
+def packed_reduce(self: Any, layer_input: Tensor, topo_info: Chosen) -> Tensor:
+    """The `reduce` of such projections of an attention."""
+    slots = layer_input.reshape(-1, *layer_input.shape[2:])
+    rows = multiplied(self, "down_proj", slots, topo_info.ids)
+    out = ops.moe_weighted_reduce(rows, topo_info.weights)
+    return out.view(*layer_input.shape[:2], rows.shape[-1]) + self.bias

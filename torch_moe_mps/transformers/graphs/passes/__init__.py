@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..fusion import Fusion
-from .attention import turn_in_attention
+from .attention import repeats_as_tokens, turn_in_attention
 from .fused import (
     add_in_operators,
     add_norms,
@@ -85,6 +85,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     write_into_cache,
     gate_in_attention,
     turn_in_attention,
+    repeats_as_tokens,
     logits_in_float32,
     weights_on_inputs,
     hand_routing_over,  # also gates that the pass before has made

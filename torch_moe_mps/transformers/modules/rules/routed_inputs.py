@@ -6,9 +6,10 @@
 The model's code computes each expert on each token, on zeros for those that were not chosen.
 """
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +18,14 @@ from torch import Tensor, nn
 
 from ...basics.interface import FORM, is_quantized
 from ...basics.report import Done
-from ...basics.state import STATE, original_class, restore_class, state_of
-from ...trials.comparing import agrees
-from ...trials.draws import eager, normal
+from ...basics.state import STATE, original_class, state_of
 from ...trials.forms import first_form
 from ..experts import described, experts_forward, is_observed
-from ..stacked_experts import FIRST, KIND, dense_shapes, of_ids, sizes_of, small_replica, small_sizes
+from ..stacked_experts import FIRST, beside_replica, dense_shapes, of_ids, sizes_of
 
 ops = torch.ops.moe_mps
 
 _SCORINGS = "sigmoid", "softmax"
-_SHAPE = 2, 3  # the shape of a trial's tokens
 
 
 class RoutedInputs(NamedTuple):
@@ -68,7 +66,7 @@ def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | No
     numbers = tuple(sorted(_numbers(module, sizes.experts) | _numbers(children[routers[0]], sizes.experts)))
     options = itertools.product(numbers, _SCORINGS, (True, False), (False, True))
     forms = [RoutedInputs(rows[0], routers[0], next(iter(shared), None), *each) for each in options]
-    found = first_form(module, forms, _begin, sizes, form, numbers)
+    found = first_form(module, forms, _begin, sizes, form, max(numbers, default=0))
     if found is None:
         return None
     state_of(module).formula = found
@@ -83,22 +81,12 @@ def _numbers(module: nn.Module, experts: int) -> set[int]:
     return {value for value in vars(module).values() if type(value) is int and 1 <= value < experts}
 
 
-def _begin(
-    module: nn.Module, sizes: Any, form: Any, numbers: Sequence[int]
-) -> Callable[[RoutedInputs], bool]:
-    small, smaller = small_sizes(sizes, min(numbers[-1] + 1, 6))
-    replica = small_replica(module, smaller)
-    for part in replica.modules():
-        restore_class(part, KIND)
-    x = normal(*_SHAPE, small.hidden)
-    expected = eager(replica)(x.clone())
-
-    def holds(found: RoutedInputs) -> bool:
+def _begin(module: nn.Module, sizes: Any, form: Any, most: int) -> Callable[[RoutedInputs], bool]:
+    def ours(found: RoutedInputs, replica: nn.Module, x: Tensor) -> Any:
         experts = getattr(replica, found.experts)
-        run = lambda rows, ids, weights: of_ids(form, experts, rows, ids, weights)  # noqa: E731
-        return agrees(_computed(replica, found, x, run), expected)
+        return _computed(replica, found, x, functools.partial(of_ids, form, experts))
 
-    return holds
+    return beside_replica(module, sizes, ours, min(most + 1, 6))
 
 
 def _computed(module: Any, form: RoutedInputs, x: Tensor, experts: Callable[..., Tensor]) -> Any:

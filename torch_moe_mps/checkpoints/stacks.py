@@ -1,0 +1,66 @@
+"""Stacks of experts as a model is loaded: parameters with the names of transformers' interface.
+
+Published checkpoints lack matrices that no forward reads, and some classes have their stacks elsewhere.
+What quantises, plans, reads other layouts and writes knows one form.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from ..transformers.basics.interface import (
+    FORM,
+    are_apart,
+    drop_apart,
+    experts_of,
+    is_quantized,
+    parts_of,
+    projections,
+    stack_of,
+)
+from ..transformers.modules.stacked_experts import run_form
+from ..transformers.upstream.weights import WeightConverter, get_model_conversion_mapping
+from .layouts.operations import Operation
+from .quantize.target import layer_of
+
+
+def settle_stacks(model: nn.Module) -> None:
+    """Makes the stacks that forwards read parameters of the experts of a model without weights.
+
+    transformers makes LongCat's first ones for ids that mean the identity, too: a quarter of its weights.
+    """
+    for module in experts_of(model).values():
+        form, apart = vars(module).get(FORM), are_apart(module)
+        if form is None or is_quantized(module) or not parts_of(module, "down_proj")[0].is_meta:
+            continue
+        for name in projections(module):
+            stack = stack_of(module, name).detach().clone()
+            module._parameters[name] = nn.Parameter(stack, requires_grad=False)
+        if apart:
+            drop_apart(module)
+            run_form(module)
+
+
+def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
+    """transformers' conversions of a checkpoint for a model of `settle_stacks`."""
+    conversions: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    return conversions if quantizer is not None else [*of_stacks(model), *conversions]
+
+
+def of_stacks(model: nn.Module) -> list[WeightConverter]:
+    """Converters of the parameters that a class has to the stacks that forwards read."""
+    result: dict[str, WeightConverter] = {}
+    for name, module in experts_of(model).items():
+        form = vars(module).get(FORM)
+        end = name.removeprefix(f"{layer_of(name)}.")  # all layers have this end
+        for projection, stack in () if form is None else form.stacks:
+            operation = Operation(
+                lambda parts, stack=stack, count=form.experts: [stack.joined(parts, count).contiguous()],
+                lambda stacks, stack=stack: stack.split(stacks[0]),
+            )
+            operation.keeps_bytes = len(stack.paths) == 1 and not stack.is_transposed
+            sources = [f"{end}.{path}" for path in stack.paths]
+            result.setdefault(
+                f"{end}.{projection}", WeightConverter(sources, f"{end}.{projection}", [operation])
+            )
+    return [*result.values()]
