@@ -195,9 +195,9 @@ SimulatorEncoder* streams_encoder(const simulator::Encoding& encoding) {
 // It is kept as an empty shell, so that using it later is a finding and not a crash.
 void end(SimulatorEncoder* encoder) {
   encoder->is_over = true;
-  delete encoder->command;
-  encoder->command = nullptr;
   (*encoder->encoding)->encoder = nullptr;
+  delete encoder->command;
+  delete encoder->encoding;
 }
 
 template <typename Encoder>
