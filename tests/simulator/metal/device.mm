@@ -192,9 +192,6 @@ int simulator::macos() {
   delete buffer;
   [super dealloc];
 }
-- (BOOL)retainedReferences {
-  return (*buffer)->retains;
-}
 - (MTLCommandBufferStatus)status {
   return static_cast<MTLCommandBufferStatus>((*buffer)->status);
 }
@@ -317,9 +314,6 @@ int simulator::macos() {
 }
 - (void)addScheduledHandler:(MTLCommandBufferHandler)block {
   [[self rootCommandBuffer] addScheduledHandler:block];
-}
-- (BOOL)retainedReferences {
-  return [[self rootCommandBuffer] retainedReferences];
 }
 - (void)enqueue {
   [[self rootCommandBuffer] enqueue];

@@ -164,7 +164,6 @@ typedef enum MTLCommandBufferError : NSUInteger {
 @property(readonly) NSError* error;
 @property(readonly) double GPUStartTime;  // seconds, once it is complete
 @property(readonly) double GPUEndTime;
-@property(readonly) BOOL retainedReferences;
 - (void)addScheduledHandler:(MTLCommandBufferHandler)block;
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block;
 - (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value;
