@@ -97,6 +97,13 @@ def x() -> torch.Tensor:
     return torch.arange(100.0, device="mps")
 
 
+@pytest.fixture
+def own_gpu(simulated):
+    """A GPU with a thread of its own. Returns: the schedule, whose handlers come in no order."""
+    with simulated.own_gpu(1):
+        yield 2
+
+
 def test_every_fault_has_its_message():
     named = re.findall(r'^ {4}\{"([^"]+)",', CALLS.read_text(), re.MULTILINE)
     elsewhere = {
@@ -133,9 +140,11 @@ def test_an_encoder_that_is_released_is_found(calls, simulated, x):
     assert usable(calls)
 
 
-@pytest.mark.parametrize("schedule", range(4))
-def test_command_buffers_of_a_queue(calls, simulated, x, schedule):
+@pytest.mark.parametrize("schedule", [*range(4), "own"])
+def test_command_buffers_of_a_queue(calls, simulated, x, schedule, request):
     """They run in the order in which they were enqueued, and live until their handlers were called."""
+    if schedule == "own":
+        schedule = request.getfixturevalue("own_gpu")
     simulated.set_schedule(schedule)
     middle, out = torch.zeros_like(x), torch.zeros_like(x)
     calls.axpy(x, x, 1.0).cpu()  # its pipeline stays
