@@ -1,5 +1,6 @@
 """The workflows of GitHub, as far as they can be checked without it."""
 
+import ast
 import itertools
 import os
 import re
@@ -174,6 +175,30 @@ def test_the_gpu_job_decides_as_the_page_says():
     assert not any("scripts/test" in step["run"] for step in decide)
     page = (REPOSITORY / "RELEASE.md").read_text()
     assert "On macos-15 `check --quick` decides, at its second try; on macos-26 nothing does" in page
+
+
+def fixtures_of(file: str, test: str) -> set[str]:
+    """Fixtures that a test takes, those of fixtures in its file too."""
+    functions = {
+        node.name: {each.arg for each in node.args.args}
+        for node in ast.parse((REPOSITORY / file).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    found, todo = set(), [test]
+    while todo:
+        new = functions.get(todo.pop(), set()) - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_the_gpu_job_has_experts_on_the_ssd_on_the_gpu():
+    """By a test that a Mac runs on its GPU: neither the CPU's alone nor the simulator's alone."""
+    (step,) = (s for s in jobs(FOLDER / "test.yml")["gpu"]["steps"] if "scripts/test" in s.get("run", ""))
+    (named,) = re.findall(r"(tests/[\w/.]*\w)::(\w+)", step["run"])
+    assert "device" in fixtures_of(*named) and "simulated" not in fixtures_of(*named), named
+    assert step["run"].endswith(" -m 'not sweep' -k mps")
+    assert 'experts_memory="1GB"' in (REPOSITORY / named[0]).read_text()
 
 
 ISSUES = """#!/bin/sh

@@ -3,6 +3,10 @@
 `scripts/macos/lock_table [VERSION ...]`, found in torch's wheels for macOS. While one of them waits, no other
 thread of Python's runs, nor does one that the GPU waits for. A function is read in the order of its
 instructions: it holds the lock up to where it saves the thread's state. Left out are compilers and exporters.
+
+The first line of a version names the operators that take a number from the pool of scalars. Giving it back
+waits for the stream's queue, and so for whoever waits in it for the GPU. A function that calls one of them
+with the lock held has it among what it may wait in.
 """
 
 import argparse
@@ -10,9 +14,20 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import macos
-from aten_table import COMMIT_AND_WAIT, OPERATOR, READS, VERSIONS, WAITS, Library, demangled, torch_cpu
+from aten_table import (
+    COMMIT_AND_WAIT,
+    OPERATOR,
+    READS,
+    VERSIONS,
+    WAITS,
+    Library,
+    by_operators,
+    demangled,
+    torch_cpu,
+)
 from simulator import aten
 from simulator.build import run, tool
 from support.pinned import pinned
@@ -35,6 +50,7 @@ _COPY = re.compile(r"^at::(storage_copy|Tensor::(to|toType|item))\b")
 _BEHIND_HOOKS = re.compile(
     r"^(std::|c10::|at::_ops::|fmt::|operator |at::mps::MPSStream::)|.*::~|.*\b(\w+)::\2\("
 )
+_SCALAR = re.compile(r"allocScalarBufferWithValue|getMPSGraphTensorFromScalar")
 _ENDS = re.compile(r"^(std::|c10|pybind11::|_|torch::(PythonArgs|jit|dynamo|inductor|profiler|functorch)::)")
 
 
@@ -104,17 +120,38 @@ class Waits:
             for place, name in _hooks(library, addresses["vtable for at::mps::MPSHooks"])
             if _waits(library, name)
         }
+        self.scalars = _of_scalars(library, aten.table()[version])
+        own = {_called(name): (aten.row_of(name), row) for name, row in aten.operators(version)}
         self._operators = READS | {
-            name.removeprefix("aten::").replace(".", "_")
-            for name, row in aten.operators(version)
-            if row.get("waits") or row.get("reads")
+            name for name, (_, row) in own.items() if row.get("waits") or row.get("reads")
         }
+        self._frees = {name for name, (row, _) in own.items() if row in self.scalars}
 
     def of(self, called: str) -> str | None:
         """Name of a function that waits; None for any other."""
         if match := OPERATOR.match(called):
-            return match[1] if match[1] in self._operators or _COPIES.match(match[1]) else None
+            if match[1] in self._operators or _COPIES.match(match[1]):
+                return match[1]
+            return f"{match[1]} gives back a scalar" if match[1] in self._frees else None
         return match[1] if (match := _COPY.match(called)) else None
+
+
+def _called(operator: str) -> str:
+    return operator.removeprefix("aten::").replace(".", "_")
+
+
+def _of_scalars(library: Library, rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Operators that take a number from the pool of scalars."""
+    wrappers = by_operators({name: {"wrapper": name} for name in library.wrappers})
+    return [
+        name
+        for name, row in rows.items()
+        if row.get("host")
+        and any(
+            _SCALAR.search(called)
+            for called, _, _ in library.reached(library.wrappers[wrappers[name]["wrapper"]])
+        )
+    ]
 
 
 def _hooks(library: Library, table: int) -> Iterator[tuple[int, str]]:
@@ -141,7 +178,9 @@ def _waits(library: Library, hook: str) -> bool:
 
 def text_of(version: str) -> str:
     """The section of a version: a line for each function."""
-    return "".join(f"{name}: {', '.join(waits)}\n" for name, waits in Binding(version).rows().items())
+    binding = Binding(version)
+    rows = {"scalar pool": binding.waits.scalars} | binding.rows()
+    return "".join(f"{name}: {', '.join(waits)}\n" for name, waits in rows.items())
 
 
 def main() -> int:

@@ -28,6 +28,11 @@ ON_MPS = {
     "aten::convolution_backward": "aten::mps_convolution_backward",
 }
 PAUSES = ("waits", "reads", "graph")  # fields of aten.json by which the GPU or the host waits
+# {version: operators that give back a scalar, which waits for whoever has the stream's queue}
+SCALARS = {
+    section.removeprefix("torch "): {*text.partition("\n")[0].removeprefix("scalar pool: ").split(", ")}
+    for section, text in pinned("locked").items()
+}
 
 
 def row(name: str) -> str:
@@ -39,6 +44,8 @@ def row(name: str) -> str:
         for how in PAUSES:
             if known[name].get(how):
                 found.setdefault(how, []).append(version.rpartition(".")[0])
+        if aten.row_of(name) in SCALARS.get(version, ()):
+            found.setdefault("scalar", []).append(version.rpartition(".")[0])
     everywhere = len(aten.table())
     return ", ".join(
         f"{how} in {'all' if len(versions) == everywhere else ' '.join(versions)}"
@@ -125,7 +132,8 @@ SAMPLING = {"do_sample": True, "top_k": 20, "top_p": 0.9, "repetition_penalty": 
 @pytest.mark.pinned
 def test_what_torch_runs_beside_our_operators(simulated, monkeypatch, tmp_path):
     """torch has a kernel for each in every version, as its wheels for macOS say. Those that wait for the GPU,
-    or run MPSGraph, which ends the encoder, are pinned; none of a step of the engine waits."""
+    run MPSGraph, which ends the encoder, or give back a scalar, are pinned; none of a step waits, and none of
+    the engine's gives back a scalar."""
     monkeypatch.setenv(_environment.CAPTURE, "1")
     monkeypatch.setattr(disk, "BLOCK", 16)
     model = on_mps(bits=4, group_size=32)
@@ -146,6 +154,7 @@ def test_what_torch_runs_beside_our_operators(simulated, monkeypatch, tmp_path):
         rows = {name: row(name) for name in names}
         assert_pinned("aten", what, "".join(f"{name}: {how}\n" for name, how in rows.items() if how))
         assert not ("step" in what and any("waits" in how or "reads" in how for how in rows.values())), what
+        assert not ("step" in what and "generate" not in what and "scalar" in "".join(rows.values())), what
     assert found.keys() == pinned("aten").keys()
 
 

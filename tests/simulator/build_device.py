@@ -17,7 +17,7 @@ from . import build
 from .build import PACKAGES, digest, tool
 from .errors import BuildError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent  # paths from here hold where the folder is a link, too
 TORCH = Path(torch.__file__).resolve().parent
 PERSONALITY = HERE / "metal" / "personality.cpp"
 PRECOMPILED = HERE / "metal" / "precompiled.h"

@@ -156,7 +156,7 @@ class Hooks final : public at::MPSHooksInterface {
   at::Allocator* getMPSDeviceAllocator() const override { return &the_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void deviceSynchronize() const override { synchronize_host(); }
-  void commitStream() const override { commit(current_stream()); }
+  void commitStream() const override { commit_in_queue(); }
   void* getCommandBuffer() const override { return stream_command_buffer(); }
   void* getDispatchQueue() const override { return stream_queue(); }
   void emptyCache() const override {

@@ -4,6 +4,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
+#include <functional>
+
 namespace simulator {
 
 inline const c10::Device kMps(c10::DeviceType::MPS, 0);
@@ -20,7 +22,9 @@ at::Tensor host_view(const at::Tensor& tensor);
 void synchronize();
 // The same, where the host of a Mac waits, too.
 void synchronize_host();
-// Commits in a block of the current stream's queue, as torch's copies do: another thread may encode.
+// In a block of the current stream's queue, as torch encodes: another thread may.
+void in_queue(const std::function<void()>& act);
+void end_encoder();
 void commit_in_queue();
 // While it lives, the thread computes on the CPU in place of an operator that a Mac encodes: no wait of the
 // host.

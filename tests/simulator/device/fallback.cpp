@@ -49,8 +49,11 @@ void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 bool encode(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   const Aten own = aten(name, op.schema().overload_name());
-  if (own.is_graph) end_encoder();
-  const size_t left = threadgroup_bytes_set();
+  size_t left = 0;
+  in_queue([&] {
+    if (own.is_graph) end_encoder();
+    left = threadgroup_bytes_set();
+  });
   if (own.threadgroup_bytes + left > kMaxThreadgroupMemory) {
     fail(name + ": its kernel has " + std::to_string(own.threadgroup_bytes) +
          " bytes of threadgroup memory and " + std::to_string(left) +

@@ -43,7 +43,7 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   return simulated_encoder(_stream.id());
 }
 void MPSStream::endKernelCoalescing() {
-  simulated_end_encoder();
+  simulator::end_encoder(*simulator::encoding_of(_stream.id()));
 }
 void MPSStream::checkLastError() {
   simulator::raise_stored_error(_stream.id());
@@ -55,8 +55,9 @@ void MPSStream::synchronize(SyncType type) {
   if (!simulator::in_block_of((void*)_serialQueue)) {
     simulator::fail("stream->synchronize: a commit is called outside of a block of the stream's queue");
   }
-  simulated_end_encoder();
-  simulator::commit(_stream.id());
+  const simulator::AsTorch as_torch;
+  endKernelCoalescing();
+  [commandBuffer() commitAndContinue];
 }
 
 namespace {
@@ -132,6 +133,10 @@ void synchronize() {
   if (has_pending() || in_block_of(stream_queue())) {
     const bool waits = waits_behind;
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
+      if (!stands_in || waits) {
+        end_encoder();
+        check_encoder(*encoding_of(current_stream()));
+      }
       stands_in ? run_before_operator(waits) : run_pending();
     });
   }
@@ -142,10 +147,20 @@ void synchronize() {
   if (!reports.empty()) fail(reports);
 }
 
-void commit_in_queue() {
+void in_queue(const std::function<void()>& act) {
+  if (in_block_of(stream_queue())) return act();
+  const auto* called = &act;  // a block keeps no reference
   at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
-    commit(current_stream());
+    (*called)();
   });
+}
+
+void commit_in_queue() {
+  in_queue([] { at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT); });
+}
+
+void end_encoder() {
+  in_queue([] { at::mps::getCurrentMPSStream()->endKernelCoalescing(); });
 }
 
 StandIn::StandIn(bool waits) {

@@ -224,10 +224,13 @@ void copy_to_mps_without_waiting(const Tensor& source, const Tensor& destination
         ": the source of a copy to mps that does not block is changed before the GPU has read it; wait for "
         "its command buffer first");
   };
-  end_encoder();
   if (destination.is_contiguous()) {
-    blit_from_host(read, destination, check);
+    in_queue([&] {
+      end_encoder();
+      blit_from_host(read, destination, check);
+    });
   } else {
+    end_encoder();
     const auto act = [read, into = host_view(destination), check] {
       into.copy_(read);
       check();

@@ -126,6 +126,8 @@ size_t live_bytes() {
     registry().live.erase((void*)self);
   }
   buffers--;
+  if ((*memory)->lent > 0)
+    simulator::report("a buffer is released before the end of a command buffer that does not retain it");
   delete memory;
   if (heap) {
     simulated_give_back(heap, offset);

@@ -28,7 +28,8 @@ using Buffers = std::vector<std::shared_ptr<CommandBuffer>>;
 
 struct State {
   std::mutex mutex;
-  std::map<StreamNumber, std::shared_ptr<CommandBuffer>> open;
+  std::map<StreamNumber, std::shared_ptr<Encoding>> streams;
+  std::map<StreamNumber, Buffers> enqueued;  // in each queue, up to the first that is not committed
   Buffers committed;
   std::condition_variable told;
   int64_t telling = 0;               // threads that call handlers
@@ -317,33 +318,50 @@ bool is_empty(const CommandBuffer& buffer) {
   return buffer.commands.empty() && buffer.completed.empty() && !buffer.has_run;
 }
 
-// A stream's open buffer, under the mutex.
-std::shared_ptr<CommandBuffer>& open_of(State& s, StreamNumber stream) {
-  std::shared_ptr<CommandBuffer>& open = s.open[stream];
-  if (!open) {
-    open = std::make_shared<CommandBuffer>();
-    open->line = new_line();
+std::shared_ptr<CommandBuffer> new_buffer() {
+  const auto made = std::make_shared<CommandBuffer>();
+  made->line = new_line();
+  return made;
+}
+
+// Under the mutex, as what follows.
+std::shared_ptr<Encoding> stream_of(State& s, StreamNumber stream) {
+  std::shared_ptr<Encoding>& found = s.streams[stream];
+  if (!found) found = std::make_shared<Encoding>(Encoding{stream, nullptr});
+  return found;
+}
+
+CommandBuffer& open_of(Encoding& into) {
+  if (!into.open) into.open = new_buffer();
+  return *into.open;
+}
+
+// Gives the GPU what is committed, up to a buffer that is only enqueued.
+void give(State& s, const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {
+  Buffers& places = s.enqueued[queue];
+  if (buffer->status == Status::kNotEnqueued) places.push_back(buffer);
+  buffer->status = Status::kCommitted;
+  buffer->committed = s.host;
+  const auto is_open = [](const auto& each) { return each->status != Status::kCommitted; };
+  const auto end = std::find_if(places.begin(), places.end(), is_open);
+  for (auto each = places.begin(); each != end; ++each) {
+    commit_line((*each)->line);
+    s.committed.push_back(*each);
   }
-  return open;
+  places.erase(places.begin(), end);
 }
 
 enum class By { kTorch, kWaitOfTorch, kGraph };
 
-// Ends the buffer that a stream has open, under the mutex.
-void commit_open(State& s, StreamNumber stream, By by) {
-  std::shared_ptr<CommandBuffer>& open = open_of(s, stream);
-  if (is_empty(*open)) return;
-  if (by != By::kGraph) torch_commits(*open, stream, by == By::kWaitOfTorch);
-  open->status = Status::kCommitted;
-  open->committed = s.host;
-  commit_line(open->line);
-  s.committed.push_back(std::move(open));
+// Ends the buffer that a stream has open.
+void commit_open(State& s, Encoding& stream, By by) {
+  if (!stream.open || is_empty(*stream.open)) return;
+  if (by != By::kGraph) torch_commits(*stream.open, stream.queue, by == By::kWaitOfTorch);
+  give(s, std::exchange(stream.open, nullptr), stream.queue);
 }
 
 void commit_all(State& s, By by) {
-  for (auto& [stream, open] : s.open) {
-    if (open) commit_open(s, stream, by);
-  }
+  for (auto& [number, stream] : s.streams) commit_open(s, *stream, by);
 }
 
 // Whether what is committed runs on a thread of the GPU's own. Under the mutex.
@@ -379,6 +397,7 @@ Failure next_failure() {
 
 void end(CommandBuffer& buffer, Failure failure) {
   buffer.commands.clear();
+  buffer.borrowed.clear();
   end_line(buffer.line);
   buffer.last = last_run();
   buffer.failure = failure;
@@ -539,6 +558,8 @@ void begin(CommandBuffer& buffer) {
     s.idle += std::max(0.0, buffer.committed - s.clock);
     s.clock = std::max(s.clock.load(), buffer.committed);
   }
+  buffer.status = Status::kScheduled;
+  if (!buffer.scheduled.empty()) tell_listeners(std::exchange(buffer.scheduled, {}));
   buffer.start = s.clock;
   gpu_hears_at(buffer.signalled);
   s.clock = s.clock + buffer.seconds;
@@ -550,8 +571,8 @@ void run_open() {
   Buffers open;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    for (const auto& [stream, buffer] : s.open) {
-      if (buffer && !buffer->commands.empty()) open.push_back(buffer);
+    for (const auto& [number, stream] : s.streams) {
+      if (stream->open && !stream->open->commands.empty()) open.push_back(stream->open);
     }
   }
   for (const auto& buffer : open) {
@@ -679,7 +700,19 @@ std::string text_of(Failure failure) {
   }
 }
 
-void record(const Command& command, StreamNumber stream) {
+namespace {
+// Of one that does not retain the memory of its commands, host code does until it ends.
+void borrow(CommandBuffer& buffer, const std::vector<std::shared_ptr<Memory>>& used) {
+  if (buffer.retains) return;
+  for (const auto& memory : used) {
+    if (!memory) continue;
+    ++memory->lent;
+    buffer.borrowed.push_back(std::shared_ptr<void>(memory.get(), [memory](void*) { --memory->lent; }));
+  }
+}
+}  // namespace
+
+void record(const Command& command, Encoding& into) {
   State& s = state();
   if (forgetting()) return;
   if (s.validating) {
@@ -691,25 +724,24 @@ void record(const Command& command, StreamNumber stream) {
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
   s.host += s.a_command;
-  CommandBuffer& open = *open_of(s, stream);
+  CommandBuffer& open = open_of(into);
   open.commands.emplace_back(command).use = use;
   add_step(*open.line, use, nullptr);
-}
-
-void record_operator(StreamNumber stream) {
-  State& s = state();
-  std::lock_guard<std::mutex> lock(s.mutex);
-  if (!s.timed) return;
-  s.host += s.a_command;
-  CommandBuffer& open = *open_of(s, stream);
-  open.has_run = true;
-  open.seconds += s.an_operator;
+  if (open.retains) return;
+  for (const Binding& each : command.buffers) borrow(open, {each.memory});
 }
 
 namespace {
+void count_operator(State& s, Encoding& into) {
+  if (!s.timed) return;
+  s.host += s.a_command;
+  CommandBuffer& open = open_of(into);
+  open.has_run = true;
+  open.seconds += s.an_operator;
+}
 // Of no kernel.
-CommandBuffer& record_act(std::function<void()> act, const std::shared_ptr<Use>& use, StreamNumber stream) {
-  CommandBuffer& open = *open_of(state(), stream);
+CommandBuffer& record_act(std::function<void()> act, const std::shared_ptr<Use>& use, Encoding& into) {
+  CommandBuffer& open = open_of(into);
   Command& command = open.commands.emplace_back();
   command.act = std::move(act);
   command.use = use;
@@ -718,22 +750,28 @@ CommandBuffer& record_act(std::function<void()> act, const std::shared_ptr<Use>&
 }
 }  // namespace
 
+void record_operator(StreamNumber stream) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  count_operator(state(), *stream_of(state(), stream));
+}
+
 void record_copy(std::function<void()> act, std::function<void()> appears, const std::shared_ptr<Use>& use,
                  StreamNumber stream) {
-  record_operator(stream);
   const std::lock_guard<std::mutex> lock(state().mutex);
-  record_act(std::move(act), use, stream).visible.push_back(std::move(appears));
+  Encoding& into = *stream_of(state(), stream);
+  count_operator(state(), into);
+  record_act(std::move(act), use, into).visible.push_back(std::move(appears));
 }
 
 void record_blit(const char* name, const Binding& source, const Binding& destination,
-                 std::function<void()> act, StreamNumber stream) {
+                 std::function<void()> act, Encoding& into) {
   if (forgetting()) return;
   std::vector<UsedMemory> all = {{destination.memory, destination.offset, true}};
   if (source.memory) all.push_back({source.memory, source.offset, false});
   const std::shared_ptr<Use> use = use_of(name, all);
-  record_operator(stream);
   const std::lock_guard<std::mutex> lock(state().mutex);
-  record_act(std::move(act), use, stream);
+  count_operator(state(), into);
+  borrow(record_act(std::move(act), use, into), {source.memory, destination.memory});
 }
 
 void record_barrier() {
@@ -743,12 +781,12 @@ void record_barrier() {
 }
 
 void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
-                  StreamNumber stream) {
+                  Encoding& into) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += std::string(text) + "\n";
   s.host += s.a_command;
-  CommandBuffer& open = *open_of(s, stream);
+  CommandBuffer& open = open_of(into);
   if (waits) add_step(*open.line, nullptr, waits);
   Command& command = open.commands.emplace_back();
   command.event = std::move(event);
@@ -818,34 +856,83 @@ bool has_pending() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   if (!s.timed && !s.untold.empty()) return true;
-  return s.running || !s.committed.empty() || std::any_of(s.open.begin(), s.open.end(), [](const auto& open) {
-           return open.second && !is_empty(*open.second);
-         });
+  if (s.running || !s.committed.empty()) return true;
+  return std::any_of(s.streams.begin(), s.streams.end(), [](const auto& stream) {
+    return stream.second->open && !is_empty(*stream.second->open);
+  });
 }
 
-void commit(StreamNumber stream) {
+namespace {
+// What is committed runs where the GPU has begun before the host's next line.
+void begin_committed() {
   State& s = state();
   bool runs_alone;
   {
-    std::lock_guard<std::mutex> lock(s.mutex);
-    s.commits++;
-    if (s.tracing) s.trace += "commit\n";
-    commit_open(s, stream, By::kTorch);
+    const std::lock_guard<std::mutex> lock(s.mutex);
     runs_alone = has_own_thread(s);
   }
   if (runs_alone) return later([] { run("", false, false, true); });
   if (s.seed % 2 == 1) run("", false, true);
 }
+}  // namespace
+
+void commit(StreamNumber stream) {
+  State& s = state();
+  check_encoder(*encoding_of(stream));
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.commits++;
+    if (s.tracing) s.trace += "commit\n";
+    commit_open(s, *stream_of(s, stream), By::kTorch);
+  }
+  begin_committed();
+}
+
+void commit(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    give(state(), buffer, queue);
+  }
+  begin_committed();
+}
+
+void enqueue(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  buffer->status = Status::kEnqueued;
+  state().enqueued[queue].push_back(buffer);
+}
 
 void commit_unseen(StreamNumber stream) {
+  end_encoder(*encoding_of(stream));
   std::lock_guard<std::mutex> lock(state().mutex);
-  commit_open(state(), stream, By::kGraph);
+  commit_open(state(), *stream_of(state(), stream), By::kGraph);
+}
+
+std::shared_ptr<Encoding> encoding_of(StreamNumber stream) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return stream_of(state(), stream);
+}
+
+bool is_of_torch(const Encoding& encoding) {
+  return encoding_of(encoding.queue).get() == &encoding;
+}
+
+std::shared_ptr<Encoding> new_encoding(StreamNumber queue, bool retains) {
+  const auto made = std::make_shared<Encoding>(Encoding{queue, new_buffer()});
+  made->open->retains = retains;
+  return made;
 }
 
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  return open_of(state(), stream);
+  const auto found = stream_of(state(), stream);
+  open_of(*found);
+  return found->open;
 }
+
+namespace {
+constexpr char kBehind[] = " waits for a command buffer behind one that is enqueued and not committed";
+}  // namespace
 
 void run_before_operator(bool waits) {
   if (!state().timed) {
@@ -865,13 +952,17 @@ void run_pending() {
     commit_all(state(), By::kWaitOfTorch);
   }
   run("synchronize\n");
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  for (const auto& each : state().enqueued[current_stream()])
+    if (each->status == Status::kCommitted) return report(std::string("synchronize") + kBehind);
 }
 
 void wait_for(const CommandBuffer& buffer) {
   State& s = state();
-  if (buffer.status == Status::kNotEnqueued)
+  if (buffer.status < Status::kCommitted)
     fail("waitUntilCompleted: the command buffer is not committed, so that nothing would end the wait");
-  if (buffer.status == Status::kCommitted) run("wait\n");
+  if (buffer.status <= Status::kScheduled) run("wait\n");
+  if (buffer.status == Status::kCommitted) fail(std::string("waitUntilCompleted") + kBehind);
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.host = std::max(s.host, buffer.end);
@@ -1009,6 +1100,8 @@ void simulator_reset(void) {
     std::lock_guard<std::mutex> lock(s.mutex);
     commit_all(s, simulator::By::kGraph);
     dropped.swap(s.committed);
+    for (const auto& [queue, places] : std::exchange(s.enqueued, {}))
+      dropped.insert(dropped.end(), places.begin(), places.end());
     s.tracing = s.counting = false;
     s.failure = simulator::Failure::kNone;
   }

@@ -28,6 +28,10 @@ std::atomic<bool> strict = false;
 }
 }  // namespace
 
+static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
+static id<MTLCommandBuffer> simulated_command_buffer(const std::shared_ptr<simulator::Encoding>& encoding);
+static id<MTLCommandQueue> simulated_new_queue(simulator::StreamNumber stream);
+
 namespace {
 thread_local int torches = 0;
 
@@ -141,7 +145,9 @@ int simulator::macos() {
   return simulated_shared_event();
 }
 - (id<MTLCommandQueue>)newCommandQueue {
-  not_ours("newCommandQueue");
+  only_torch("newCommandQueue");
+  static std::atomic<simulator::StreamNumber> next{simulator::StreamNumber{1} << 32};  // none of torch's
+  return simulated_new_queue(next++);
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options
@@ -164,21 +170,25 @@ int simulator::macos() {
 @end
 @implementation SimulatorCommandQueue
 - (id<MTLCommandBuffer>)commandBuffer {
-  not_ours("[commandQueue commandBuffer]");
+  only_torch("[commandQueue commandBuffer]");
+  return simulated_command_buffer(simulator::new_encoding(stream, true));
+}
+- (id<MTLCommandBuffer>)commandBufferWithUnretainedReferences {
+  only_torch("commandBufferWithUnretainedReferences");
+  return simulated_command_buffer(simulator::new_encoding(stream, false));
 }
 @end
 
-static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
-
-// One that the stream has encoded into: the host may ask how it ended, and no more.
+// Of torch's stream, or host code's own.
 @interface SimulatorCommandBuffer : NSObject <MTLCommandBuffer> {
  @public
-  simulator::StreamNumber stream;
+  std::shared_ptr<simulator::Encoding>* encoding;
   std::shared_ptr<simulator::CommandBuffer>* buffer;
 }
 @end
 @implementation SimulatorCommandBuffer
 - (void)dealloc {
+  delete encoding;
   delete buffer;
   [super dealloc];
 }
@@ -196,40 +206,67 @@ static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
 - (double)GPUEndTime {
   return (*buffer)->end;
 }
-- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
-  if ((*buffer)->status != simulator::Status::kNotEnqueued)
-    fail("addCompletedHandler: the command buffer is committed, and takes no handler any more");
-  MTLCommandBufferHandler kept = Block_copy(block);
-  (*buffer)->tells_host = true;
-  (*buffer)->completed.push_back([self, kept] {
+// A handler, until the command buffer has called it or is gone.
+- (std::function<void()>)handler:(MTLCommandBufferHandler)block {
+  const std::shared_ptr<void> kept((void*)Block_copy(block), [](void* copied) { Block_release(copied); });
+  return [self, kept] {
     @autoreleasepool {
-      kept(self);
+      ((MTLCommandBufferHandler)kept.get())(self);
     }
-    Block_release(kept);
-  });
+  };
+}
+- (void)addScheduledHandler:(MTLCommandBufferHandler)block {
+  [self check:"addScheduledHandler" says:"Scheduled handler provided after commit call"];
+  (*buffer)->scheduled.push_back([self handler:block]);
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  [self check:"addCompletedHandler" says:"Completed handler provided after commit call"];
+  (*buffer)->tells_host = true;
+  (*buffer)->completed.push_back([self handler:block]);
+}
+- (void)check:(const char*)method says:(const char*)text {
+  if ((*buffer)->status >= simulator::Status::kCommitted) fail(std::string(method) + ": " + text);
 }
 - (void)check:(const char*)method {
-  if ((*buffer)->status != simulator::Status::kNotEnqueued)
-    fail(std::string(method) + ": the command buffer is committed, and takes no command any more");
+  [self check:method says:"the command buffer is committed, and takes no command any more"];
 }
 - (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value {
   [self check:"encodeSignalEvent"];
-  simulated_signal(event, value, stream);
+  simulated_signal(event, value, **encoding);
 }
 - (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value {
   [self check:"encodeWaitForEvent"];
-  simulated_wait(event, value, stream);
+  simulated_wait(event, value, **encoding);
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  not_ours("computeCommandEncoder");
+  only_torch("computeCommandEncoder");
+  [self check:"computeCommandEncoder"];
+  return simulated_compute_encoder(*encoding);
 }
 - (id<MTLBlitCommandEncoder>)blitCommandEncoder {
   only_torch("blitCommandEncoder");
   [self check:"blitCommandEncoder"];
-  return simulated_blit_encoder(stream);
+  return simulated_blit_encoder(*encoding);
+}
+- (void)enqueue {
+  only_torch("enqueue");
+  if ((*buffer)->status != simulator::Status::kNotEnqueued)
+    fail("enqueue: enqueue an already enqueued command buffer");
+  [self keep];
+  simulator::enqueue(*buffer, (*encoding)->queue);
 }
 - (void)commit {
-  not_ours("commit");
+  only_torch("commit");
+  [self check:"commit" says:"commit an already committed command buffer"];
+  simulator::check_encoder(**encoding);
+  if (simulator::is_of_torch(**encoding)) return simulator::commit((*encoding)->queue);
+  [self keep];
+  simulator::commit(*buffer, (*encoding)->queue);
+}
+// Its queue retains it, until it is complete.
+- (void)keep {
+  if ((*buffer)->object) return;
+  (*buffer)->object = std::shared_ptr<void>((void*)[self retain], [](void* kept) { [(id)kept release]; });
 }
 - (void)waitUntilCompleted {
   simulator::wait_for(**buffer);
@@ -275,12 +312,16 @@ static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
 - (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value {
   [[self rootCommandBuffer] encodeWaitForEvent:event value:value];
 }
-// Nothing runs before it is waited for: a commit changes nothing that could be seen.
-- (void)commit {
-  if (simulator::is_strict()) not_ours("commit");
+- (void)addScheduledHandler:(MTLCommandBufferHandler)block {
+  [[self rootCommandBuffer] addScheduledHandler:block];
 }
-- (void)commitAndContinue {
-  if (simulator::is_strict()) not_ours("commitAndContinue");
+- (void)enqueue {
+  [[self rootCommandBuffer] enqueue];
+}
+- (void)commit {
+  [[self rootCommandBuffer] commit];
+}
+- (void)commitAndContinue {  // with another root
 }
 - (void)waitUntilCompleted {
   not_ours("waitUntilCompleted");
@@ -297,18 +338,24 @@ static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
 - (id<MTLCommandBuffer>)rootCommandBuffer {
   const std::shared_ptr<simulator::CommandBuffer> open = simulator::open_buffer(stream);
   if (!open->object) {
-    SimulatorCommandBuffer* object = [SimulatorCommandBuffer new];
-    object->stream = stream;
-    object->buffer = new std::shared_ptr<simulator::CommandBuffer>(open);
-    open->object = std::shared_ptr<void>((void*)object, [](void* kept) { [(id)kept release]; });
+    @autoreleasepool {
+      [(SimulatorCommandBuffer*)simulated_command_buffer(simulator::encoding_of(stream)) keep];
+    }
   }
   return (id<MTLCommandBuffer>)open->object.get();
 }
-- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  if (simulator::is_strict()) not_ours("computeCommandEncoder");
-  return simulated_encoder(stream);
+- (void)commitAndContinue {
+  only_torch("commitAndContinue");
+  simulator::commit(stream);
 }
 @end
+
+static id<MTLCommandBuffer> simulated_command_buffer(const std::shared_ptr<simulator::Encoding>& encoding) {
+  SimulatorCommandBuffer* made = [[SimulatorCommandBuffer new] autorelease];
+  made->encoding = new std::shared_ptr<simulator::Encoding>(encoding);
+  made->buffer = new std::shared_ptr<simulator::CommandBuffer>(encoding->open);
+  return made;
+}
 
 id<MTLDevice> simulated_device() {
   static SimulatorDevice* device = [SimulatorDevice new];
@@ -319,10 +366,14 @@ static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream) {
   made->stream = stream;
   return made;
 }
-id<MTLCommandQueue> simulated_queue(simulator::StreamNumber stream) {
+static id<MTLCommandQueue> simulated_new_queue(simulator::StreamNumber stream) {
   SimulatorCommandQueue* queue = [SimulatorCommandQueue new];
-  simulator::keep_for_the_process(queue);
   queue->stream = stream;
+  return queue;
+}
+id<MTLCommandQueue> simulated_queue(simulator::StreamNumber stream) {
+  const id<MTLCommandQueue> queue = simulated_new_queue(stream);
+  simulator::keep_for_the_process(queue);
   return queue;
 }
 

@@ -1,4 +1,5 @@
-// MTLComputeCommandEncoder: collects bindings and records commands, valid in one dispatch_sync block only.
+// Encoders, of which a command buffer has one at a time, from its beginning to endEncoding. That of torch's
+// stream is valid in one dispatch_sync block only.
 #import <Metal/Metal.h>
 
 #include <cstring>
@@ -13,11 +14,36 @@ using simulator::Command;
 using simulator::fail;
 using simulator::GridKind;
 
-@interface SimulatorEncoder : NSObject <MTLComputeCommandEncoder> {
+@interface SimulatorAnyEncoder : NSObject {
  @public
-  Command* command;  // what is set so far; null once its block is over
-  uint64_t block;
-  simulator::StreamNumber stream;
+  std::shared_ptr<simulator::Encoding>* encoding;
+  bool is_over;
+}
+- (void)endEncoding;
+@end
+@implementation SimulatorAnyEncoder
+- (void)dealloc {
+  if (!is_over) {
+    simulator::report("Command encoder released without endEncoding");
+    (*encoding)->encoder = nullptr;
+  }
+  delete encoding;
+  [super dealloc];
+}
+- (void)use:(const char*)method {
+  if (is_over) fail(std::string(method) + ": the encoder has ended");
+}
+- (void)endEncoding {
+  [self use:"endEncoding"];
+  is_over = true;
+  (*encoding)->encoder = nullptr;
+}
+@end
+
+@interface SimulatorEncoder : SimulatorAnyEncoder <MTLComputeCommandEncoder> {
+ @public
+  Command* command;  // what is set so far
+  uint64_t block;    // for which torch's stream has given it out; 0 for one of host code's own
 }
 @end
 
@@ -52,21 +78,26 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 }  // namespace
 
 @implementation SimulatorEncoder
-- (Command&)use:(const char*)method {
-  if (!command || simulator::current_block() != block) {
+- (void)dealloc {
+  delete command;
+  [super dealloc];
+}
+- (Command&)set:(const char*)method {
+  if (block != 0 && (is_over || simulator::current_block() != block)) {
     fail(std::string(method) +
          ": the encoder is used outside the dispatch_sync block in which it was taken, or after a commit; "
          "call stream->commandEncoder() in each block");
   }
+  [self use:method];
   return *command;
 }
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
-  Command& c = [self use:"setComputePipelineState"];
+  Command& c = [self set:"setComputePipelineState"];
   if (!state) fail("setComputePipelineState: the pipeline is nil");
   c.kernel = ((SimulatorPipeline*)state)->kernel;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  Command& c = [self use:"setBuffer"];
+  Command& c = [self set:"setBuffer"];
   check_index("setBuffer", index);
   c.buffers[index] = buffer ? bind("setBuffer", buffer, offset, 1) : simulator::Binding();
 }
@@ -79,7 +110,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 }
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
   if (simulator::forgetting()) return;
-  Command& c = [self use:"setBytes"];
+  Command& c = [self set:"setBytes"];
   check_index("setBytes", index);
   if (length == 0 || length > simulator::kMaxSetBytes) {
     fail("setBytes: length " + std::to_string(length) + " at index " + std::to_string(index) +
@@ -89,7 +120,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   c.buffers[index].bytes = std::make_shared<std::string>(static_cast<const char*>(bytes), length);
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
-  Command& c = [self use:"setThreadgroupMemoryLength"];
+  Command& c = [self set:"setThreadgroupMemoryLength"];
   check_index("setThreadgroupMemoryLength", index);
   if (length % 16 != 0) {
     fail("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " + std::to_string(index) +
@@ -103,13 +134,13 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   c.threadgroup_bytes[index] = length;
 }
 - (void)dispatch:(GridKind)kind grid:(MTLSize)grid threads:(MTLSize)threads method:(const char*)method {
-  Command& c = [self use:method];
+  Command& c = [self set:method];
   if (!c.kernel) fail(std::string(method) + ": no pipeline is set in this block");
   c.kind = kind;
   c.grid = to_array(grid);
   c.threads = to_array(threads);
   try {
-    simulator::record(c, stream);
+    simulator::record(c, **encoding);
   } catch (...) {
     c.threadgroup_bytes = {};
     throw;
@@ -132,7 +163,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
                           indirectBufferOffset:(NSUInteger)indirectBufferOffset
                          threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
   const char* method = "dispatchThreadgroupsWithIndirectBuffer";
-  Command& c = [self use:method];
+  Command& c = [self set:method];
   if (indirectBufferOffset % 4 != 0) {
     fail(std::string(method) + ": offset " + std::to_string(indirectBufferOffset) + " is no multiple of 4");
   }
@@ -141,38 +172,57 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   [self dispatch:GridKind::kIndirect grid:MTLSizeMake(0, 0, 0) threads:threadsPerThreadgroup method:method];
 }
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
-  [self use:"memoryBarrierWithScope"];
+  [self set:"memoryBarrierWithScope"];
   simulator::record_barrier();
 }
 - (void)endEncoding {
-  if (simulator::is_strict()) fail("endEncoding: the encoder belongs to PyTorch's stream, which ends it");
+  if (block != 0 && simulator::is_strict())
+    fail("endEncoding: the encoder belongs to PyTorch's stream, which ends it");
+  [super endEncoding];
 }
 @end
 
 namespace {
-// The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a
-// crash.
-thread_local SimulatorEncoder* current = nil;
+
+// That which torch's stream has given out; nil where there is none.
+SimulatorEncoder* streams_encoder(const simulator::Encoding& encoding) {
+  const id open = (id)encoding.encoder;
+  if (!open || [open class] != [SimulatorEncoder class]) return nil;
+  auto* encoder = (SimulatorEncoder*)open;
+  return encoder->block == 0 ? nil : encoder;
+}
+
+// It is kept as an empty shell, so that using it later is a finding and not a crash.
+void end(SimulatorEncoder* encoder) {
+  encoder->is_over = true;
+  (*encoder->encoding)->encoder = nullptr;
+  delete encoder->command;
+  delete encoder->encoding;
+}
+
+template <typename Encoder>
+Encoder* begin(const char* method, const std::shared_ptr<simulator::Encoding>& encoding) {
+  if (encoding->encoder)
+    fail(std::string(method) + ": A command encoder is already encoding to this command buffer");
+  Encoder* made = [Encoder new];
+  made->encoding = new std::shared_ptr<simulator::Encoding>(encoding);
+  encoding->encoder = (void*)made;
+  return made;
+}
+
 }  // namespace
 
-void simulated_end_encoder() {
-  if (!current) return;
-  delete current->command;
-  current->command = nullptr;
-}
-
 namespace simulator {
-void end_encoder() {
-  simulated_end_encoder();
+void end_encoder(Encoding& encoding) {
+  if (SimulatorEncoder* encoder = streams_encoder(encoding)) end(encoder);
 }
-bool has_encoder(StreamNumber stream) {
-  return current && current->command && current->stream == stream;
+void check_encoder(const Encoding& encoding) {
+  if (encoding.encoder) fail("commit: commit command buffer with uncommitted encoder");
 }
 size_t threadgroup_bytes_set() {
   size_t set = 0;
-  if (current && current->command && current->stream == current_stream()) {
-    for (size_t bytes : current->command->threadgroup_bytes) set += bytes;
-  }
+  if (SimulatorEncoder* encoder = streams_encoder(*encoding_of(current_stream())))
+    for (size_t bytes : encoder->command->threadgroup_bytes) set += bytes;
   return set;
 }
 }  // namespace simulator
@@ -183,40 +233,32 @@ id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
     fail("commandEncoder() is called outside of a dispatch_sync block; encode inside "
          "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
   }
-  if (simulator::forgetting() && current && current->command && current->stream == stream) {
-    current->block = block;
-  } else if (!current || !current->command || current->block != block || current->stream != stream) {
-    // PyTorch's encoder goes on until a commit. Bindings of another block are nobody's to use; lengths of
-    // threadgroup memory stay.
-    const bool goes_on = current && current->command && current->stream == stream;
-    const auto lengths =
-        goes_on ? current->command->threadgroup_bytes : decltype(Command::threadgroup_bytes){};
-    simulated_end_encoder();
-    current = [SimulatorEncoder new];
-    simulator::keep_for_the_process(current);
-    current->command = new Command;
-    current->command->threadgroup_bytes = lengths;
-    current->block = block;
-    current->stream = stream;
-  }
+  const std::shared_ptr<simulator::Encoding> encoding = simulator::encoding_of(stream);
+  SimulatorEncoder* current = streams_encoder(*encoding);
+  if (current && simulator::forgetting()) current->block = block;
+  if (current && current->block == block) return current;
+  // PyTorch's encoder goes on until a commit. Bindings of another block are nobody's to use; lengths of
+  // threadgroup memory stay.
+  const auto lengths = current ? current->command->threadgroup_bytes : decltype(Command::threadgroup_bytes){};
+  if (current) end(current);
+  current = begin<SimulatorEncoder>("commandEncoder()", encoding);
+  simulator::keep_for_the_process(current);
+  current->command = new Command;
+  current->command->threadgroup_bytes = lengths;
+  current->block = block;
   return current;
 }
 
-// It copies what lies in memory when its turn comes.
-@interface SimulatorBlitEncoder : NSObject <MTLBlitCommandEncoder> {
- @public
-  simulator::StreamNumber stream;
-  bool is_over;
+id<MTLComputeCommandEncoder> simulated_compute_encoder(const std::shared_ptr<simulator::Encoding>& encoding) {
+  SimulatorEncoder* made = begin<SimulatorEncoder>("computeCommandEncoder", encoding);
+  made->command = new Command;
+  return [made autorelease];
 }
+
+// It copies what lies in memory when its turn comes.
+@interface SimulatorBlitEncoder : SimulatorAnyEncoder <MTLBlitCommandEncoder>
 @end
 @implementation SimulatorBlitEncoder
-- (void)dealloc {
-  if (!is_over) simulator::report("a blit encoder is released before endEncoding");
-  [super dealloc];
-}
-- (void)use:(const char*)method {
-  if (is_over) fail(std::string(method) + ": the blit encoder has ended");
-}
 - (void)check:(const char*)method multiple:(NSUInteger)value {
   if (value % 4 != 0 && !simulator::AsTorch::is_there())
     fail(std::string(method) + ": offsets and sizes must be multiples of 4, got " + std::to_string(value));
@@ -234,7 +276,7 @@ id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
   const auto act = [from, to, size] {
     memmove(to.memory->data + to.offset, from.memory->data + from.offset, size);
   };
-  simulator::record_blit("copyFromBuffer", from, to, act, stream);
+  simulator::record_blit("copyFromBuffer", from, to, act, **encoding);
 }
 - (void)fillBuffer:(id<MTLBuffer>)buffer range:(NSRange)range value:(uint8_t)value {
   const char* method = "fillBuffer";
@@ -242,18 +284,10 @@ id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
   for (NSUInteger each : {range.location, range.length}) [self check:method multiple:each];
   const simulator::Binding to = bind(method, buffer, range.location, range.length);
   const auto act = [to, size = range.length, value] { memset(to.memory->data + to.offset, value, size); };
-  simulator::record_blit("fillBuffer", {}, to, act, stream);
-}
-- (void)endEncoding {
-  [self use:"endEncoding"];
-  is_over = true;
+  simulator::record_blit("fillBuffer", {}, to, act, **encoding);
 }
 @end
 
-id<MTLBlitCommandEncoder> simulated_blit_encoder(simulator::StreamNumber stream) {
-  if (simulator::has_encoder(stream))
-    fail("blitCommandEncoder: the stream has an encoder, which has to end before");
-  SimulatorBlitEncoder* made = [[SimulatorBlitEncoder new] autorelease];
-  made->stream = stream;
-  return made;
+id<MTLBlitCommandEncoder> simulated_blit_encoder(const std::shared_ptr<simulator::Encoding>& encoding) {
+  return [begin<SimulatorBlitEncoder>("blitCommandEncoder", encoding) autorelease];
 }

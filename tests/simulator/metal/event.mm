@@ -160,30 +160,28 @@ id<MTLSharedEvent> simulated_shared_event() {
 
 namespace {
 
-std::shared_ptr<Event> event_of(const char* method, id<MTLEvent> event, simulator::StreamNumber stream) {
+std::shared_ptr<Event> event_of(const char* method, id<MTLEvent> event, const simulator::Encoding& into) {
   if (!event) fail(std::string(method) + ": the event is nil");
-  if (simulator::has_encoder(stream)) {
-    fail(std::string(method) +
-         ": the stream has an encoder, which has to end before; call stream->endKernelCoalescing()");
-  }
-  if (simulator::current_block() == 0)
+  if (into.encoder)
+    fail(std::string(method) + ":value: with uncommitted encoder; call stream->endKernelCoalescing() before");
+  if (simulator::is_of_torch(into) && simulator::current_block() == 0)
     fail(std::string(method) + ": is called outside of a block of the stream's queue");
   return *((SimulatorSharedEvent*)event)->event;
 }
 
 }  // namespace
 
-void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream) {
-  const std::shared_ptr<Event> signalled = event_of("encodeSignalEvent", event, stream);
+void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::Encoding& into) {
+  const std::shared_ptr<Event> signalled = event_of("encodeSignalEvent", event, into);
   const auto act = [signalled, value] {
     signalled->set(value, simulator::gpu_clock(), true);
     return true;
   };
-  simulator::record_event("signal event", act, nullptr, stream);
+  simulator::record_event("signal event", act, nullptr, into);
 }
 
-void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream) {
-  const std::shared_ptr<Event> awaited = event_of("encodeWaitForEvent", event, stream);
+void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::Encoding& into) {
+  const std::shared_ptr<Event> awaited = event_of("encodeWaitForEvent", event, into);
   const std::string line = simulator::dropping() ? "" : simulator::python_line();
   const auto act = [awaited, value, line] {
     if (!awaited->has_reached(value)) simulator::tell_failed();
@@ -201,7 +199,7 @@ void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber 
     return true;
   };
   const auto waits = [awaited, value] { return !awaited->has_reached(value); };
-  simulator::record_event("wait for event", act, waits, stream);
+  simulator::record_event("wait for event", act, waits, into);
 }
 
 extern "C" void simulator_limit_waits(double seconds) {

@@ -14,7 +14,9 @@
 
 id<MTLDevice> simulated_device();
 id<MTLCommandQueue> simulated_queue(simulator::StreamNumber stream);
-id<MTLBlitCommandEncoder> simulated_blit_encoder(simulator::StreamNumber stream);
+// Autoreleased; raise while the command buffer has another one.
+id<MTLComputeCommandEncoder> simulated_compute_encoder(const std::shared_ptr<simulator::Encoding>& encoding);
+id<MTLBlitCommandEncoder> simulated_blit_encoder(const std::shared_ptr<simulator::Encoding>& encoding);
 // The memory of a heap's buffer goes back to it with the last reference.
 id<MTLBuffer> simulated_buffer(std::shared_ptr<simulator::Memory> memory, id<MTLHeap> heap,
                                NSUInteger offset);
@@ -25,9 +27,9 @@ id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, N
 // Of a file that stands for a .metallib: the line "simulated metallib", and the source.
 id<MTLLibrary> simulated_compiled_library(NSURL* url, NSError** error);
 id<MTLSharedEvent> simulated_shared_event();
-// A command of the stream: the GPU signals an event, or waits for one.
-void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream);
-void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::StreamNumber stream);
+// A command: the GPU signals an event, or waits for one.
+void simulated_signal(id<MTLEvent> event, uint64_t value, simulator::Encoding& into);
+void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::Encoding& into);
 id<MTLResidencySet> simulated_residency_set(MTLResidencySetDescriptor* descriptor);
 // The heap that a new buffer of so many bytes lies in; nil where it stands alone.
 id<MTLHeap> simulated_heap(size_t bytes);
@@ -35,4 +37,3 @@ id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError
 
 // The encoder of the dispatch_sync block that the calling thread is in. Raises outside of any block.
 id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream);
-void simulated_end_encoder();  // what was taken before may not be used any more

@@ -89,6 +89,7 @@ struct Memory {
   const uint64_t identity;
   const std::function<void()> release = nullptr;
 
+  std::atomic<int> lent = 0;  // commands of buffers that do not retain it
   // Guarded (guards.cpp):
   int reading = 0, writing = 0;      // commands that may run, or have run and the host has not heard of it
   std::shared_ptr<Guarded> guarded;  // once the host has asked for the contents
@@ -203,7 +204,7 @@ struct Command {
 };
 
 // Metal's numbers.
-enum class Status { kNotEnqueued = 0, kCommitted = 2, kCompleted = 4, kError = 5 };
+enum class Status { kNotEnqueued, kEnqueued, kCommitted, kScheduled, kCompleted, kError };
 enum class Failure { kNone = 0, kTimeout = 2, kFault = 3, kOutOfMemory = 8 };
 std::string text_of(Failure failure);  // as macOS describes it
 
@@ -211,10 +212,13 @@ std::string text_of(Failure failure);  // as macOS describes it
 struct CommandBuffer {
   std::vector<Command> commands;
   std::shared_ptr<Line> line;
-  std::vector<std::function<void()>> ended;      // called where it ends,
+  std::vector<std::function<void()>> scheduled;  // called where it begins,
+  std::vector<std::function<void()>> ended;      // where it ends,
   std::vector<std::function<void()>> visible;    // once the host knows that it has,
   std::vector<std::function<void()>> completed;  // and of the host's own, which are told of it
   bool tells_host = false;                       // there are some
+  bool retains = true;                           // the memory of its commands,
+  std::vector<std::shared_ptr<void>> borrowed;   // which is not released before, otherwise
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
   uint64_t last = 0;             // number of the last command that has run when it ends
@@ -227,26 +231,41 @@ struct CommandBuffer {
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
 
-// Streams are numbers: 0 is the default one. Each has a buffer that is open; they share the GPU.
+// Streams are numbers: 0 is the default one. Each has a queue and a buffer that is open; they share the GPU.
 using StreamNumber = int64_t;
-StreamNumber current_stream();                             // of the thread
-void record(const Command& command, StreamNumber stream);  // validates; raises SimulatorError
-void record_operator(StreamNumber stream);                 // of aten, which the CPU has computed in its place
+
+// What commands are recorded into: a command buffer, or those of a stream of torch's, one after the other.
+struct Encoding {
+  const StreamNumber queue;
+  std::shared_ptr<CommandBuffer> open;
+  void* encoder = nullptr;  // an object, until it ends
+};
+std::shared_ptr<Encoding> encoding_of(StreamNumber stream);
+std::shared_ptr<Encoding> new_encoding(StreamNumber queue, bool retains);
+void end_encoder(Encoding& encoding);          // that of torch's stream (encoder.mm)
+void check_encoder(const Encoding& encoding);  // before a commit: that it has ended
+bool is_of_torch(const Encoding& encoding);
+
+StreamNumber current_stream();                        // of the thread
+void record(const Command& command, Encoding& into);  // validates; raises SimulatorError
+void record_operator(StreamNumber stream);            // of aten, which the CPU has computed in its place
 // A copy of the GPU's to the host, which `appears` there once the host knows that its buffer is complete.
 void record_copy(std::function<void()> act, std::function<void()> appears, const std::shared_ptr<Use>& use,
                  StreamNumber stream);
 void record_barrier();
 // A command of a blit encoder, which may have no source.
 void record_blit(const char* name, const Binding& source, const Binding& destination,
-                 std::function<void()> act, StreamNumber stream);
+                 std::function<void()> act, Encoding& into);
 // A signal of an event or a wait for one, as `text` in a trace. They run on the null device, too.
-void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits,
-                  StreamNumber stream);
+void record_event(const char* text, std::function<bool()> event, std::function<bool()> waits, Encoding& into);
 std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream);  // that commands are recorded into
 // A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
 // decides: with an odd one, the work runs at once. In schedules 2 and 3 of four, handlers are called later,
 // by a thread of their own, and the newest buffer's first.
 void commit(StreamNumber stream);
+// A buffer of host code's own, which runs behind those that were enqueued before in its queue.
+void commit(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue);
+void enqueue(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue);
 // Ends a stream's buffer as MPSGraph does within a graph, unseen by host code.
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
@@ -260,8 +279,6 @@ void wait_for_handlers();
 // The encoder that torch shares: the bytes of threadgroup memory that host code has left set in it, which a
 // kernel of torch's has on top of its own.
 size_t threadgroup_bytes_set();
-void end_encoder();
-bool has_encoder(StreamNumber stream);  // of the calling thread, which nobody has ended
 // The clocks of those who signal: of the GPU while a command runs, and of the host's thread that answers.
 double gpu_clock();
 double answer_clock();

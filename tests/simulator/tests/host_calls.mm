@@ -12,10 +12,12 @@
 
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 
 namespace simulator {
 struct AsTorch {
@@ -289,7 +291,108 @@ void with_axpy(const Tensor& x, Encode then) {
   });
 }
 
+// Command buffers of the host's own, which only torch may have.
+using Buffer = id<MTLCommandBuffer>;
+
+id<MTLCommandQueue> own_queue() {
+  const simulator::AsTorch torch;
+  static const id<MTLCommandQueue> made = [device() newCommandQueue];
+  return made;
+}
+
+void with_own_buffer(const std::function<void(Buffer)>& act) {
+  const simulator::AsTorch torch;
+  @autoreleasepool {
+    act([own_queue() commandBuffer]);
+  }
+}
+
+// An encoder that ends where a fault leaves it.
+struct OpenEncoder {
+  explicit OpenEncoder(Buffer buffer) : encoder([buffer computeCommandEncoder]) {}
+  ~OpenEncoder() { [encoder endEncoding]; }
+  const Encoder encoder;
+};
+
+void commit_twice(Buffer buffer) {
+  [buffer commit];
+  [buffer commit];
+}
+
+const std::map<std::string, void (*)(Buffer)> faults_of_own_buffers = {
+    {"second encoder",
+     [](Buffer buffer) {
+       const OpenEncoder open(buffer);
+       [buffer blitCommandEncoder];
+     }},
+    {"commit with an encoder",
+     [](Buffer buffer) {
+       const OpenEncoder open(buffer);
+       [buffer commit];
+     }},
+    {"signal with an encoder",
+     [](Buffer buffer) {
+       const OpenEncoder open(buffer);
+       [buffer encodeSignalEvent:event() value:1];
+     }},
+    {"encoder that ends twice",
+     [](Buffer buffer) {
+       const Encoder encoder = [buffer computeCommandEncoder];
+       [encoder endEncoding];
+       [encoder endEncoding];
+     }},
+    {"encoding after the end",
+     [](Buffer buffer) {
+       const id<MTLBlitCommandEncoder> encoder = [buffer blitCommandEncoder];
+       [encoder endEncoding];
+       [encoder fillBuffer:nil range:NSMakeRange(0, 4) value:0];
+     }},
+    {"encoder after the commit",
+     [](Buffer buffer) {
+       [buffer commit];
+       [buffer computeCommandEncoder];
+     }},
+    {"commit twice", commit_twice},
+    {"enqueue after the commit",
+     [](Buffer buffer) {
+       [buffer commit];
+       [buffer enqueue];
+     }},
+    {"scheduled handler after the commit",
+     [](Buffer buffer) {
+       [buffer commit];
+       [buffer addScheduledHandler:^(Buffer){
+       }];
+     }},
+    {"wait before the commit", [](Buffer buffer) { [buffer waitUntilCompleted]; }},
+    {"wait behind an enqueued buffer",
+     [](Buffer buffer) {
+       [[own_queue() commandBuffer] enqueue];
+       [buffer commit];
+       [buffer waitUntilCompleted];
+     }},
+    {"encoder that is released", [](Buffer buffer) { [buffer computeCommandEncoder]; }},
+};
+
 const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
+    {"signal beside another thread's encoder",
+     [](const Tensor& x) {
+       std::thread([] {
+         in_block(^(Encoder){
+         });
+       }).join();
+       at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
+         [[stream()->commandBuffer() rootCommandBuffer] encodeSignalEvent:event() value:1];
+       });
+     }},
+    {"commit of the stream with an encoder",
+     [](const Tensor& x) {
+       in_plain_block(^{
+         const simulator::AsTorch torch;
+         const OpenEncoder open([stream()->commandBuffer() rootCommandBuffer]);
+         stream()->synchronize(at::mps::SyncType::COMMIT);
+       });
+     }},
     {"buffer of an earlier block",
      [](const Tensor& x) {
        with_axpy(x, ^(Encoder encoder) {
@@ -444,6 +547,8 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
 };
 
 void commit_fault(const std::string& name, const Tensor& x) {
+  if (const auto own = faults_of_own_buffers.find(name); own != faults_of_own_buffers.end())
+    return with_own_buffer(own->second);
   const auto found = faults_in_a_block.find(name);
   if (found == faults_in_a_block.end()) return other_faults.at(name)(x);
   with_axpy(x, ^(Encoder encoder) {
@@ -546,6 +651,60 @@ void blit(const Tensor& from, const Tensor& to, at::IntArrayRef range, bool is_t
   });
 }
 
+void note(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(completed_mutex);
+  completed.push_back(name);
+}
+
+// x + x into `middle` by a buffer that is enqueued first and committed last, and 2 of it into `out` by
+// another.
+void own_buffers(const Tensor& x, const Tensor& middle, const Tensor& out) {
+  const simulator::AsTorch torch;
+  const auto encode = [](Buffer buffer, const Tensor& from, const Tensor& into, const char* name) {
+    const Encoder encoder = [buffer computeCommandEncoder];
+    bind_axpy(encoder, from, from, into, 1);
+    [encoder dispatchThreads:MTLSizeMake(from.numel(), 1, 1) threadsPerThreadgroup:MTLSizeMake(50, 1, 1)];
+    [encoder endEncoding];
+    [buffer addScheduledHandler:^(Buffer) {
+      note(c10::str(name, " begins"));
+    }];
+    [buffer addCompletedHandler:^(Buffer done) {
+      note(c10::str(name, " ends: ", static_cast<unsigned long>([done status])));
+    }];
+  };
+  Buffer second = nil;
+  @autoreleasepool {
+    const id<MTLCommandQueue> queue = [device() newCommandQueue];
+    const Buffer first = [queue commandBuffer];
+    second = [[queue commandBuffer] retain];
+    [queue release];
+    [first enqueue];
+    encode(second, middle, out, "second");
+    [second commit];
+    TORCH_CHECK([first status] == MTLCommandBufferStatusEnqueued);
+    TORCH_CHECK([second status] == MTLCommandBufferStatusCommitted);
+    encode(first, x, middle, "first");
+    [first commit];
+  }
+  [second waitUntilCompleted];
+  TORCH_CHECK([second status] == MTLCommandBufferStatusCompleted);
+  [second release];
+}
+
+// A fill of memory that is released before its buffer is committed.
+void release_early(bool retains) {
+  with_own_buffer([retains](Buffer retaining) {
+    const Buffer buffer = retains ? retaining : [own_queue() commandBufferWithUnretainedReferences];
+    const id<MTLBuffer> memory = [device() newBufferWithLength:64 options:MTLResourceStorageModeShared];
+    const id<MTLBlitCommandEncoder> encoder = [buffer blitCommandEncoder];
+    [encoder fillBuffer:memory range:NSMakeRange(0, 64) value:1];
+    [encoder endEncoding];
+    [memory release];
+    [buffer commit];
+    [buffer waitUntilCompleted];
+  });
+}
+
 // Sizes and places in a heap of 2,560 bytes: of two buffers, of all of it once one was released, of a third
 // and of one that has no room.
 std::vector<int64_t> heap(bool is_placed, int64_t place) {
@@ -605,6 +764,8 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("first_of(Tensor x) -> float", first_of);
   m.def("contents(Tensor x) -> int", contents);
   m.def("blit(Tensor source, Tensor out, int[] range, bool is_torch, bool ends) -> ()", blit);
+  m.def("own_buffers(Tensor x, Tensor(a!) middle, Tensor(b!) out) -> ()", own_buffers);
+  m.def("release_early(bool retains) -> ()", release_early);
   m.def("heap(bool is_placed, int place) -> int[]", heap);
   m.def("read_file(str path, Tensor x, int first, int size) -> ()", read_file);
   m.def("listen(int value, str name) -> ()", listen);

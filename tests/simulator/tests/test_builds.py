@@ -1,6 +1,10 @@
 """Builds of host code: what is kept, and what does not compile, with the compiler's message."""
 
+import importlib
 import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 from simulator import build, build_device
@@ -15,6 +19,22 @@ def test_builds_are_cached_by_content(tmp_path):
         libraries.append(build_device.build_library("cached", [source]))
     assert libraries[0] == libraries[2] != libraries[1]
     assert libraries[1].exists()
+
+
+def test_paths_hold_where_the_folder_is_a_link(tmp_path, monkeypatch):
+    """The compiler runs where the link leads to, so its way up is not that of the link."""
+    folder = Path(build_device.__file__).resolve().parent
+    linked = types.ModuleType("linked")
+    linked.__path__ = [str(tmp_path / "deep" / "linked")]
+    (tmp_path / "deep").mkdir()
+    Path(linked.__path__[0]).symlink_to(folder)
+    for name in ("linked", "linked.build", "linked.build_device", "linked.errors"):
+        monkeypatch.setitem(sys.modules, name, linked)  # removed behind the test
+        if name != "linked":
+            del sys.modules[name]
+    module = importlib.import_module("linked.build_device")
+    unit = tmp_path / "unit.mm"
+    assert (folder / module.local(unit)).resolve() == unit
 
 
 def test_host_code_that_does_not_compile_shows_the_message(tmp_path):

@@ -20,6 +20,7 @@ NOT_OURS = "host code encodes with stream->commandEncoder() only"
 OUTSIDE = "the encoder is used outside the dispatch_sync block in which it was taken"
 NO_BLOCK = "commandEncoder() is called outside of a block of the stream's queue"
 NESTED = "dispatch_sync on queue 'metal gpu stream' inside a block of that queue: on macOS this waits forever"
+WITH_ENCODER = "commit: commit command buffer with uncommitted encoder"
 FAULTS = {
     "unbound buffer": "axpy: buffer(1) 'y' is not bound",
     "buffer of an earlier block": "axpy: buffer(0) 'x' is not bound",
@@ -69,8 +70,21 @@ FAULTS = {
     "stream synchronize": "stream->synchronize: host code never waits, it only commits",
     "commit outside of a block": "stream->synchronize: a commit is called outside of a block",
     "encoder after a commit": OUTSIDE,
-    "handler after the commit": "addCompletedHandler: the command buffer is committed",
-    "signal beside an encoder": "encodeSignalEvent: the stream has an encoder, which has to end before",
+    "handler after the commit": "addCompletedHandler: Completed handler provided after commit call",
+    "signal beside an encoder": "encodeSignalEvent:value: with uncommitted encoder",
+    "signal beside another thread's encoder": "encodeSignalEvent:value: with uncommitted encoder",
+    "signal with an encoder": "encodeSignalEvent:value: with uncommitted encoder",
+    "second encoder": "blitCommandEncoder: A command encoder is already encoding to this command buffer",
+    "commit with an encoder": WITH_ENCODER,
+    "commit of the stream with an encoder": WITH_ENCODER,
+    "encoder that ends twice": "endEncoding: the encoder has ended",
+    "encoding after the end": "fillBuffer: the encoder has ended",
+    "encoder after the commit": "computeCommandEncoder: the command buffer is committed",
+    "commit twice": "commit: commit an already committed command buffer",
+    "enqueue after the commit": "enqueue: enqueue an already enqueued command buffer",
+    "scheduled handler after the commit": "Scheduled handler provided after commit call",
+    "wait before the commit": "waitUntilCompleted: the command buffer is not committed",
+    "wait behind an enqueued buffer": "waitUntilCompleted waits for a command buffer behind one that is",
     "wait outside of a block": "encodeWaitForEvent: is called outside of a block of the stream's queue",
     "wait for no event": "encodeWaitForEvent: the event is nil",
     "signal after the commit": "encodeSignalEvent: the command buffer is committed",
@@ -83,10 +97,18 @@ def x() -> torch.Tensor:
     return torch.arange(100.0, device="mps")
 
 
+@pytest.fixture
+def own_gpu(simulated):
+    """A GPU with a thread of its own. Returns: the schedule, whose handlers come in no order."""
+    with simulated.own_gpu(1):
+        yield 2
+
+
 def test_every_fault_has_its_message():
     named = re.findall(r'^ {4}\{"([^"]+)",', CALLS.read_text(), re.MULTILINE)
     elsewhere = {
         "autorelease without pool",
+        "encoder that is released",
         "fast math",
         "language 3.2",
         "object that is not released",
@@ -108,6 +130,38 @@ def test_fault_is_found_at_the_call(calls, simulated, name):
 def test_residency_that_does_not_end_is_found(calls, simulated, x):
     calls.fault("residency that does not end", x)
     with pytest.raises(simulated.SimulatorError, match="a residency set is released before endResidency"):
+        torch.mps.synchronize()
+
+
+def test_an_encoder_that_is_released_is_found(calls, simulated, x):
+    calls.fault("encoder that is released", x)
+    with pytest.raises(SimulatorError, match="Command encoder released without endEncoding"):
+        torch.mps.synchronize()
+    assert usable(calls)
+
+
+@pytest.mark.parametrize("schedule", [*range(4), "own"])
+def test_command_buffers_of_a_queue(calls, simulated, x, schedule, request):
+    """They run in the order in which they were enqueued, and live until their handlers were called."""
+    if schedule == "own":
+        schedule = request.getfixturevalue("own_gpu")
+    simulated.set_schedule(schedule)
+    middle, out = torch.zeros_like(x), torch.zeros_like(x)
+    calls.axpy(x, x, 1.0).cpu()  # its pipeline stays
+    objects = simulated.live_objects()
+    calls.own_buffers(x, middle, out)
+    assert torch.equal(out.cpu(), 4 * x.cpu())
+    seen = told(calls, 4)
+    expected = ["first begins", "second begins", "first ends: 4", "second ends: 4"]
+    assert seen == expected if schedule < 2 else sorted(seen) == sorted(expected)
+    assert simulated.live_objects() == objects
+
+
+def test_memory_that_a_command_buffer_does_not_retain(calls, simulated):
+    calls.release_early(True)
+    torch.mps.synchronize()
+    calls.release_early(False)
+    with pytest.raises(SimulatorError, match="a buffer is released before the end of a command buffer that"):
         torch.mps.synchronize()
 
 
@@ -441,7 +495,7 @@ def test_blits(calls, simulated, x, schedule):
         ([0, 0, 6], True, "multiples of 4, got 6"),
         ([398, 4], True, "multiples of 4, got 398"),
         ([400, 0, 4], True, "offset 400 is out of range"),
-        ([0, 4], False, "a blit encoder is released before endEncoding"),
+        ([0, 4], False, "Command encoder released without endEncoding"),
     ):
         with pytest.raises(SimulatorError, match=text):
             calls.blit(x, y, values, False, ends)

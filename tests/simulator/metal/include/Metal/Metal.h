@@ -164,11 +164,13 @@ typedef enum MTLCommandBufferError : NSUInteger {
 @property(readonly) NSError* error;
 @property(readonly) double GPUStartTime;  // seconds, once it is complete
 @property(readonly) double GPUEndTime;
+- (void)addScheduledHandler:(MTLCommandBufferHandler)block;
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block;
 - (void)encodeSignalEvent:(id<MTLEvent>)event value:(uint64_t)value;
 - (void)encodeWaitForEvent:(id<MTLEvent>)event value:(uint64_t)value;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (id<MTLBlitCommandEncoder>)blitCommandEncoder;
+- (void)enqueue;
 - (void)commit;
 - (void)waitUntilCompleted;
 @end
@@ -190,6 +192,7 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t val
 
 @protocol MTLCommandQueue <NSObject>
 - (id<MTLCommandBuffer>)commandBuffer;
+- (id<MTLCommandBuffer>)commandBufferWithUnretainedReferences;
 @end
 
 @interface MTLResidencySetDescriptor : NSObject {
