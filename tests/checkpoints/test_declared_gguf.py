@@ -21,7 +21,7 @@ from support.sweep import covering
 
 import torch_moe_mps
 
-SECOND_LOADER = ("qwen35", "qwen35moe", "lfm2", "gpt-oss")
+SECOND_LOADER = ("qwen35", "qwen35moe", "lfm2", "gpt-oss", "dbrx")
 # Keys that tensors have the shapes of; with another value of any other, the file is that of another model.
 SHAPES = (
     "block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv", "key_length",

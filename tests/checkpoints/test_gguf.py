@@ -297,7 +297,11 @@ def of_dbrx(path, config):
 
 @pytest.mark.parametrize(
     ("kinds", "up"),
-    [(("q4_k", "q6_k", "q8_0"), "q4_k"), (("q4_0", "q5_1", "q4_k"), "q5_0"), (("=q4_0", "=q5_1", "q8_0"), "=q4_0")],
+    [
+        (("q4_k", "q6_k", "q8_0"), "q4_k"),
+        (("q4_0", "q5_1", "q4_k"), "q5_0"),
+        (("=q4_0", "=q5_1", "q8_0"), "=q4_0"),
+    ],
 )
 def test_dbrx(tmp_path, recwarn, kinds, up):
     """transformers does not read it; gate and up projections of one type are one stack."""

@@ -70,6 +70,18 @@ def test_rows_of_each_expert_on_the_disk(tmp_path):
     assert seen
 
 
+@pytest.mark.slow("loads a model")
+@pytest.mark.usefixtures("few_slots")
+def test_dense_experts_with_other_names_on_the_disk(tmp_path):
+    """DBRX's are one stack there, and run in steps in memory."""
+    own = published.write("dbrx", tmp_path)
+    model = from_pretrained(str(tmp_path), experts_memory="1GB")
+    for shape in ((1, 1), (2, 9)):
+        assert_close(output(model, prompt(*shape)), output(own, prompt(*shape)), 1e-5)
+    assert torch.equal(generate(model, prompt(1), **SHORT), generate(own, prompt(1), **SHORT))
+    assert expert_pools(model).counters.misses > 0
+
+
 @pytest.mark.slow("a model with images")
 @pytest.mark.usefixtures("captured")
 @torch.no_grad()

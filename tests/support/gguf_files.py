@@ -249,7 +249,7 @@ def _gpt_oss(architecture: str, first: str, second: str, third: str, up: str):
 
 
 def _dbrx(architecture: str, first: str, second: str, third: str, up: str):
-    """As llama.cpp writes them: queries, keys and values in one matrix, the second norm behind attention's."""
+    """As llama.cpp writes them: queries, keys and values are one matrix."""
     keys, matrices = _around(first, second, third)
     _tokens(keys)
     keys |= {"expert_count": EXPERTS, "expert_used_count": 2, "attention.clamp_kqv": 1.5}

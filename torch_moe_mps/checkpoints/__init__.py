@@ -32,9 +32,9 @@ Other parts of the package import these names alone:
 
 It imports these from the rooms of transformers/, beside `upstream/`:
 
-    basics.interface         are_apart, codes_of, count_of, drop_apart, Experts, experts_of, FORM, formats_of,
-                             is_quantized, ON_DISK, parts_of, projections, stack_of, weights_in,
-                             weights_of_experts
+    basics.interface         are_apart, codes_of, count_of, drop_apart, Experts, experts_of, ExpertsForm,
+                             FORM, formats_of, is_quantized, is_settled, ON_DISK, parts_of, projections, Stack,
+                             stack_of, weights_in, weights_of_experts
     basics.logits            watch
     basics.report            aligned, any_layer, in_unit, QuantizationReport, QuantizedProjection
     basics.scoped            having

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -106,10 +107,13 @@ def _write_file(
         written(path, key, layers, files) as new,
         Parts(checkpoint, model_class=model_class, recipe=recipe, **options) as parts,
     ):
-        for number in with_progress(new.left.copy(), "Writing experts", "layer", len(layers) - len(new.left)):
-            name = layers[number].name
-            with parts.loaded(name):
-                new.add(number, turned(layers[number], tensors_of(parts.model.get_submodule(name))))
+        places = [parts.part_of(f"{layer.name}.weight") for layer in layers]
+        groups = [[*numbers] for _, numbers in itertools.groupby(new.left.copy(), places.__getitem__)]
+        for numbers in with_progress(groups, "Writing experts", "layer", len({*places}) - len(groups)):
+            with parts.loaded(layers[numbers[0]].name):
+                for number in numbers:
+                    experts = parts.model.get_submodule(layers[number].name)
+                    new.add(number, turned(layers[number], tensors_of(experts)))
 
 
 def _stored(

@@ -4,16 +4,21 @@ Published checkpoints lack matrices that no forward reads, and some classes have
 What quantises, plans, reads other layouts and writes knows one form.
 """
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..transformers.basics.interface import (
     FORM,
+    ExpertsForm,
+    Stack,
     are_apart,
+    count_of,
     drop_apart,
     experts_of,
     is_quantized,
+    is_settled,
     parts_of,
     projections,
     stack_of,
@@ -51,16 +56,20 @@ def of_stacks(model: nn.Module) -> list[WeightConverter]:
     """Converters of the parameters that a class has to the stacks that forwards read."""
     result: dict[str, WeightConverter] = {}
     for name, module in experts_of(model).items():
-        form = vars(module).get(FORM)
+        form: ExpertsForm | None = vars(module).get(FORM)
         end = name.removeprefix(f"{layer_of(name)}.")  # all layers have this end
-        for projection, stack in () if form is None else form.stacks:
-            operation = Operation(
-                lambda parts, stack=stack, count=form.experts: [stack.joined(parts, count).contiguous()],
-                lambda stacks, stack=stack: stack.split(stacks[0]),
-            )
+        for projection, stack in form.stacks if form is not None and is_settled(module) else ():
+            target = f"{end}.{projection}"
+            operation = Operation(partial(_joined, stack, count_of(module)), partial(_split, stack))
             operation.keeps_bytes = len(stack.paths) == 1 and not stack.is_transposed
             sources = [f"{end}.{path}" for path in stack.paths]
-            result.setdefault(
-                f"{end}.{projection}", WeightConverter(sources, f"{end}.{projection}", [operation])
-            )
+            result[target] = WeightConverter(sources, target, [operation])
     return [*result.values()]
+
+
+def _joined(stack: Stack, count: int, parts: list[Tensor]) -> list[Tensor]:
+    return [stack.joined(parts, count).contiguous()]
+
+
+def _split(stack: Stack, whole: list[Tensor]) -> list[Tensor]:
+    return stack.split(whole[0])

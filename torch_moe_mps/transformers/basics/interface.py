@@ -114,6 +114,7 @@ class Experts(nn.Module):
     is_transposed: bool
     is_concatenated: bool
     config: Any
+    num_experts: int
     gate_up_proj: Tensor
     gate_up_proj_bias: Tensor
     up_proj: Tensor

@@ -88,7 +88,7 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
     return form
 
 
-def first_of(module: nn.Module, forms: Sequence[ExpertsForm], begin: Begin, *arguments: Any) -> Any:
+def first_of(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any) -> Any:
     """`first_form` of a module that may be on the meta device and in another dtype, as while loading."""
     with on_the_cpu(), apart():
         return first_form(module, forms, begin, *arguments)
