@@ -341,5 +341,6 @@ def token_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
     """`captured_by_type`, or `launches_by_type` of a model without captured tokens."""
     try:
         return captured_by_type(simulated, model)
-    except NotCaptured:
+    except NotCaptured as reason:
+        print(f"{type(model).__name__} runs module by module: {reason}")  # shown where a row has changed
         return launches_by_type(simulated, model)

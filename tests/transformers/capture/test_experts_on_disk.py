@@ -139,7 +139,11 @@ def test_calls_that_need_more_experts_than_slots(simulated, tmp_path, monkeypatc
 @pytest.mark.slow("loads two models, and captures their tokens")
 @pytest.mark.parametrize("captured", [0, 1])
 def test_threads_that_share_a_model(load, captured, monkeypatch):
-    """Each has the answers of the resident model: no thread replaces the experts of another one's step."""
+    """Each has the answers of the resident model: no thread replaces the experts of another one's step.
+
+    Which tokens are captured is chance. On a CPU they have the bits of eager ones, since the weights are
+    converted, and begin at multiples of 64 bytes. Mapped from a file they need not: torch's matmuls look.
+    """
     monkeypatch.setenv(_environment.CAPTURE, str(captured))
     resident, model = (
         load(device_map="cpu", dtype="float32", **own) for own in ({}, {"experts_memory": "1GB"})
