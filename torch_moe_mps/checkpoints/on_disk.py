@@ -446,7 +446,7 @@ def _put_on_disk(
 
 
 def _move_rest(planned: nn.Module, layer: Layer, source: nn.Module, to: nn.Module) -> None:
-    """Moves what is not on the disk of a planned module, as a router in it, from one module to another."""
+    """Moves tensors of a planned module that are not on the disk, as of a router in it, to another module."""
     for path, _ in [*planned.named_parameters()]:
         first, is_below, _ = path.partition(".")
         if is_below:

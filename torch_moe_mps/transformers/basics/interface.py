@@ -141,7 +141,7 @@ def is_experts(module: nn.Module) -> TypeGuard[Experts]:
 
 
 def are_apart(module: nn.Module) -> bool:
-    """True for dense experts whose stacks are other parameters than those of transformers' interface."""
+    """True for dense experts whose stacks are other parameters than in transformers' interface."""
     form: ExpertsForm | None = vars(module).get(FORM)
     paths = () if form is None else [path for _, stack in form.stacks for path in stack.paths]
     return bool(paths) and all(_owner_of(module, path)[0] is not None for path in paths)
@@ -185,7 +185,7 @@ def stack_of(experts: nn.Module, projection: str, values: bool = True) -> Tensor
 
 
 def drop_apart(experts: nn.Module) -> None:
-    """Takes the parameters of other names from experts, whose stacks have those of the interface now."""
+    """Takes the parameters of other names from experts, whose stacks have the interface's names now."""
     form: ExpertsForm | None = vars(experts).get(FORM)
     for _, stack in form.stacks if form is not None else ():
         for path in stack.paths:
@@ -196,7 +196,7 @@ def drop_apart(experts: nn.Module) -> None:
 
 
 def weights_of_experts(module: nn.Module) -> list[Tensor]:
-    """The weights of experts, dense or packed, without those of a router that their module has."""
+    """The weights of experts, dense or packed, without a router that their module has."""
     form: ExpertsForm | None = vars(module).get(FORM)
     if form is None or not form.stacks:
         return [*weights_in(module)]
@@ -256,7 +256,7 @@ def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[
     Those that a recogniser knows get the attributes of transformers' interface.
 
     Args:
-        refused: gets {name: reason} of modules with stacks of which no operator computes what they do.
+        refused: gets {name: reason} of modules with stacks that no operator computes.
     """
     for name, module in model.named_modules():
         try:

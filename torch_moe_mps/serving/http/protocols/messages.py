@@ -267,7 +267,7 @@ def _of_user(reader: _Content, values: list[Any], where: str) -> list[dict[str, 
 
 
 def _tools(values: Any, served: Served) -> list[Tool]:
-    """Tools with a schema; those that only Anthropic's servers run are left out with a line in the log."""
+    """Tools with a schema. A tool that only Anthropic's servers run is left out with a line in the log."""
     if values is None:
         return []
     if not isinstance(values, list):

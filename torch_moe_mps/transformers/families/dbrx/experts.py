@@ -80,7 +80,7 @@ def recognise_experts(module: nn.Module) -> ExpertsForm | None:
 
 
 def packed_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of such experts whose stacks are those of transformers' interface."""
+    """The forward of such experts with the stacks of transformers' interface."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     out = interface_forward(self, rows, top_k_index, top_k_weights)
     return out.view(hidden_states.shape[0], -1, out.shape[-1])

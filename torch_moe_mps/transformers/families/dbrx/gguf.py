@@ -46,7 +46,7 @@ def config(metadata: dict[str, Any], tensor_names: tuple[str, ...]) -> dict[str,
 
 
 def conversions(config: Any) -> list[WeightTransform]:
-    """To the stacks of packed experts, whose places are those of transformers' interface."""
+    """To the stacks of packed experts, in the places of transformers' interface."""
     return [
         *(WeightRenaming(*names) for names in _RENAMINGS.items()),
         WeightConverter(

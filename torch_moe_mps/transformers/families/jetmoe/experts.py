@@ -211,7 +211,7 @@ def no_forward(module: nn.Module, layer_input: Tensor) -> Any:
     return NotImplemented
 
 
-# --- what runs where the stacks are those of transformers' interface
+# --- what runs with the stacks of transformers' interface
 
 
 def _routed(module: Any, rows: Tensor) -> tuple[Tensor, Chosen]:
