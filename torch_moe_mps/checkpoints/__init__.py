@@ -33,8 +33,8 @@ Other parts of the package import these names alone:
 It imports these from the rooms of transformers/, beside `upstream/`:
 
     basics.interface         are_apart, codes_of, count_of, drop_apart, Experts, experts_of, ExpertsForm,
-                             FORM, formats_of, is_quantized, is_settled, ON_DISK, parts_of, projections, Stack,
-                             stack_of, weights_in, weights_of_experts
+                             FORM, formats_of, is_quantized, is_settled, ON_DISK, parts_of, projections,
+                             Stack, stack_of, weights_in, weights_of_experts
     basics.logits            watch
     basics.report            aligned, any_layer, in_unit, QuantizationReport, QuantizedProjection
     basics.scoped            having
