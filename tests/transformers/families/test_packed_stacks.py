@@ -45,6 +45,8 @@ def quantized(architecture: str, device: str = "cpu", **options):
 def test_logits_and_tokens_are_those_of_rounded_weights(architecture, name, device):
     model, own = quantized(architecture, device, **FORMATS[name])
     assert not any(parameter.endswith(SOURCES) for parameter in model.state_dict())
+    linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert {path.rpartition(".router.")[2] for path in linears} == {"layer"}  # all others are packed
     run = lambda ids: output(model, ids.to(device)).cpu()  # noqa: E731
     for shape in ((1, 1), (2, 7)):
         assert_close(run(prompt(*shape)), output(own, prompt(*shape)), 1e-5)
@@ -187,6 +189,8 @@ def test_folders_with_dense_experts(architecture, tmp_path):
         assert torch.equal(
             generate(each, prompt(1), max_new_tokens=4), generate(twin, prompt(1), max_new_tokens=4)
         )
+    torch_moe_mps.restore(first)
+    assert_close(output(first, prompt()), output(twin, prompt()), 1e-5)
     embeddings = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert_close(first(inputs_embeds=embeddings).logits, twin(inputs_embeds=embeddings).logits, 1e-5)
 
