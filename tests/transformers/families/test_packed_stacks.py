@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from support import tiny_models
 from support.capturing import answer, without_capture
-from support.models import assert_close, eager, generate, operators_of, output, prompt
+from support.models import assert_close, eager, edit_forward, generate, operators_of, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps import from_pretrained
@@ -45,6 +45,8 @@ def quantized(architecture: str, device: str = "cpu", **options):
 def test_logits_and_tokens_are_those_of_rounded_weights(architecture, name, device):
     model, own = quantized(architecture, device, **FORMATS[name])
     assert not any(parameter.endswith(SOURCES) for parameter in model.state_dict())
+    linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert {path.rpartition(".router.")[2] for path in linears} == {"layer"}  # all others are packed
     run = lambda ids: output(model, ids.to(device)).cpu()  # noqa: E731
     for shape in ((1, 1), (2, 7)):
         assert_close(run(prompt(*shape)), output(own, prompt(*shape)), 1e-5)
@@ -187,8 +189,30 @@ def test_folders_with_dense_experts(architecture, tmp_path):
         assert torch.equal(
             generate(each, prompt(1), max_new_tokens=4), generate(twin, prompt(1), max_new_tokens=4)
         )
+    torch_moe_mps.restore(first)
+    assert_close(output(first, prompt()), output(twin, prompt()), 1e-5)
     embeddings = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert_close(first(inputs_embeds=embeddings).logits, twin(inputs_embeds=embeddings).logits, 1e-5)
+
+
+NEAR = {
+    "dbrx": ("transformer.blocks.0.ffn.experts", ".mlp", "gate_proj * up_proj", "gate_proj * up_proj.abs()"),
+    "jetmoe": ("model.layers.0.mlp", "", "+ self.bias", "- self.bias"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch_moe_mps")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_experts_of_another_formula_stay_dense(architecture):
+    path, end, old, new = NEAR[architecture]
+    own = dense(architecture)
+    edit_forward(own.get_submodule(path + end), old, new)
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    packed = {name.rpartition(".")[0] for name in model.state_dict() if name.endswith("down_proj_packed")}
+    other = path.replace(".0.", ".1.")
+    assert other in packed and path not in packed
+    assert_close(output(model, prompt()), output(tiny_models.dense_twin(own, model), prompt()), 1e-5)
 
 
 def test_weights_that_are_not_finite_leave_the_model_as_it_is():

@@ -28,7 +28,8 @@ def quantize_model(
     """Quantise a model by a recipe in place, weight by weight; what cannot be quantised stays dense.
 
     The dense weights of a module are freed before the next one is quantised, so the peak is the dense model
-    plus one quantised layer. Everything is checked first; if a check fails, the model is unchanged.
+    plus one quantised layer, and the dense one where its stack has to be joined. Everything is checked first;
+    if a check fails, the model is unchanged.
 
     Raises: ValueError for a shape that does not fit a format; for weights that are not finite, offloaded,
         distributed or under an adapter of PEFT; for importance of another model; and for a model with another

@@ -64,7 +64,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 def recognise_experts(module: nn.Module) -> ExpertsForm | None:
     """Form of such experts, for packed weights; None for any other module."""
-    sizes, shapes = sizes_of(module), shapes_below(module, _PATHS)
+    sizes = sizes_of(module)
+    shapes = None if sizes is None else shapes_below(module, _PATHS)
     if sizes is None or shapes is None:
         return None
     methods = (("forward", packed_forward),)
