@@ -216,7 +216,9 @@ def is_observed(*modules: nn.Module) -> bool:
     """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         attributes = module.__dict__
-        if attributes["_forward_pre_hooks"] or "forward" in attributes or _see(attributes["_forward_hooks"]):
+        if attributes["_forward_pre_hooks"] or "forward" in attributes:
+            return True
+        if (hooks := attributes["_forward_hooks"]) and _see(hooks):
             return True
         record: MadeClass | None = getattr(type(module), MADE, None)
         if record is not None and record.original.forward is not record.own:  # the class beneath was patched
@@ -226,8 +228,6 @@ def is_observed(*modules: nn.Module) -> bool:
 
 def _see(hooks: dict[int, Any]) -> bool:
     """True if hooks see a call. Those that record stay on their modules, and see what a model collects."""
-    if not hooks:
-        return False
     return is_recording() or any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks.values())
 
 
