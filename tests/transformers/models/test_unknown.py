@@ -76,7 +76,7 @@ def test_five_architectures_that_are_taken_out_have_experts_and_norms(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("package").startswith(str(tmp_path))
-    assert found.pop("families") == ["gemma4", "qwen4_exp"]
+    assert {*TAKEN_OUT}.isdisjoint(found.pop("families"))
     for name in ARCHITECTURES:
         experts, operators, error = found[name]
         assert experts.startswith("moe_experts"), (name, experts)
