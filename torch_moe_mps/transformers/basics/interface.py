@@ -21,7 +21,6 @@ ON_DISK = "_moe_mps_on_disk"
 _CODES = (*TENSORS, "order")
 # The attribute of experts without transformers' interface: their `ExpertsForm`.
 FORM = "_moe_mps_form"
-_GIVEN = "_moe_mps_given"  # and with the names of all attributes that they were given
 
 
 class Stack(NamedTuple):
@@ -69,6 +68,7 @@ class ExpertsForm(NamedTuple):
         methods: (name, function) of a module with such stacks, in place of its own ones.
         runs: what these run beside the experts.
         act_fn: path of the activation.
+        given: names of the attributes that the module has got, the form among them.
     """
 
     activation: Activation | None
@@ -81,6 +81,7 @@ class ExpertsForm(NamedTuple):
     methods: tuple[tuple[str, Callable], ...] = ()
     runs: tuple[Done, ...] = ()
     act_fn: str = "act_fn"
+    given: tuple[str, ...] = ()
 
     @property
     def interface(self) -> dict[str, bool]:
@@ -266,12 +267,12 @@ def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[
             if refused is not None:
                 refused[name] = str(unsupported)
         if form is not None:
-            given = {FORM: form, **form.interface}
+            given: dict[str, Any] = {FORM: form, **form.interface}
             if form.act_fn != "act_fn":
                 given["act_fn"] = attrgetter(form.act_fn)(module)
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
-            vars(module).update(given, **{_GIVEN: (*given, _GIVEN)})
+            vars(module).update(given, **{FORM: form._replace(given=(*given,))})
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
@@ -295,7 +296,7 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
 def forget_form(module: nn.Module) -> None:
     """Takes the attributes of transformers' interface from recognised experts that are dense."""
     if FORM in vars(module) and not is_quantized(module):
-        for name in vars(module)[_GIVEN]:
+        for name in vars(module)[FORM].given:
             del vars(module)[name]
 
 

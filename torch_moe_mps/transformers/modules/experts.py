@@ -96,7 +96,7 @@ def _activation_of_form(module: nn.Module, form: ExpertsForm) -> Activation | No
         now = form_of(module)
     except Unsupported:
         return None
-    is_same = now is not None and now._replace(activation=form.activation) == form
+    is_same = now is not None and now._replace(activation=form.activation, given=form.given) == form
     return now.activation if now is not None and is_same else None
 
 
