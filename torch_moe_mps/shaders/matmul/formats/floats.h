@@ -133,7 +133,13 @@ struct FloatCodes {
 
 // Rows in format W with a float factor each, in the place of biases.
 template <typename W>
-struct ScaledRows : W {
+struct ScaledRows {
+  typedef typename W::Element Element;
+  static constant constexpr int kValues = W::kValues, kTileValues = W::kTileValues, kPackSize = W::kPackSize,
+                                kGroups = W::kGroups;
+  static constant constexpr int kPlaceBytes = W::kPlaceBytes;
+  static constant constexpr bool kAnyLength = W::kAnyLength;
+
   struct Row {
     typename W::Row codes;
     float factor;
@@ -144,21 +150,25 @@ struct ScaledRows : W {
     float factor;
   };
 
+  W weights;
   device const float* factors;
 
   ScaledRows(device const uchar* packed, device const uchar* scales, device const uchar* biases, uint expert,
              constant MatmulParams& params)
-      : W(packed, scales, biases, expert, params),
+      : weights(packed, scales, biases, expert, params),
         factors(reinterpret_cast<device const float*>(biases) + ulong(expert) * params.rows) {}
 
-  Row row(uint number) const { return {W::row(number), factors[number]}; }
+  Row row(uint number) const { return {weights.row(number), factors[number]}; }
   template <int N>
   Chunk<N> load(Row row, uint column, uint left) const {
-    return {W::template load<N>(row.codes, column, left), row.factor};
+    return {weights.template load<N>(row.codes, column, left), row.factor};
   }
 
-  static Pack<W::kPackSize> codes(Chunk<W::kValues> chunk, int pack) { return W::codes(chunk.codes, pack); }
-  static void add_dot(Chunk<W::kValues> chunk, int group, float dot, InputSums sums, thread float& total) {
+  static FragmentElement place_of(int value) { return W::place_of(value); }
+  static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) { return W::codes(chunk.codes, pack); }
+  static void add_inputs(Pack<kPackSize> inputs, thread InputSums& sums) { W::add_inputs(inputs, sums); }
+  static float excess(InputSums sums) { return W::excess(sums); }
+  static void add_dot(Chunk<kValues> chunk, int group, float dot, InputSums sums, thread float& total) {
     W::add_dot(chunk.codes, group, dot * chunk.factor, sums, total);
   }
   template <int N>
