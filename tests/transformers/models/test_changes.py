@@ -18,6 +18,7 @@ from support.models import (
     Conversation,
     assert_close,
     eager,
+    generate,
     operators_of,
     output,
     prompt,
@@ -524,7 +525,7 @@ def test_a_call_that_fails_leaves_the_config():
 def test_one_of_two_models_with_a_config_is_accelerated():
     """With what the user chose, if that is ours; what one chooses later holds for both."""
     models = two_of_one_config()
-    for chosen in ("eager", "moe_mps"):
+    for chosen in ("eager", "moe_mps", "grouped_mm"):
         models[1].set_experts_implementation(chosen)
         torch_moe_mps.accelerate(models[0])
         assert models[0].config is models[1].config and models[1].config._experts_implementation == chosen
@@ -534,6 +535,18 @@ def test_one_of_two_models_with_a_config_is_accelerated():
         assert "_moe_experts" not in operators_of(lambda: output(models[0], prompt()))
         torch_moe_mps.restore(models[0])
         assert models[0].config._experts_implementation == "batched_mm"
+
+
+def test_generate_chooses_no_other_experts(simulated):
+    """On a GPU transformers takes "batched_mm" for tokens where the config says "grouped_mm"."""
+    model, names = tiny_models.tiny_model("qwen3_moe").to("mps"), []
+    torch_moe_mps.accelerate(model)
+    model.model.norm.register_forward_hook(lambda *_: names.append(model.config._experts_implementation))
+    ran = operators_of(lambda: generate(model, prompt(1, 5).to("mps"), max_new_tokens=3))
+    assert names == ["grouped_mm"] * 3 and ran["_moe_experts"] == 2 * 3
+    torch_moe_mps.restore(model)
+    generate(model, prompt(1, 5).to("mps"), max_new_tokens=2)
+    assert names[3:] == ["grouped_mm", "batched_mm"]
 
 
 def test_a_quantised_one_has_a_config_of_its_own(tmp_path):

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"  # attributes of a config
-_ALIKE: dict[Any, str] = {"batched_mm": "grouped_mm"}  # `generate` itself changes between them
 _BEHIND = "_moe_mps_behind"  # the attribute that only a view has
 
 Names = dict[str, tuple[Any, str]]  # {attribute: the name in the config at `accelerate`, our name}
@@ -34,7 +33,7 @@ class _Behind:
         """Ours, unless another one was chosen since, or weights of attention are asked for."""
         now = getattr(self.config, attribute)
         before, ours = self.names.get(attribute, (None, None))
-        is_chosen = ours is None or _ALIKE.get(now, now) != _ALIKE.get(before, before)
+        is_chosen = ours is None or now != before
         is_asked = attribute == ATTENTION and getattr(self.config, "output_attentions", False)
         return now if is_chosen or is_asked else ours
 

@@ -1,7 +1,7 @@
-"""Overrides of `generate`: sampling by the operator, errors of the GPU, drafts of MTP layers."""
+"""Overrides of `generate`: sampling by the operator, errors of the GPU, drafts of MTP layers, experts."""
 
 import functools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..attention.causal_mask import follow_mask
 from ..basics.logits import wide_logits
 from ..basics.scoped import having
 from ..caches.cache import FOLLOWS
+from ..modules.experts import are_served
 from ..modules.lazy_scores import current, sampling
 from .candidates import CANDIDATES, are_by_layers
 from .match import MASK
@@ -20,7 +21,8 @@ from .match import MASK
 def members_of_generate(original: Any) -> dict[str, Any]:
     """Members of a capturing class that override `generate` and its steps.
 
-    `generate` raises if the GPU failed, samples by the operator, and drafts by MTP layers.
+    `generate` raises if the GPU failed, samples by the operator, and drafts by MTP layers. On a GPU
+    transformers would choose other experts for its tokens; it does not where the operator runs them.
     """
     members: dict[str, Any] = {}
     if hasattr(original, "generate"):
@@ -64,4 +66,11 @@ def members_of_generate(original: Any) -> dict[str, Any]:
             return own_candidates(self, generation_config, *args, **kwargs)
 
         members["_get_candidate_generator"] = candidates
+    own_experts = getattr(original, "_optimize_model_for_decode", None)
+    if own_experts is GenerationMixin._optimize_model_for_decode:
+
+        def experts_of_tokens(self: Any) -> AbstractContextManager[None]:
+            return nullcontext() if are_served(self) else own_experts(self)
+
+        members["_optimize_model_for_decode"] = experts_of_tokens
     return members

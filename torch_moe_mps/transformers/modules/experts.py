@@ -247,6 +247,11 @@ def pinned_config(experts: Experts) -> Any:
     return config
 
 
+def are_served(model: nn.Module) -> bool:
+    """True if experts of a model dispatch to the operators."""
+    return any(getattr(vars(module).get("config"), EXPERTS, None) == NAME for module in model.modules())
+
+
 def prepare(module: nn.Module) -> Activation | None:
     """Finds out how an experts module works; its state has that, and the attributes it depends on."""
     with recording() as reads:

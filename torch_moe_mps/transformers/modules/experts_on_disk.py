@@ -166,8 +166,7 @@ def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
 
     def set_experts_implementation(asked: str | dict[str, str]) -> None:
         model: Any = reference()
-        # `generate` itself asks for these on a GPU, and for what there was
-        known = {NAME, "grouped_mm", "batched_mm", *model.get_experts_implementation().values()}
+        known = {NAME, *model.get_experts_implementation().values()}
         if others := {*(asked.values() if isinstance(asked, dict) else [asked])} - known:
             expected = f'"{NAME}" where experts are on the disk'
             got = ", ".join(sorted(map(repr, others)))
