@@ -17,85 +17,94 @@ TOKENS, OTHERS, SERVING = "tokens that are not captured", "others", "serving"
 
 PAGE = """# Models
 
-{served} of {named} Mixture-of-Experts architectures, by configs that name experts, run their experts on the
-operators, with transformers {transformers}. {experts} have transformers' interface of experts ({classes}
-classes), [others](#experts-without-the-interface) their own code. [Dense models](#dense-models),
-[other causal models](#other-causal-models) and [serving](#serving) follow.
-`scripts/make/make_models_table.py` finds the answers with tiny models with random weights, and tests compare
-them with `tests/pinned/models.txt`. Nothing here was measured on a Mac.
+This page lists which models of transformers {transformers} run on the operators, and what of each runs
+unmodified. Nothing here was measured on a Mac.
+
+The operators run the experts of {served} of the {named} Mixture-of-Experts architectures in transformers
+(those whose config has experts). {experts} of the {named} have transformers' interface of experts ({classes}
+classes); the table lists them. The [others](#experts-without-the-interface) have code of their own.
+[Dense models](#dense-models), [other causal models](#other-causal-models) and [serving](#serving) follow.
+
+`scripts/make/make_models_table.py` builds a tiny model with random weights of each architecture, and finds
+the answers with it. Tests compare them with `tests/pinned/models.txt`.
 
 {right}
-From the third token with the same call signature on, a decode step is one call
-([speed.md](speed.md#counts)): behind a prompt of 29 tokens, each of the last eight of 16 tokens was.
-{captured}
 
-- **Experts**: the activation of `moe_experts`. "own": `expert_mm`, the model's activation and norm,
-  `expert_mm`, `moe_weighted_reduce`.
-- **Router**: the scoring of `moe_router`; "float32" where `router_logits` computes the logits. "own": the
-  model's router runs unmodified.
-- **Dispatches**: kernels of a layer for one token with a cache, in bfloat16, by the config's types of layers:
-  transformers' own code with eager experts (2 for a token here) / captured, in 4 bits. The first layer
-  counts what all share. "-": the layers could not be found, or the model does not run in bfloat16.
-- **mlx-lm**: whether mlx-lm {mlx_lm} has the architecture. It lacks {missing} of the {experts}.
+A decode step is captured from the third call with the same call signature on, and then runs as one call
+([speed.md](speed.md#counts)). {captured} Each was tried with a prompt of 29 tokens: the last eight of 16
+generated tokens ran as one call.
+
+- **Experts** is the activation of `moe_experts`. "own" means that the layer runs `expert_mm`, the model's
+  own activation and norm, `expert_mm` and `moe_weighted_reduce`.
+- **Router** is the scoring of `moe_router`. "float32" means that `router_logits` computes the logits. "own"
+  means that the model's router runs unmodified.
+- **Dispatches** are the Metal kernels of one layer for one token with a cache, in bfloat16, for each type of
+  layer in the config. The first number is transformers' own code with its default experts, `grouped_mm`, and
+  2 experts for a token. The second number is a captured step in 4 bits. The first layer counts what all
+  layers share. "-" means that the layers were not found, or that the model does not run in bfloat16.
+- **mlx-lm** is "yes" if mlx-lm {mlx_lm} has the architecture. It lacks {missing} of the {experts}.
 
 | Architecture | Experts | Router | Dispatches | mlx-lm |
 |---|---|---|---|---|
 {rows}
 
-{with_interface} of {experts} run their experts on the operators, {routed} their router too. Unlike
-`moe_router`'s formulas: {routers}.
+{with_interface} of {experts} run their experts on the operators, and {routed} also run their router on them.
+The formulas of these routers differ from those of `moe_router`: {routers}.
 
-Layers can be spread over several Macs ([distributed.md](distributed.md)), but of {uncut}.
+The layers of these models can be spread over several Macs ([distributed.md](distributed.md)), except those
+of {uncut}.
 
 ### Experts without the interface
 
-Of {without} others, {others_on_operators} run their experts on the operators. Unmodified run:
+The operators also run the experts of these architectures, whose experts do not have transformers' interface:
+{others_on_operators}. The experts of the other {left} run unmodified:
 
 {reasons}
 
-Stacks are called `gate_up_proj` or `up_proj`, and `down_proj`; those of dbrx and jetmoe are so once they are
-quantised or on the disk. `importance` leaves out experts that are called without ids: jetmoe's and llama4's.
-Published folders of step3p7, llama4 and longcat_flash run as the others, but:
+The stacks of experts are called `gate_up_proj` or `up_proj`, and `down_proj`. The stacks of dbrx and jetmoe
+get these names once they are quantised or on the disk. `importance` leaves out experts that are called
+without ids, which are those of jetmoe and llama4. Published folders of step3p7, llama4 and longcat_flash
+load like any other, with these exceptions:
 
-- step3p7: MTP layers are left out, as transformers' config lacks their sizes.
-- llama4: transformers 5.24's class with images raises an error for any call; accelerated it runs.
-- longcat_flash: published folders lack matrices that transformers makes and nothing reads: `bits`, `convert`
-  and `experts_memory` load them, dense loading does not.
-- GGUF files of these are refused.
+- step3p7: MTP layers are left out, because transformers' config lacks their sizes.
+- llama4: the class with images raises an error for any call in transformers 5.24. Accelerated, it runs.
+- longcat_flash: published folders lack matrices that transformers creates and nothing reads. `bits`,
+  `convert` and `experts_memory` load such a folder, dense loading does not.
+- GGUF files of these three are refused.
 
 ## Dense models
 
-Models without experts are quantised, accelerated and converted in the same way. Tried, and right as above:
-{dense}.
+Models without experts are quantised, accelerated and converted in the same way. These were tried, and are
+right as above: {dense}.
 
-4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits, but of those
-that mlx-lm lacks or computes differently: {not_mlx}.
+4-bit checkpoints of mlx-lm are read, and `convert --to mlx` writes them, with the same logits. The exceptions
+are models that mlx-lm lacks or computes differently: {not_mlx}.
 
-Other models work too where the form of their norms, linear layers and rotary embedding is known. Everything
+Other models work, too, if the form of their norms, linear layers and rotary embedding is known. Everything
 else runs unmodified.
 
 ## Other causal models
 
-The other {others} models of transformers' mapping of causal models, built tiny: {right_others} have the
-logits of their own code within the bound above; the own code of the rest raises an error.
-{captured_others} have captured decode steps (`tests/pinned/models.txt` has each).
+transformers maps {others} more architectures to a causal model. Tiny models of {right_others} of them have
+the logits of their eager code within the bound above. The eager code of the other {raising} raises an error
+for a tiny model: {raising_names}.
 
-Decode steps of these run module by module: {uncaptured_names}. The own code of these raises an error for a
-tiny model: {raising_names}.
+{captured_others} have captured decode steps (`tests/pinned/models.txt` has each). Decode steps of these run
+module by module: {uncaptured_names}.
 
 ## Serving
 
-What `chat`, `serve` and `generate_batch` do: several sequences share a step (continuous batching), a prompt
-that begins like an earlier one computes its new tokens alone (prefix cache), and draft tokens are verified
-together (speculative decoding). All architectures above, with experts and dense, do all three, but:
+`chat`, `serve` and `generate_batch` run several sequences in one step (continuous batching). A prompt that
+begins like an earlier one computes only its new tokens (prefix cache), and draft tokens are verified together
+(speculative decoding). All architectures above, with experts and dense, do all three, with these exceptions:
 
 {exceptions}
 
-Compressed and indexed attention of four architectures counts from a sequence's first token: it runs once for
-each sequence of a step, and everything else once for all. Dispatches of a token, of tiny models of two layers
-(`tests/transformers/models/test_launches.py`):
+In four architectures, compressed or indexed attention counts from a sequence's first token. That part runs
+once for each sequence of a step, and everything else runs once for all. The table has the dispatches of a
+token of tiny models with two layers (`tests/transformers/models/test_launches.py`):
 
-| Architecture | One sequence | Four in a step | Four steps alone |
+| Architecture | One sequence | Four sequences in one step | Four steps of one sequence |
 |---|---|---|---|
 | deepseek_v4 | 50 | 122 | 200 |
 | glm5_next | 36 | 78 | 144 |
@@ -157,7 +166,7 @@ def page() -> str:
         named=len(experts) + len(without),
         served=with_interface + len(without) - len(own_experts),
         with_interface=with_interface,
-        without=len(without),
+        left=len(own_experts),
         others_on_operators=", ".join(sorted(without - own_experts.keys())),
         reasons="\n".join(f"- {', '.join(names)}: {why}" for why, names in by_reason.items()),
         routed=len(experts) - len(own),
@@ -169,6 +178,7 @@ def page() -> str:
         right_others=sum(cells[-2] == "yes" for cells in others.values()),
         captured_others=len(steps["one"]),
         uncaptured_names=", ".join(steps["module"]),
+        raising=len(steps["its own"]),
         raising_names=", ".join(steps["its own"]),
         exceptions="\n".join(exceptions(served)),
     )
@@ -179,16 +189,16 @@ def right(both: dict[str, list[str]]) -> str:
     cells_of = {name: cells[-2:] for name, cells in both.items()}
     wrong = [f"{name} ({', '.join(cells)})" for name, cells in cells_of.items() if {*cells} != {"yes"}]
     return (
-        "Logits (or hidden states) of each equal its eager code in float32 within 1e-5, and the model in 4\n"
-        "bits gives the logits of a dense model with the same rounded weights"
-        + (f", but of {', '.join(wrong)}." if wrong else ".")
+        "In float32, the logits (or hidden states) of each model equal those of its eager code within 1e-5.\n"
+        "In 4 bits, they equal those of a dense model with the same rounded weights"
+        + (f", except {', '.join(wrong)}." if wrong else ".")
     )
 
 
 def captured(count: int, reasons: list[str]) -> str:
     """A sentence about the architectures whose decode steps are captured."""
-    others = f", but {'; '.join(reasons)}" if reasons else ""
-    return f"This holds for {count - len(reasons)} of {count} architectures with experts or dense{others}."
+    others = f", except {'; '.join(reasons)}" if reasons else ""
+    return f"This holds for {count - len(reasons)} of {count} architectures, with experts or dense{others}."
 
 
 def shortened(name: str, cells: list[str], in_mlx_lm: str) -> str:
@@ -201,7 +211,7 @@ def shortened(name: str, cells: list[str], in_mlx_lm: str) -> str:
 
 def exceptions(served: dict[str, list[str]]) -> Iterable[str]:
     apart = [name for name, cells in served.items() if cells[2] == "-"]
-    yield f"- {', '.join(apart)} do not generate text from tokens alone."
+    yield f"- {', '.join(apart)} do not generate text from only tokens."
     columns = ("continuous batching", "prefix cache", "speculative decoding")
     for name, (_, _, *cells) in served.items():
         lacks = [column for column, cell in zip(columns, cells, strict=True) if cell == "no"]

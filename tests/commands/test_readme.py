@@ -33,14 +33,21 @@ def test_the_first_snippet(tmp_path, capsys, monkeypatch):
     assert "moe_experts_quantized" in capsys.readouterr().out
 
 
-def commands_of_the_first_block() -> list[str]:
-    _, _, text = README.partition("## Qwen3-30B-A3B on a Mac with 32 GB")
-    return re.search(r"\n\n((?: {4}.*\n)+)", text)[1].replace("    ", "").splitlines()
+def commands_under(*headings: str) -> list[str]:
+    """The first block under each heading."""
+    texts = [README.partition(f"\n## {heading}\n")[2] for heading in headings]
+    return [
+        line.strip() for text in texts for line in re.search(r"\n\n((?: {4}.*\n)+)", text)[1].splitlines()
+    ]
+
+
+def first_commands() -> list[str]:
+    return commands_under("Install", "Qwen3-30B-A3B on a Mac with 32 GB")
 
 
 def test_a_checkout_installs_in_a_fresh_environment():
     """Without isolation pip installs nothing that the build needs; the extension is compiled with torch."""
-    environment, first, install, *others = commands_of_the_first_block()
+    environment, first, install, *others = first_commands()
     assert environment.startswith("python3 -m venv ~/moe && source ~/moe/bin/activate")
     project = (REPOSITORY / "pyproject.toml").read_text()
     needed = re.search(r"^requires = \[(.*)\]$", project, re.MULTILINE).group(1)
@@ -52,7 +59,7 @@ def test_a_checkout_installs_in_a_fresh_environment():
 
 def test_other_pages_install_what_the_build_needs():
     """In the line in front of the build, as README has it."""
-    _, first, *_ = commands_of_the_first_block()
+    _, first, *_ = first_commands()
     pages = [page.read_text() for page in (REPOSITORY / "docs").glob("*.md")]
     lines = [
         line for text in pages for line in re.findall(r"(.*)\n    pip install --no-build-isolation", text)
@@ -87,7 +94,7 @@ def test_the_installation_brings_what_the_commands_need():
 
 def test_a_chat_looks_as_it_is_shown(printable, capsys, monkeypatch):
     """But for the answer, the name of the model, and figures."""
-    name = commands_of_the_first_block()[-1].split()[-1]
+    name = first_commands()[-1].split()[-1]
     _, _, text = (REPOSITORY / "docs" / "chat.md").read_text().partition("Then you see:\n\n")
     shown = textwrap.dedent(re.match(r"(?:(?: {4}.*)?\n)+", text)[0]).strip()
     lines = iter([question := "Why is the sky blue?"])
