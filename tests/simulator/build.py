@@ -330,8 +330,12 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
 
 def program(preprocessed: str, constants: dict) -> str:
     """The C++ of a preprocessed shader, to be compiled with the precompiled header."""
-    head = '#include "msl_tensor.h"\n' if TENSORS in preprocessed else ""
-    return head + translate(preprocessed, constants)
+    return in_language_of(preprocessed, translate(preprocessed, constants))
+
+
+def in_language_of(preprocessed: str, code: str) -> str:
+    """Translated code after what a preprocessed source of its language needs."""
+    return ('#include "msl_tensor.h"\n' if TENSORS in preprocessed else "") + code
 
 
 def build_command(compile_: list, executor: Path) -> str:

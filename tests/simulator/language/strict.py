@@ -205,17 +205,15 @@ def in_metal_terms(message: str) -> str:
 
 
 DECLARATION = re.compile(
-    r"[|` -]*(?P<kind>\w+Decl) (?P<id>0x[0-9a-f]+) (?:parent \S+ )?(?:prev \S+ )?"
+    r"(?P<id>0x[0-9a-f]+) (?:parent \S+ )?(?:prev \S+ )?"
     r"<.*?> (?:(?:line|col)\S+|\S+:\d+:\d+) "
     r"(?P<words>[^']*)'(?P<type>[^']*)'(?P<after>.*)"
 )
-
-
-LOOPS = ("ForStmt", "WhileStmt", "DoStmt")
+CALLED = re.compile(r"(?:Function|CXXMethod) (0x[0-9a-f]+)|->\S+ (0x[0-9a-f]+)")
+FUNCTIONS = {"FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXConversionDecl"}
+LOOPS = {"ForStmt", "WhileStmt", "DoStmt"}
 # x[i] += y, and ++x[i], of device memory.
-WRITTEN_AGAIN = re.compile(
-    r"[|` -]*(CompoundAssign|Unary)Operator \S+ <.*?> '__global_device [^'*]+' .*(=|\+\+|--)'"
-)
+WRITTEN_AGAIN = re.compile(r"\S+ <.*?> '__global_device [^'*]+' .*(=|\+\+|--)'")
 
 
 class Statements:
@@ -226,37 +224,41 @@ class Statements:
         self.open: list[tuple[int, str, dict]] = []  # depth, kind, and what was seen inside
         self.in_kernel = False
 
-    def advance(self, line: str, depth: int, where: str, function: str | None) -> list[str]:
+    def advance(self, kind: str, rest: str, depth: int, where: str) -> list[str]:
         """Problems that this line completes."""
         problems = []
         while self.open and self.open[-1][0] >= depth:
-            _, kind, seen = self.open.pop()
-            if kind in LOOPS and not seen["barrier"]:
+            _, closed, seen = self.open.pop()
+            if closed in LOOPS and not seen["barrier"]:
                 problems += seen["written"]
-            elif kind in LOOPS and self.open:
+            elif closed in LOOPS and self.open:
                 self.open[-1][2]["barrier"] = True
-        if function:
-            self.in_kernel = function in self.kernels
-        if (kind := line.lstrip("|` -").split(" ", 1)[0]) in {*LOOPS, "IfStmt"}:
+        if kind == "FunctionDecl" and (name := re.match(r".* (\w+) '", rest)):
+            self.in_kernel = name[1] in self.kernels
+        if kind == "IfStmt" or kind in LOOPS:
             self.open.append((depth, kind, {"barrier": False, "written": [], "children": 0, "shared": False}))
             return problems
-        loops = [seen for _, kind, seen in self.open if kind in LOOPS]
-        if loops and "threadgroup_barrier" in line:
+        if not self.open:
+            return problems
+        if "threadgroup_barrier" in rest and (loops := self.loops()):
             loops[-1]["barrier"] = True
-        if loops and WRITTEN_AGAIN.match(line):
+        if kind in {"CompoundAssignOperator", "UnaryOperator"} and WRITTEN_AGAIN.match(rest):
             text = "a loop reads and writes device memory again without a barrier, which is miscompiled"
-            loops[-1]["written"].append(f"{where}: error: {text}")
-        return problems + self.condition(line, depth, where)
+            for seen in self.loops()[-1:]:
+                seen["written"].append(f"{where}: error: {text}")
+        return problems + self.condition(kind, rest, depth, where) if self.in_kernel else problems
 
-    def condition(self, line: str, depth: int, where: str) -> list[str]:
-        conditions = [(at, seen) for at, kind, seen in self.open if kind == "IfStmt"]
-        if not conditions or not self.in_kernel:
+    def loops(self) -> list[dict]:
+        return [seen for _, kind, seen in self.open if kind in LOOPS]
+
+    def condition(self, kind: str, rest: str, depth: int, where: str) -> list[str]:
+        at, seen = next(((at, seen) for at, kind, seen in reversed(self.open) if kind == "IfStmt"), (0, None))
+        if seen is None:
             return []
-        at, seen = conditions[-1]
         seen["children"] += depth == at + 2
-        if seen["children"] == 1 and "ParmVar" in line and "'__local " in line:
+        if seen["children"] == 1 and "ParmVar" in rest and "'__local " in rest:
             seen["shared"] = True
-        if seen["children"] > 1 and seen["shared"] and "ReturnStmt" in line:
+        if seen["children"] > 1 and seen["shared"] and kind == "ReturnStmt":
             return [f"{where}: error: a return that depends on dynamic threadgroup memory is miscompiled"]
         return []
 
@@ -271,17 +273,18 @@ def check_tree(dump: str, kernels: Collection[str] = ()) -> list[str]:
     function, function_depth, before, pending = None, 0, "", None
     for line in dump.splitlines():
         where = location.advance(line)
-        if "metal_strict" in where or "tensor_types.h" in where:
+        if location.is_ours:
             function = None
             continue
-        depth = len(line) - len(line.lstrip("|` -"))
+        node = line.lstrip("|` -")
+        depth = len(line) - len(node)
+        kind, _, rest = node.partition(" ")
         if function and depth <= function_depth:
             function = None
-        named = re.match(r"[|` -]*FunctionDecl .* (\w+) '", line)
-        problems += statements.advance(line, depth, where, named and named[1])
-        if declared := DECLARATION.match(line):
-            kind, words = declared["kind"], declared["words"].split()
-            if kind in {"FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXConversionDecl"}:
+        problems += statements.advance(kind, rest, depth, where)
+        if kind.endswith("Decl") and (declared := DECLARATION.match(rest)):
+            words = declared["words"].split()
+            if kind in FUNCTIONS:
                 function, function_depth = declared["id"], depth
                 names[function] = f"{where}: error: recursion: {words[-1] if words else '?'} calls itself"
                 calls.setdefault(function, set())
@@ -297,10 +300,10 @@ def check_tree(dump: str, kernels: Collection[str] = ()) -> list[str]:
                 )
             pending = None
         before = line
-        if function and ("DeclRefExpr" in line or "MemberExpr" in line):
-            for called in re.findall(r"(?:Function|CXXMethod) (0x[0-9a-f]+)|->\S+ (0x[0-9a-f]+)", line):
-                calls.setdefault(function, set()).add(called[0] or called[1])
-    problems += statements.advance("", 0, "", None)
+        if function and kind in {"DeclRefExpr", "MemberExpr"}:
+            for called in CALLED.findall(rest):
+                calls[function].add(called[0] or called[1])
+    problems += statements.advance("", "", 0, "")
     problems += [names[f] for f in recursive(calls) if f in names]
     return problems
 
@@ -423,10 +426,8 @@ def check_constructs(translator: Translator, at: int) -> str | None:
     return None
 
 
-def bounds(preprocessed: str) -> str:
-    """Assertions about the threads that kernels declare."""
-    translator = Translator(preprocessed, {})
-    translator.run()
+def bounds(translator: Translator) -> str:
+    """Assertions about the threads that kernels declare, for a translator that has run."""
     declared = [(k.name, k.max_threads) for k in translator.kernels.values() if not k.template]
     instances = [(name, translator.kernels[of]) for of, name, _ in translator.instances]
     declared += [(name, f"msl_max_threads_{name}") for name, k in instances if k.max_threads != "0"]
@@ -453,7 +454,7 @@ def check_language(preprocessed: str) -> list[str]:
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]
     flags += ["-Wno-everything", "-Wpre-c++17-compat", "-Wimplicit-float-conversion", "-x", "c++", "-"]
     flags = [f for f in flags if f != "-w"]
-    code = build.program(preprocessed, {}) + bounds(preprocessed)
+    code = build.in_language_of(preprocessed, translator.run()) + bounds(translator)
     found = build.attempt([build.tool("clang++"), *flags], input=code)
     for line in found.stderr.splitlines():
         if " error: " in line:
@@ -467,10 +468,14 @@ def check_language(preprocessed: str) -> list[str]:
 
 
 def check(source: str, include: tuple = (), name: str = "program_source") -> list[str]:
-    """What is wrong with a shader's source, one text per problem; empty when nothing is."""
+    """What is wrong with a shader's source, one text per problem; empty when nothing is.
+
+    The result is kept by the source, or, as what is included may change, by the preprocessed one.
+    """
     try:
-        text = build.preprocess(source, include, name)
-        return build.kept(f"strict-{build.digest(text, identity())}", lambda: problems_of(text))
+        all_of_it = build.preprocess(source, include, name) if include else source
+        key = build.digest(all_of_it, name, identity())
+        return build.kept(f"strict-{key}", lambda: problems_of(build.preprocess(source, include, name)))
     except ShaderError as error:
         return [str(error)]
 
@@ -478,7 +483,8 @@ def check(source: str, include: tuple = (), name: str = "program_source") -> lis
 @functools.cache
 def identity() -> str:
     """Of all that the problems depend on beside the source."""
-    files = build.files_digest(*STRICT.iterdir(), *Path(__file__).parent.glob("*.py"))
+    programs = (*Path(__file__).parent.glob("*.py"), Path(build.__file__))
+    files = build.files_digest(*STRICT.iterdir(), *programs)
     return build.digest(files, sorted(accepted_words()), *build.prepared_headers(), clangs_headers())
 
 

@@ -45,20 +45,29 @@ VECTOR = re.compile(r"(packed_)?(bool|u?(char|short|int|long)|half|bfloat|float)
 
 
 class Location:
-    """Follows the positions in an AST dump, each relative to the one before."""
+    """Follows the positions in an AST dump, each relative to the one before.
+
+    Attributes:
+        is_ours: the position is in a header of the strict check.
+    """
 
     WHERE = re.compile(r"(?:(?P<file>[^\s<>,:]+):|line:)(?P<line>\d+):\d+")
     NEW_LINE = re.compile(r":\d+:\d")  # most nodes only name columns of the line before
 
     def __init__(self):
-        self.file, self.line = "?", 0
+        self.file, self.line, self.where, self.is_ours = "?", 0, "?:0", False
 
     def advance(self, text: str) -> str:
-        places = text.partition("'")[0]
-        for match in self.WHERE.finditer(places) if self.NEW_LINE.search(places) else ():
-            self.file = match["file"] if match["file"] and match["file"] != "line" else self.file
+        end = text.find("'") if "'" in text else len(text)
+        if not self.NEW_LINE.search(text, 0, end):
+            return self.where
+        for match in self.WHERE.finditer(text, 0, end):
+            if match["file"] and match["file"] != "line":
+                self.file = match["file"]
+                self.is_ours = "metal_strict" in self.file or "tensor_types.h" in self.file
             self.line = int(match["line"])
-        return f"{self.file}:{self.line}"
+        self.where = f"{self.file}:{self.line}"
+        return self.where
 
 
 @functools.cache

@@ -1,55 +1,70 @@
-"""The package's shaders pass the strict check."""
+"""The package's shaders pass the strict check. Nobody's Mac compiles them for every change.
 
+Every run checks each kind of code: all libraries without a format in bfloat16, whose conversions are the
+strictest, one of each file in the other dtypes, each format, the parts of the formats with a template of
+their own, and all of `torch-moe-mps check --quick`. The sweep has the libraries that differ from those in a
+number or a type. A library whose source has passed before costs nothing: `strict.check` keeps its results.
+"""
+
+import itertools
 import re
 
 import pytest
 import torch
 from simulator.language import strict
 from simulator.testing import linux_only
+from support.sweep import in_sweep
+
+from torch_moe_mps.commands.check import QUICK
+from torch_moe_mps.ops._formats import FORMATS
+from torch_moe_mps.selfcheck import libraries, tensor_units, variants
 
 pytestmark = linux_only
 
-# A format of each way of storing in all dtypes, two of them in bfloat16 always. Of the others, in which
-# words and numbers differ, bfloat16 in the sweep; of those in groups of 32 or 128, in which a number differs,
-# nothing.
-IN_EACH_DTYPE = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
-ALWAYS = ("affine3_64", "q4_k")
-# Libraries with the code of others, but for types or a constant.
-LIKE_OTHERS = re.compile(r"attention_(\w+_)?(64|256|512)|attention_(\w+_)?affine8|bucket_i64")
+PLAIN = [*torch.ops.moe_mps._libraries(), "probe_f32"]
+WITH_TENSORS = torch.ops.moe_mps._libraries(tensor_units=True)
+COMMON = "affine4_64"
+QUICK_FORMATS = QUICK["--format"].split(",")
 
 
-def format_of(library: str) -> str | None:
-    found = re.fullmatch(r"(?:quantized(?:_prompts|_heads|_variants)?|tensor_units)_(\w+)_[a-z0-9]+", library)
-    return found and found[1]
+def templates_of(format: str) -> str:
+    """The templates that read a format's weights, without numbers: "Integers TypedScales half"."""
+    return " ".join(re.findall(r"\b\w+(?=<)|\bhalf\b", FORMATS[format].row.template[0]))
 
 
-def is_checked(library: str) -> bool:
-    format = format_of(library)
-    if format in (None, "dense", *IN_EACH_DTYPE):
-        return True
-    return library.endswith("_bf16") and not re.search("affine[0-9]_(32|128)", format)
+def in_quick() -> set[str]:
+    """The libraries that `torch-moe-mps check --quick` compiles."""
+    of = [getattr(torch, QUICK["--dtype"])], [FORMATS[name] for name in QUICK_FORMATS]
+    common = [name for name in libraries.libraries(*of) if not libraries.UNCOMMON.match(name)]
+    return {*common, *variants.libraries(*of), *tensor_units.libraries(*of)}
 
 
-LIBRARIES = [
-    name
-    for tensor_units in (False, True)
-    for name in sorted(torch.ops.moe_mps._libraries(tensor_units=tensor_units))
-    if is_checked(name)
-]
+def always() -> set[str]:
+    """The libraries that every run checks."""
+    one_of_each = {templates_of(format): format for format in (*FORMATS, *QUICK_FORMATS)}.values()
+    every_part = {f"{part}{format}" for part, format in itertools.product(libraries.PARTS, one_of_each)}
+    codes = {f"quantized_{format}_bf16" for format in {*FORMATS, *every_part}}
+    codes |= {f"quantized_{format}_{dtype}" for format in one_of_each for dtype in ("f16", "f32")}
+    codes |= {f"quantized_{part}{COMMON}_f16" for part in (*libraries.PARTS, "variants_")}
+    units = {f"tensor_units_{format}_bf16" for format in (*one_of_each, "dense")}
+    units |= {f"tensor_units_{format}_f16" for format in (COMMON, "dense")}
+    others = [name for name in PLAIN if not name.startswith("quantized_")]
+    without_numbers = {re.sub(r"_\d+", "", name): name for name in others}
+    others_in_bfloat16 = {name for name in others if name.endswith("_bf16")}
+    return codes | units | others_in_bfloat16 | {*without_numbers.values()} | in_quick()
 
 
-def in_sweep(library):
-    if library.startswith("tensor_units_"):
-        others = not library.endswith(("affine4_64_f16", "dense_f16"))
-    else:
-        others = library.endswith(("_f16", "_f32")) or format_of(library) not in (None, *ALWAYS)
-        others = others or (
-            not library.endswith("q4_k_bf16") and re.match("quantized_(prompts|heads|variants)", library)
-        )
-        others = others or (LIKE_OTHERS.match(library) is not None and "tailed" not in library)
-    return pytest.param(library, marks=pytest.mark.sweep if others else ())
+ALWAYS = always()
 
 
-@pytest.mark.parametrize("library", [*map(in_sweep, LIBRARIES), "probe_f32"])
+def test_the_choice():
+    assert {*PLAIN, *WITH_TENSORS} > ALWAYS
+    assert len(in_quick()) > 30 and len({templates_of(format) for format in FORMATS}) > 5
+    for dtype in ("bf16", "f16", "f32"):
+        files = [{name.split("_")[0] for name in of if name.endswith(f"_{dtype}")} for of in (PLAIN, ALWAYS)]
+        assert files[0] <= files[1]
+
+
+@pytest.mark.parametrize("library", in_sweep([*PLAIN, *WITH_TENSORS], ALWAYS))
 def test_shaders_pass(library):
     assert strict.check(torch.ops.moe_mps._library_source(library)) == []
