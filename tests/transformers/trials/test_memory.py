@@ -91,7 +91,7 @@ def test_a_trial_draws_numbers_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "find"), [("longcat_flash", expansion_of), ("deepseek_v4", groups_of)]
+    ("architecture", "find"), [("deepseek_v3", expansion_of), ("deepseek_v4", groups_of)]
 )
 def test_random_numbers_of_the_process_stay(architecture, find):
     """What expands latents, and layers with groups, are tried for each module."""
