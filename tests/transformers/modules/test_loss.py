@@ -1,6 +1,8 @@
 """The loss in chunks: that of transformers, to the rounding, without the logits of all tokens in memory."""
 
 import copy
+import functools
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from support import tiny_models
 from support.memory import Memory
 from support.models import tiny
 from support.sweep import covering
+from support.threads import in_threads
 from torch import nn
 from torch.nn import functional
 
@@ -143,6 +146,51 @@ def test_changed_in_place():
         out, theirs = (model(input_ids=IDS, labels=LABELS).logits for model in (ours, own))
         out *= 2
         assert is_close(out + 0, theirs * 2, 1e-5) and is_close(out * 2, theirs * 4, 1e-5)
+
+
+def test_logits_of_a_call_without_gradients_have_none():
+    """Whatever is on when they are read: no graph is held, and numpy takes them."""
+    ours, own = pair("qwen3_moe")
+    with torch.no_grad():
+        logits, theirs = (model(input_ids=IDS, labels=LABELS).logits for model in (ours, own))
+    assert type(logits) is Logits and not theirs.requires_grad
+    for read in (
+        lambda x: x + 0,
+        lambda x: x[:, 1:].float() + 0,
+        lambda x: functional.cross_entropy(x.view(-1, 97), IDS.view(-1)),
+    ):
+        assert not read(logits).requires_grad and is_close(read(logits), read(theirs), 1e-5)
+    assert is_close(torch.from_numpy(logits.numpy()), theirs, 1e-5)
+
+
+def test_threads_at_once():
+    """Each gets its loss, a call without labels its logits, and the head keeps its forward."""
+    ours, own = pair("qwen3_moe")
+    expected = own(input_ids=IDS, labels=LABELS)
+    both, left, role = threading.Barrier(2), threading.Event(), threading.local()
+    results = {}
+
+    def in_the_head(*_) -> None:
+        name = getattr(role, "name", None)
+        if name is not None:
+            both.wait(60)
+        if name == "first":
+            in_threads(lambda: results.update(none=ours(input_ids=IDS).logits))
+        if name == "last":
+            assert left.wait(60)
+
+    def run(name: str) -> None:
+        role.name = name
+        results[name] = ours(input_ids=IDS, labels=LABELS)
+        left.set()
+
+    hook = ours.lm_head.register_forward_pre_hook(in_the_head)
+    in_threads(*(functools.partial(run, name) for name in ("first", "last")))
+    hook.remove()
+    assert "forward" not in vars(ours.lm_head)
+    assert type(results["none"]) is torch.Tensor and is_close(results["none"], expected.logits, 1e-5)
+    for name in ("first", "last"):
+        assert type(results[name].logits) is Logits and is_close(results[name].loss, expected.loss)
 
 
 def test_without_labels_nothing_changes():

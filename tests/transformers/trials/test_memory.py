@@ -3,9 +3,13 @@
 import pytest
 import torch
 from support import tiny_models
+from support.models import tiny
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
+from torch_moe_mps.checkpoints.quantize.reasons import groups_of
+from torch_moe_mps.transformers.attention.latents import expansion_of
 from torch_moe_mps.transformers.trials import batching, memory, small_models
+from torch_moe_mps.transformers.trials.draws import Draws, normal
 from torch_moe_mps.transformers.trials.forms import first_form
 
 tried = []
@@ -76,3 +80,24 @@ def test_a_small_model_that_ran_out_of_memory_is_tried_again(monkeypatch, trial)
         trial(model)
     monkeypatch.setattr(batching, "_is_alike", lambda model, drafts: True)
     assert trial(model) is None
+
+
+def test_a_trial_draws_numbers_of_its_own():
+    drawn: list[list[float]] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        assert Draws(2)(lambda draw: drawn.append([draw.number, *normal(3).tolist()]) or True)
+    assert drawn[0] == drawn[2] and drawn[1] == drawn[3] and drawn[0][1:] != drawn[1][1:]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "find"), [("deepseek_v3", expansion_of), ("deepseek_v4", groups_of)]
+)
+def test_random_numbers_of_the_process_stay(architecture, find):
+    """What expands latents, and layers with groups, are tried for each module."""
+    model = tiny(architecture, num_hidden_layers=1)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert [found for module in model.modules() if (found := find(module)) is not None]
+    assert torch.equal(torch.rand(3), expected)

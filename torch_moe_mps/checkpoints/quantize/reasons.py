@@ -87,9 +87,9 @@ def groups_of(module: nn.Module) -> int | None:
     is_own = isinstance(module, nn.Linear) and type(module) is not nn.Linear and module.bias is None
     if not is_own or not isinstance(groups, int) or groups < 1:
         return None
-    probe = bare_replica(module)
+    probe, generator = bare_replica(module), torch.Generator().manual_seed(0)
     with on_the_cpu():
-        weight, x = torch.rand(groups, 3, 5) - 0.5, torch.rand(2, 4, groups, 5) - 0.5
+        weight, x = (torch.rand(s, generator=generator) - 0.5 for s in ((groups, 3, 5), (2, 4, groups, 5)))
         vars(probe).pop("weight", None)  # stands for one that is read from a checkpoint
         vars(probe).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
         probe.in_features, probe.out_features = 5, 3 * groups

@@ -580,7 +580,7 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
         s.of("query[2, 4, 9, D]", window=3, lookahead=2),
         s.of("attn_mask[2, 1, T, 9]"),
         {"attn_mask": s.values(1, 1, s.T, 9) > 0.0},
-        {"attn_mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
+        {"attn_mask": s.integers(512, 2, 2, s.T, 1, dtype=torch.int32)},
         {"indices": selected},
         s.of("query[2, 36, T, D]", indices=selected, sinks=None),
         {"indices": selected, **_in_8_bits(s, s.T, 9)},

@@ -6,8 +6,10 @@ reads them; those that only the cross entropy reads are made a chunk at a time, 
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..basics.scoped import having
 from ..basics.state import made_as, restore_class, subclass
 from ..basics.tensors import ABOUT, Deferred
 
@@ -59,11 +62,13 @@ class Logits(Deferred):
         rows: [..., H].
         head: makes logits of rows.
         versions: of the head's weights at the call.
+        has_graph: whether gradients were on at the call. Logits of a call without them have none.
     """
 
     rows: Tensor
     head: Head
     versions: list[int]
+    has_graph: bool
     _elements: dict[bool, Tensor]  # {whether gradients were on: the logits}
 
     @staticmethod
@@ -72,21 +77,24 @@ class Logits(Deferred):
         with torch.no_grad():
             one = head(rows.reshape(-1, rows.shape[-1])[:1])
         shape = (*rows.shape[:-1], one.shape[-1])
-        return Logits._made(shape, one.dtype, rows, head, head.versions())
+        logits: Logits = Logits.made(
+            shape, one.dtype, rows.device, rows=rows, head=head, versions=head.versions(),
+            has_graph=torch.is_grad_enabled(), _elements={},
+        )  # fmt: skip
+        return logits
 
-    @classmethod
-    def _made(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, head: Head, versions: list[int]
-    ) -> "Logits":
-        logits: Logits = cls.made(
-            shape, dtype, rows.device, rows=rows, head=head, versions=versions, _elements={}
-        )
+    def _with(self, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, head: Head) -> "Logits":
+        """Logits of the same call."""
+        logits: Logits = Logits.made(
+            shape, dtype, rows.device, rows=rows, head=head, versions=self.versions,
+            has_graph=self.has_graph, _elements={},
+        )  # fmt: skip
         return logits
 
     def elements(self) -> Tensor:
         """Raises: RuntimeError where the weights have changed since the call."""
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = torch.is_grad_enabled()
+        grad = self.has_graph and torch.is_grad_enabled()
+        with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(grad):
             if grad not in self._elements:
                 if self.head.versions() != self.versions:
                     raise RuntimeError(
@@ -129,11 +137,11 @@ class Logits(Deferred):
     def _then(self, function: Callable[[Tensor], Tensor]) -> "Logits":
         dtype = function(torch.empty(0, dtype=self.dtype)).dtype
         head = self.head._replace(then=(*self.head.then, function))
-        return Logits._made(tuple(self.shape), dtype, self.rows, head, self.versions)
+        return self._with(tuple(self.shape), dtype, self.rows, head)
 
     def _of_rows(self, rows: Tensor) -> "Logits":
         shape = (*rows.shape[:-1], self.shape[-1])
-        return Logits._made(shape, self.dtype, rows, self.head, self.versions)
+        return self._with(shape, self.dtype, rows, self.head)
 
     def _viewed(self, *shape: Any, **kwargs: Any) -> Any:
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -174,12 +182,13 @@ class Logits(Deferred):
 
         size = rows_of_chunk(self.shape[1])
         chunks = zip(self.rows.split(size), target.split(size), strict=True)
-        if torch.is_grad_enabled():
+        if self.has_graph and torch.is_grad_enabled():
             parts = [
                 checkpoint(part, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
             ]
         else:
-            parts = [part(*chunk) for chunk in chunks]
+            with torch.no_grad():
+                parts = [part(*chunk) for chunk in chunks]
         if reduction == "none":
             return torch.cat(parts)
         total = torch.stack(parts).sum()
@@ -227,28 +236,50 @@ def _chunking_class(original: type[nn.Module]) -> type[nn.Module]:
     return subclass(original, _CHUNKING, _chunking_class, forward=forward)
 
 
+class _Deferring:
+    """The forward of a head in calls with labels: it gives Logits for more rows than a chunk has.
+
+    Threads may run such calls at once: the head has one forward for all of them, and others are not deferred.
+    """
+
+    def __init__(self, head: Any) -> None:
+        self.call, self.before = head.forward, head.__dict__.get("forward")
+        self.weights, self.size = tuple(head.parameters()), rows_of_chunk(head.weight.shape[0])
+        self.calls = 0
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self not in _deferred.get() or rows.shape[:-1].numel() <= self.size:
+            out: Tensor = self.call(rows)
+            return out
+        device = rows.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        autocast = (device, torch.get_autocast_dtype(device)) if is_cast else None
+        return Logits.of(rows, Head(self.call, self.weights, autocast))
+
+
+_deferred: ContextVar[tuple[_Deferring, ...]] = ContextVar("moe_mps_deferred", default=())
+_lock = threading.Lock()
+
+
 @contextmanager
 def _deferring(head: Any) -> Iterator[None]:
     """The head gives Logits for more rows than a chunk has."""
     if next(head.children(), None) is not None or not hasattr(head, "weight"):
         yield
         return
-    attributes, call = head.__dict__, head.forward
-    before, size = attributes.get("forward"), rows_of_chunk(head.weight.shape[0])
-
-    def forward(rows: Tensor) -> Tensor:
-        if rows.shape[:-1].numel() <= size:
-            return call(rows)
-        device = rows.device.type
-        is_cast = torch.is_autocast_enabled(device)
-        autocast = (device, torch.get_autocast_dtype(device)) if is_cast else None
-        return Logits.of(rows, Head(call, tuple(head.parameters()), autocast))
-
-    attributes["forward"] = forward
+    attributes = head.__dict__
+    with _lock:
+        ours = attributes.get("forward")
+        if not isinstance(ours, _Deferring):
+            attributes["forward"] = ours = _Deferring(head)
+        ours.calls += 1
     try:
-        yield
+        with having(_deferred, (*_deferred.get(), ours)):
+            yield
     finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
+        with _lock:
+            ours.calls -= 1
+            if ours.calls == 0 and attributes.get("forward") is ours:
+                del attributes["forward"]
+                if ours.before is not None:
+                    attributes["forward"] = ours.before

@@ -111,7 +111,9 @@ class Draws:
                 reached = {*seen.bounds}
                 self._made.append(Draw(number, sorted(reached)))
             draw = self._made[number]
-            with having(_current, draw):
+            # Its numbers are those of the draw, whatever its process has drawn, whose numbers stay.
+            with having(_current, draw), torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(number)
                 try:
                     if not compare(draw):
                         return False
