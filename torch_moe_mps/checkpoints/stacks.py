@@ -4,6 +4,7 @@ Published checkpoints lack matrices that no forward reads, and some classes have
 What quantises, plans, reads other layouts and writes knows one form.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -46,9 +47,15 @@ def settle_stacks(model: nn.Module) -> None:
             run_form(module)
 
 
-def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
-    """transformers' conversions of a checkpoint for a model of `settle_stacks`."""
-    conversions: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+def conversions_of(
+    model: Any, quantizer: Any = None, key_mapping: Mapping[str, str] | None = None
+) -> list[Any]:
+    """transformers' conversions of a checkpoint for a model of `settle_stacks`.
+
+    Args:
+        key_mapping: {pattern of names in the files: name}, as of transformers' `from_pretrained`.
+    """
+    conversions: list[Any] = get_model_conversion_mapping(model, key_mapping, quantizer)
     return conversions if quantizer is not None else [*of_stacks(model), *conversions]
 
 
