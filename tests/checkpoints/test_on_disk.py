@@ -93,6 +93,7 @@ CHECKPOINTS = {
     "step3p7": (as_published("step3p7"), {}),
     "llama4": (as_published("llama4"), BITS),
     "longcat_flash": (as_published("longcat_flash"), BITS),
+    "longcat_flash of transformers": (in_safetensors("longcat_flash"), {"dtype": torch.float32}),
     "dbrx": (as_published("dbrx"), BITS),
     "jetmoe": (as_published("jetmoe"), BITS),
     "jetmoe, dense": (as_published("jetmoe"), {}),
@@ -117,7 +118,17 @@ def same_answers(resident, model, tokens: int = 3) -> None:
 @pytest.mark.slow("loads two models")
 @pytest.mark.parametrize(
     "name",
-    in_sweep([*CHECKPOINTS], ["fp8", "mxfp4", "with biases", "ours in another dtype", "longcat_flash"]),
+    in_sweep(
+        [*CHECKPOINTS],
+        [
+            "fp8",
+            "mxfp4",
+            "with biases",
+            "ours in another dtype",
+            "longcat_flash",
+            "longcat_flash of transformers",
+        ],
+    ),
 )
 def test_the_resident_model(name, tmp_path, few_slots):
     write, options = CHECKPOINTS[name]

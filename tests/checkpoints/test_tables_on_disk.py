@@ -94,6 +94,28 @@ def test_tables_alone(tmp_path, monkeypatch, capsys):
     assert on_disk.planned(source, None, "auto") is None
 
 
+@pytest.mark.slow("quantises a model, and loads it twice")
+def test_a_tied_table_stays_in_memory(tmp_path, few):
+    """Quantised, too: the output head reads all of its codes."""
+    tiny("qwen3_moe", dtype=torch.bfloat16, tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
+    from_pretrained(str(tmp_path / "dense"), **BITS).save_pretrained(tmp_path / "packed")
+    for path, options in (("packed", {}), ("dense", BITS)):
+        model = from_pretrained(str(tmp_path / path), experts_memory="1GB", **options)
+        assert tables_of(model) == {} and expert_pools(model) is not None
+        resident = from_pretrained(str(tmp_path / "packed"))
+        with torch.no_grad():
+            assert same(model(prompt()).logits, resident(prompt()).logits)
+
+
+def test_no_ids(tmp_path, few):
+    """A batch without a token has no rows; the disk is not asked."""
+    model = from_pretrained(write(tmp_path), experts_memory="1GB")
+    for shape in ((1, 0), (0,), (0, 3)):
+        rows = model.get_input_embeddings()(torch.empty(shape, dtype=torch.int64))
+        assert rows.shape == (*shape, 64) and rows.dtype == torch.bfloat16
+    assert reads_of(model)["embeddings"].bytes_read == 0
+
+
 def test_which_tables_are_large():
     """Those above a sixteenth of the memory, but for tied ones: an output head reads all of its rows."""
     model, tied = tiny("qwen4_exp", **NGRAMS), tiny("qwen4_exp", tie_word_embeddings=True, **NGRAMS)

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,6 @@ from ..transformers.modules.experts_on_disk import (
 )
 from ..transformers.modules.stacked_experts import run_form
 from .cutting import cutting
-from .layouts.files import checkpoint_files
 from .quantize.sizes import (
     bytes_of_experts,
     large_tables,
@@ -63,8 +62,9 @@ NAME = "experts.moe_mps"  # the file beside a checkpoint's
 def path_of(source: Source) -> Path:
     """The file of the experts of a checkpoint, beside its files."""
     if source.gguf is not None:
-        return Path(source.path) / f"{source.gguf}.{NAME}"
-    return Path(source.folder) / (source.others.get("subfolder") or "") / NAME
+        return Path(f"{source.file}.{NAME}")
+    variant = source.others.get("variant")
+    return Path(source.folder, NAME if variant is None else f"{variant}.{NAME}")
 
 
 def experts_file(
@@ -80,33 +80,41 @@ def experts_file(
 
     Raises: ValueError for a file of another checkpoint or recipe, or without space on the disk; OSError.
     """
-    path, files, key = path_of(source), _files(source), _key(source, model)
+    path, key, named = path_of(source), _key(source, model), _named(model, layers)
     if not path.exists():
         if (stored := _stored(source, recipe, layers, key)) is not None:
             return stored
-        _write_file(path, key, source, files, recipe, layers)
-    if (file := ExpertsFile(path, key, files)).layers != layers:
-        raise ValueError(f"{path} has its experts for another device: remove it")
+        _write_file(path, key, source, recipe, layers, named)
+    if (file := ExpertsFile(path, key, source.files)).layers != named:
+        raise ValueError(f"{path} has its experts for another device or class: remove it")
+    file.layers = layers
     return file
+
+
+def _named(model: Any, layers: Sequence[Layer]) -> list[Layer]:
+    """Layers by the names in their decoder: the classes of a checkpoint have one file."""
+    return [replace(layer, name=_in_decoder(model, layer.name)) for layer in layers]
+
+
+def _in_decoder(model: Any, name: str) -> str:
+    prefix = model.base_model_prefix
+    return name.removeprefix(f"{prefix}.") if hasattr(model, prefix) else name
 
 
 def _write_file(
     path: Path,
     key: str,
     source: Source,
-    files: list[str],
     recipe: Mapping[str, Any] | None,
     layers: list[Layer],
+    named: list[Layer],
 ) -> None:
-    """Writes the file of experts, a layer at a time, as `from_pretrained` would load them."""
-    options: dict[str, Any] = {"dtype": source.others.get("dtype") or "auto"}
-    options["trust_remote_code"] = source.others.get("trust_remote_code") or False
-    model_class = source.cls if isinstance(source.cls, type) else None
-    checkpoint = files[0] if source.gguf is not None else source.folder
-    with (
-        written(path, key, layers, files) as new,
-        Parts(checkpoint, model_class=model_class, recipe=recipe, **options) as parts,
-    ):
+    """Writes the file of experts, a layer at a time, as `from_pretrained` would load them.
+
+    Args:
+        named: the layers as the file names them.
+    """
+    with written(path, key, named, source.files) as new, Parts(source, recipe=recipe) as parts:
         places = [parts.part_of(f"{layer.name}.weight") for layer in layers]
         groups = [[*numbers] for _, numbers in itertools.groupby(new.left.copy(), places.__getitem__)]
         for numbers in with_progress(groups, "Writing experts", "layer", len({*places}) - len(groups)):
@@ -122,10 +130,10 @@ def _stored(
     """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
     if source.gguf is not None or any(layer.turned for layer in layers):
         return None
-    (model, quantizer), files = _dense(source, recipe), _files(source)
+    model, quantizer = _dense(source, recipe)
     if quantizer is None and source.stored:
         return None
-    rows = rows_of(model, quantizer, files, layers)
+    rows = rows_of(model, quantizer, source.conversions(model, quantizer), source.files, layers)
     if rows is None:
         return None
     return StoredExperts(path_of(source).parent, key, layers, rows)
@@ -142,7 +150,7 @@ def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
 def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A checkpoint's dense model on the meta device, and its quantizer, which has placed nothing yet."""
     model = source.skeleton()
-    return model, quantizer_for(source, model, _files(source), recipe)
+    return model, quantizer_for(source, model, source.files, recipe)
 
 
 def layers_of(model: nn.Module, on_mps: bool = False) -> list[Layer]:
@@ -198,7 +206,7 @@ def planned(source: Source, recipe: Mapping[str, Any] | None, asked: int | str |
     plan = DiskPlan(slots, weights.layers, weights.tables, model)
     if not plan.on_disk and plan.tables is None:
         return None
-    _require_memory_of_devices(source.others.get("device_map"))
+    _require_one_device(source.others.get("device_map"))
     return plan
 
 
@@ -325,12 +333,17 @@ def _slots_by_memory(weights: _Weights, memory: int) -> int:
     return slots
 
 
-def _require_memory_of_devices(places: Any) -> None:
-    """Raises: ValueError for a device_map with a device that has no memory."""
-    for place in map(str, places.values() if isinstance(places, Mapping) else [places]):
-        if place in ("meta", "disk"):
-            expected = "a device with memory where experts are on the disk (experts_memory)"
-            raise ValueError(f"moe_mps::from_pretrained: device_map must be {expected}, got {place}")
+def _require_one_device(places: Any) -> None:
+    """Raises: ValueError for a device_map of several devices, or with one that has no memory."""
+    devices = sorted({*map(str, places.values() if isinstance(places, Mapping) else [places])})
+    for is_wrong, expected in (
+        (len(devices) > 1, "one device"),
+        ({*devices} & {"meta", "disk"}, "a device with memory"),
+    ):
+        if is_wrong:
+            expected = f"{expected} where experts are on the disk (experts_memory)"
+            got = " and ".join(devices)
+            raise ValueError(f"moe_mps::from_pretrained: device_map must be {expected}, got {got}")
 
 
 def _print_choice(why: str) -> None:
@@ -346,23 +359,18 @@ def _tables(
     return _stored(source, recipe, layers, _key(source, model)) if layers else None
 
 
-def _files(source: Source) -> list[str]:
-    """The files of weights; they are downloaded if they are not here."""
-    if source.gguf is not None:
-        return [str(Path(source.path) / source.gguf)]
-    source.check_files()
-    return [str(file) for file in checkpoint_files(source.folder)]
-
-
 def _key(source: Source, model: Any) -> str:
     """Digest of what experts depend on beside the checkpoint's files: how these and the model have them."""
     formats = {
-        name: {projection: format.name for projection, format in formats_of(experts).items()}
+        _in_decoder(model, name): {part: format.name for part, format in formats_of(experts).items()}
         for name, experts in experts_of(model).items()
         if is_quantized(experts)
     }
-    about = json.dumps([source.stored, formats, str(model.config.dtype)], sort_keys=True, default=str)
-    return hashlib.sha256(about.encode()).hexdigest()
+    about = [source.stored, formats, str(model.config.dtype)]
+    if (key_mapping := source.others.get("key_mapping")) is not None:
+        about.append(key_mapping)
+    text = json.dumps(about, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _layer(name: str, module: Experts, on_mps: bool) -> Layer:

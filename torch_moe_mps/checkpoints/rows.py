@@ -17,7 +17,6 @@ from ..transformers.upstream.weights import (
 )
 from .layouts.files import TensorPlace, places_in
 from .own.reading import OwnLayout
-from .stacks import conversions_of
 
 _DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I32": torch.int32
@@ -25,13 +24,14 @@ _DTYPES = {
 
 
 def rows_of(
-    model: Any, quantizer: Any, files: Sequence[str], layers: Sequence[Layer]
+    model: Any, quantizer: Any, conversions: Sequence[Any], files: Sequence[str], layers: Sequence[Layer]
 ) -> list[dict[str, StoredTensor]] | None:
     """The tensors of some layers in the files; None where their rows are not what the model will have.
 
     Args:
         model: on the meta device, with the weights of the layers.
         quantizer: of the checkpoint, before it has placed weights; None for none.
+        conversions: of the weights in the files.
     """
     if quantizer is not None:
         if type(quantizer.layout) is not OwnLayout:
@@ -39,7 +39,7 @@ def rows_of(
         if {layer.name for layer in layers} & {*quantizer.wanted}:
             return None
     wanted = {f"{layer.name}.{name}" for layer in layers for name in layer.tensors}
-    found = _found(model, quantizer, files, wanted)
+    found = _found(model, conversions, files, wanted)
     if found.keys() != wanted:
         return None
     result: list[dict[str, StoredTensor]] = [{} for _ in layers]
@@ -69,10 +69,9 @@ def names_of_keys(
 
 
 def _found(
-    model: Any, quantizer: Any, files: Sequence[str], wanted: set[str]
+    model: Any, conversions: Sequence[Any], files: Sequence[str], wanted: set[str]
 ) -> dict[str, list[tuple[str, TensorPlace]]]:
     """{name of a tensor: (file, place) of its parts, in order} of the wanted ones whose bytes stay."""
-    conversions = conversions_of(model, quantizer)
     parts, changed = defaultdict(list), set()
     for file in files:
         places = places_in(file)

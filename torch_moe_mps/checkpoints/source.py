@@ -34,14 +34,14 @@ from .layouts.files import check_index, checkpoint_files
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
-from .stacks import settle_stacks
+from .stacks import conversions_of, settle_stacks
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 # Types of text alone that transformers has only within a type of more.
 _WITHIN = {"step3p5": "step3p7"}
 # Arguments of from_pretrained: a config would swallow the first; the others say where the files are.
-_FOR_THE_MODEL = ("dtype", "torch_dtype")
+_FOR_THE_MODEL = ("dtype",)
 _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
     "token", "trust_remote_code",
@@ -56,6 +56,7 @@ _CHOSEN = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
 )  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+_FOR_CODE = ("code_revision", "trust_remote_code")
 # Errors of models' code for a config in which a value is missing, or is one that it cannot compute with.
 NO_MODEL = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 
@@ -98,10 +99,10 @@ class Source:
 
     Attributes:
         path, gguf: the folder or name, and the GGUF file in it or None.
-        folder: the folder itself, or the one of its revision in the Hub's cache; the name of a GGUF file.
+        folder: the folder of the config and the weights, here or in the Hub's cache; the name of a GGUF file.
         config: with the overrides among the arguments.
         cls: the class of the model.
-        others: the arguments without those overrides.
+        others: the arguments without those overrides; `torch_dtype` is called `dtype`.
         stored: the quantisation of the checkpoint; {} is dense.
 
     Raises: ValueError for a type of model that is not known, a config that transformers does not read or that
@@ -113,9 +114,12 @@ class Source:
     def __init__(self, name: str, arguments: Mapping[str, Any], model_class: Any = None):
         self.path, self.gguf = split_gguf(str(name))
         self.others = {key: value for key, value in arguments.items() if key != "config"}
-        self.folder = str(name)
+        if (dtype := self.others.pop("torch_dtype", None)) is not None and not self.others.get("dtype"):
+            self.others["dtype"] = dtype
+        inside = (self.others.get("subfolder") or "") if self.gguf is None else ""
+        self.folder = str(Path(name, inside)) if inside else str(name)
         if self.gguf is None and not Path(self.path).is_dir():
-            self.folder = _looked_for(self.path, arguments)
+            self.folder = _looked_for(self.path, inside, arguments)
         config = arguments.get("config")
         if isinstance(config, PreTrainedConfig):
             self.config = config
@@ -123,9 +127,9 @@ class Source:
             self._read_config(config or self.path, model_class)
         _check_routing(self.config.get_text_config())
         if self.gguf is None:
-            check_index(Path(self.folder) / (self.others.get("subfolder") or ""))
+            check_index(Path(self.folder))
         self.cls = model_class or class_for(self.config)
-        self.stored = {} if self.gguf is not None else _stored(name, self.config, arguments)
+        self.stored = {} if self.gguf is not None else _stored(name, self.folder, self.config, arguments)
 
     def _read_config(self, path: Any, model_class: Any) -> None:
         """Reads the config, and keeps only the arguments of the model."""
@@ -134,7 +138,7 @@ class Source:
             if self.gguf is not None:
                 self.config, unused = _config_of_gguf(self.file, **passed)
             else:
-                kind, is_of_mlx = _type_of(str(path), passed)
+                kind, is_of_mlx = _type_of(str(path), self.folder, passed)
                 within = _WITHIN.get(kind) if is_of_mlx else None
                 config_class = None if within else getattr(model_class, "config_class", None)
                 config_class = config_class or _config_class(kind, is_of_mlx, passed)
@@ -196,11 +200,26 @@ class Source:
             return get_class_from_dynamic_module(code, self.path, **where)
         return auto_class_of(self.config, self.cls)
 
+    @functools.cached_property
+    def files(self) -> list[str]:
+        """Paths of the files of weights, here or in the Hub's cache.
+
+        Raises: ValueError, with its name, for a file that is missing or truncated.
+        """
+        return [self.file] if self.gguf is not None else [*map(str, self._found_files())]
+
     def check_files(self) -> None:
         """Raises: ValueError, with its name, for a file of weights that is missing or truncated."""
         if self.gguf is None:
-            where = {key: self.others[key] for key in (*_WHERE, "variant") if key in self.others}
-            checkpoint_files(self.path, **where)
+            self._found_files()
+
+    def _found_files(self) -> list[Path]:
+        where = {key: self.others[key] for key in (*_WHERE, "variant") if key in self.others}
+        return checkpoint_files(self.path, **where)
+
+    def conversions(self, model: PreTrainedModel, quantizer: Any = None) -> list[Any]:
+        """transformers' conversions of the weights in the files, for a model of `skeleton`."""
+        return conversions_of(model, quantizer, self.others.get("key_mapping"))
 
     def skeleton(self) -> PreTrainedModel:
         """The dense model on the meta device, with what published checkpoints have.
@@ -210,13 +229,16 @@ class Source:
         config = copy.deepcopy(self.config)
         for attribute in ("quantization_config", "quantization"):
             vars(config).pop(attribute, None)
-        dtype, trust = self.others.get("dtype") or "auto", self.others.get("trust_remote_code") or False
+        dtype = self.others.get("dtype") or "auto"
+        of_code = {"trust_remote_code": False} | {
+            key: self.others[key] for key in _FOR_CODE if self.others.get(key) is not None
+        }
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.bfloat16
         try:
             with torch.device("meta"):
                 if hasattr(self.cls, "from_config"):  # an Auto class
-                    model = self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
+                    model = self.cls.from_config(config, dtype=dtype, **of_code)
                 else:
                     model = self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
@@ -234,13 +256,12 @@ def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[st
     return config, unused
 
 
-def _looked_for(name: str, arguments: Mapping[str, Any]) -> str:
-    """The folder of a name on the Hub, in its cache.
+def _looked_for(name: str, inside: str, arguments: Mapping[str, Any]) -> str:
+    """A folder inside of the one of a name on the Hub, in its cache.
 
     Raises: ValueError for a string that is neither a folder nor the name of an available model.
     """
     where = {key: arguments[key] for key in _WHERE if key != "subfolder" and arguments.get(key) is not None}
-    inside = arguments.get("subfolder") or ""
     folder = folder_in_the_cache(name, (str(Path(inside) / "config.json"),), **where)
     return str(Path(folder) / inside)
 
@@ -272,14 +293,15 @@ def class_for(config: PreTrainedConfig) -> Any:
     raise ValueError(f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}")
 
 
-def _type_of(name: str, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+def _type_of(name: str, folder: str, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
     """The model type of a checkpoint, and whether MLX wrote it."""
     where = {key: value for key, value in arguments.items() if key in _FOR_BOTH}
     stored, _ = PreTrainedConfig.get_config_dict(name, **where)
     if not isinstance(stored, dict):
         got = type(stored).__name__
         raise ValueError(f"moe_mps::from_pretrained: the config of {name} must be an object, got a {got}")
-    return stored.get("model_type"), is_mlx(_object(stored.get("quantization") or {})) or written_by_mlx(name)
+    is_of_mlx = is_mlx(_object(stored.get("quantization") or {})) or written_by_mlx(folder)
+    return stored.get("model_type"), is_of_mlx
 
 
 def _config_class(kind: Any, is_of_mlx: bool, arguments: Mapping[str, Any]) -> Any:
@@ -301,11 +323,11 @@ def _around(text: PreTrainedConfig, config_class: Any) -> PreTrainedConfig:
     return config
 
 
-def _stored(name: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(name: str, folder: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The quantisation of a checkpoint, from its config, or its files if MLX or ModelOpt wrote them."""
     stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
     stored = stored.to_dict() if hasattr(stored, "to_dict") else _object(stored)
-    if is_mlx(stored) or (not stored and written_by_mlx(name)):
+    if is_mlx(stored) or (not stored and written_by_mlx(folder)):
         return {"quant_method": NAME, "mlx": stored}
     if is_ours(stored):
         return {**stored, "quant_method": NAME}

@@ -4,6 +4,7 @@ Published checkpoints lack matrices that no forward reads, and some classes have
 What quantises, plans, reads other layouts and writes knows one form.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,41 @@ def settle_stacks(model: nn.Module) -> None:
             run_form(module)
 
 
-def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
-    """transformers' conversions of a checkpoint for a model of `settle_stacks`."""
-    conversions: list[Any] = get_model_conversion_mapping(model, None, quantizer)
-    return conversions if quantizer is not None else [*of_stacks(model), *conversions]
+def conversions_of(
+    model: Any, quantizer: Any = None, key_mapping: Mapping[str, str] | None = None
+) -> list[Any]:
+    """transformers' conversions of a checkpoint for a model of `settle_stacks`.
+
+    Args:
+        key_mapping: {pattern of names in the files: name}, as of transformers' `from_pretrained`.
+    """
+    conversions: list[Any] = get_model_conversion_mapping(model, key_mapping, quantizer)
+    return conversions if quantizer is not None else [*of_stacks(model), *_without_unread(model, conversions)]
+
+
+def _without_unread(model: nn.Module, conversions: list[Any]) -> list[Any]:
+    """The conversions, which leave out matrices of experts that no forward reads: transformers saves them."""
+    counts: dict[str, int] = {}
+    for name, module in experts_of(model).items():
+        if FORM in vars(module) and not is_settled(module):
+            end = name.removeprefix(f"{layer_of(name)}.")
+            counts |= {f"{end}.{projection}": count_of(module) for projection in projections(module)}
+    result = []
+    for each in conversions:
+        count = counts.get(each.target_patterns[0]) if isinstance(each, WeightConverter) else None
+        if count is not None:
+            first = Operation(partial(_first, count), list)
+            each = each.copy(
+                [*each._original_source_patterns],
+                [*each._original_target_patterns],
+                operations=[*each.operations, first],
+            )
+        result.append(each)
+    return result
+
+
+def _first(count: int, parts: list[Tensor]) -> list[Tensor]:
+    return [part[:count] for part in parts]
 
 
 def of_stacks(model: nn.Module) -> list[WeightConverter]:

@@ -233,7 +233,7 @@ def _convert(
                 f"goes on behind {done} parts" if done else "begins anew: what was there is of other options"
             )
         how = loading_options(options) | {"dtype": _dtype(source, options, recipe)}
-        with Parts(source, recipe=recipe, importance=importance, **how) as parts:
+        with Parts(Source(source, how), recipe=recipe, importance=importance) as parts:
             packed: dict[str, str] = {}
             beside = converted_mtp(source, parts.model, packed) if speculative else ()
             if options.to == "mlx":

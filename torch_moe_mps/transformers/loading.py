@@ -4,7 +4,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,15 @@ from .caches.cache import grow_caches_in_place
 from .compiling import compile_kernels
 from .modules.experts import NAME
 from .self_check import allowed, working_kv_bits
+
+# Arguments of the class's `from_pretrained` that find, name and cast weights, which `Source` knows, too; and
+# those that change nothing about experts. The fields of the config go with it.
+_KNOWN_TO_THE_DISK = {
+    "cache_dir", "code_revision", "device_map", "disable_mmap", "dtype", "force_download", "key_mapping",
+    "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code", "variant",
+    "attn_implementation", "experts_implementation", "generation_config", "low_cpu_mem_usage",
+    "offload_state_dict", "output_loading_info", "tqdm_class", "weights_only",
+}  # fmt: skip
 
 
 class Part(Protocol):
@@ -96,9 +105,11 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     _require_one_process(kwargs)
     if experts_memory is not None:
-        _refuse_beside_experts_memory(importance=importance, distributed_config=part)
+        _refuse_with_experts_memory(importance=importance, distributed_config=part)
     name = _with_gguf_file(name, kwargs.pop("gguf_file", None))
     source = Source(name, kwargs, model_class)
+    if experts_memory is not None:
+        _refuse_with_experts_memory(**_not_known_to_the_disk(source.others))
     if source.gguf is not None:
         kwargs = _of_gguf(source, kwargs)
     if part is not None:
@@ -148,7 +159,7 @@ def _with_gguf_file(name: str, file: str | None) -> str:
 
 def _of_gguf(source: Source, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the class's from_pretrained for a GGUF file."""
-    dtype = kwargs.get("dtype")
+    dtype = source.others.get("dtype")
     usual = torch.bfloat16 if dtype == "auto" else torch.get_default_dtype()
     options = {"dtype": usual if dtype in (None, "auto") else dtype}
     if getattr(kwargs.get("quantization_config"), "dequantize", False):  # transformers reads it
@@ -167,12 +178,21 @@ def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bi
         compile_kernels(model)
 
 
-def _refuse_beside_experts_memory(**others: Any) -> None:
+def _not_known_to_the_disk(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the class's `from_pretrained` that reading experts from the disk takes no account of."""
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name not in _KNOWN_TO_THE_DISK and value is not (name == "use_safetensors")
+    }
+
+
+def _refuse_with_experts_memory(**others: Any) -> None:
     """Raises: ValueError for an argument that needs all experts in memory."""
     for name, value in others.items():
         if value is not None:
             expected = "None where experts are on the disk"
-            got = shown(value) if isinstance(value, str) else type(value).__name__
+            got = shown(value) if isinstance(value, str | bool | int | float) else type(value).__name__
             way = f"leave out {name} or experts_memory"
             raise ValueError(f"moe_mps::from_pretrained: {name} must be {expected}, got {got}: {way}")
 

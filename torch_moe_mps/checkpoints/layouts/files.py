@@ -39,7 +39,8 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
     from ...transformers.upstream.weights import _get_resolved_checkpoint_files
 
     config, _ = PreTrainedConfig.get_config_dict(source, **where)
-    check_index(Path(source))
+    folder = Path(source, where.get("subfolder") or "")
+    check_index(folder)
     try:
         names, _ = _get_resolved_checkpoint_files(
             source,
@@ -52,12 +53,12 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
             download_kwargs=where,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{Path(source) / INDEX} is truncated or has no weight_map in JSON") from None
+        raise ValueError(f"{folder / INDEX} is truncated or has no weight_map in JSON") from None
     except OSError:
         if not Path(source).is_dir():
             raise
         of_variant = f" of the variant {variant}" if variant else ""
-        raise ValueError(f"{source} has no safetensors files{of_variant}") from None
+        raise ValueError(f"{folder} has no safetensors files{of_variant}") from None
     files = [Path(name) for name in names or ()]
     for file in files:
         if not file.exists():

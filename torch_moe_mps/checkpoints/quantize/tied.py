@@ -56,12 +56,16 @@ def _united(groups: Iterable[Iterable[str]]) -> Iterable[list[str]]:
 
 
 def tied_layers(model: nn.Module) -> dict[str, str]:
-    """{name: name} of the modules whose weight transformers ties: the first takes it from the second."""
+    """{name: name} of the modules whose weight transformers ties: the first takes it from the second.
+
+    Once the model is quantised, it ties the codes of it (`tie_quantized`).
+    """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
-        target.removesuffix(".weight"): source.removesuffix(".weight")
+        target.removesuffix(end): source.removesuffix(end)
         for target, source in tied.items()
-        if target.endswith(".weight") and source.endswith(".weight")
+        for end in (".weight", f".{TENSORS[0]}")
+        if target.endswith(end) and source.endswith(end)
     }
 
 

@@ -8,13 +8,11 @@ keeps all parts.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..._progress import with_progress
 from ...ops._checks import Check
@@ -26,7 +24,7 @@ from ...transformers.upstream.weights import (
     convert_and_load_state_dict_in_model,
 )
 from ..layouts.checking import may_lack
-from ..layouts.files import Shards, checkpoint_files
+from ..layouts.files import Shards
 from ..quantize.importance import Importance
 from ..quantize.sizes import bytes_a_token
 from ..quantize.streaming import one_by_one
@@ -35,7 +33,6 @@ from ..quantize.tied import tied_layers, tied_pairs
 from ..quantizer import Quantizer, quantizer_for
 from ..rows import names_of_keys
 from ..source import Source
-from ..stacks import conversions_of
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings
@@ -45,11 +42,8 @@ class Parts:
     """A model that has the weights of one part at a time.
 
     Args:
-        source: a folder, a name on the Hub, or a GGUF file.
-        model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which dense weights are quantised; None leaves them dense.
         importance: for quantisation, as in `accelerate`.
-        dtype, trust_remote_code: as for `from_pretrained`.
 
     Attributes:
         model: of transformers, in evaluation mode.
@@ -60,35 +54,30 @@ class Parts:
 
     def __init__(
         self,
-        source: str,
-        model_class: type[PreTrainedModel] | None = None,
+        source: Source,
         *,
         recipe: Mapping[str, Any] | None = None,
         importance: Importance | None = None,
-        dtype: Any = "auto",
-        trust_remote_code: bool = False,
     ):
-        checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
-        files = _files_of(checkpoint, source)
-        self.model = checkpoint.skeleton().eval()
+        self.model = source.skeleton().eval()
         self.dtype = self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
         self._tied_biases = {
-            name: source
-            for name, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items()
+            name: other
+            for name, other in (getattr(self.model, "all_tied_weights_keys", None) or {}).items()
             if name.endswith(".bias")
         }
-        self._quantizer = quantizer_for(checkpoint, self.model, files, recipe, importance)
-        self._conversions = conversions_of(self.model, self._quantizer)
+        self._quantizer = quantizer_for(source, self.model, source.files, recipe, importance)
+        self._conversions = source.conversions(self.model, self._quantizer)
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         result = dict.fromkeys(layer_of(owner) for owner in owners)
         self.modules = [n for n in result if n.rpartition(".")[2].isdigit() or n in embeddings]
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
-        if checkpoint.gguf is None:
-            self._open(files)
+        if source.gguf is None:
+            self._open(source.files)
         else:
             assert self._quantizer is not None
             for name, tensor in self._quantizer.state().items():
@@ -211,13 +200,6 @@ class Parts:
             owner, _, last = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device="cpu")
         self.model.initialize_weights()  # the buffers: parameters have no memory
-
-
-def _files_of(checkpoint: Source, source: str) -> list[str]:
-    """The files of a checkpoint's weights, or its GGUF file."""
-    if checkpoint.gguf is not None:
-        return [str(Path(checkpoint.path) / checkpoint.gguf)]
-    return [str(file) for file in checkpoint_files(source)]
 
 
 def read_tensors(

@@ -134,7 +134,7 @@ def put_table_on_disk(module: nn.Module, on_disk: OnDisk) -> None:
         parts = ids.flatten().split(on_disk.pool.size)
         with using_slots:
             rows = [forward(ops._expert_slots(part, on_disk.pool.number)) for part in parts]
-        return torch.cat(rows).view(*ids.shape, -1)
+        return torch.cat(rows).view(*ids.shape, rows[0].shape[-1])
 
     vars(module)["forward"] = gathered
 
