@@ -27,6 +27,7 @@ from .logprobs import Logprobs
 from .protocols import grammar
 from .protocols.reader import Reader, Sink
 from .request import STOPS, Chat, Refused, Request, check_count, stops_of, wrong
+from .schemas import check_keywords
 from .served import Served
 from .structured import check_size
 from .template import tensor
@@ -65,8 +66,12 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
     """
     if request.form is not None:
         check_size(request.form, request.form_field)
+        check_keywords(request.form, request.form_field)
     if request.forced is not None:
         check_size([tool.schema for tool in request.forced.tools], request.form_field)
+        for tool in request.forced.tools:
+            if tool.is_strict:
+                check_keywords(tool.schema, request.form_field)
     if (count := len(request.prompts) * request.count) > limits.ANSWERS:
         message = f"'n' times the number of prompts must be at most {limits.ANSWERS}, got {count}."
         raise Refused(message, "n", "invalid_value")
