@@ -516,7 +516,7 @@ def test_masks_that_take_too_long_end_their_row(seconds, tokens):
     words = xgrammar.TokenizerInfo([f"{i:02}" for i in range(99)], vocab_size=99, stop_token_ids=[98])
     grammar = xgrammar.GrammarCompiler(words).compile_grammar("root ::= [0-9]*")
     refused = Refused("too long", "grammar")
-    masked = Masked(grammar, 99, Clocked(*seconds), refused)
+    masked = Masked(grammar, "", 99, Clocked(*seconds), refused)
     bad, good = Asked(ids_of(2, 6), 9, processors=[masked]), Asked(ids_of(1, 5), 9)
     run(Engine(model_of(), None, 2), bad, good)
     assert bad.reasons == [refused] and len(bad.tokens) == tokens

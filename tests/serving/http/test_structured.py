@@ -1,16 +1,20 @@
 """Answers in a schema: what a model with random weights says is JSON that fits, by any way of asking."""
 
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
 import xgrammar
+from support import serving
 from support.serving import said
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_moe_mps.serving.http import structured
 from torch_moe_mps.serving.http.limited import Limited
+from torch_moe_mps.serving.http.protocols import grammar
+from torch_moe_mps.serving.http.request import Refused
 
 SCHEMA = {
     "type": "object",
@@ -72,7 +76,7 @@ def test_any_object(client):
         ({"type": "json_schema"}, "'response_format.json_schema' must be an object with a name and a schema"),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}},
-            "The schema of 'response_format' must have an answer that a token begins, got one without any.",
+            "The schema of 'response_format' must be one that xgrammar compiles, got: Circular $ref chain",
         ),
         (
             {"type": "json_schema", "json_schema": {"schema": {"pattern": "(?:" * 20_000 + ")" * 20_000}}},
@@ -98,6 +102,13 @@ def test_what_is_no_format_is_400(client, asked, message):
     assert message in error.value.message and "\n" not in error.value.body["message"]
 
 
+def test_a_schema_needs_tokens_that_begin_it():
+    words, config = serving.letters(), SimpleNamespace(eos_token_id=0)
+    tag = grammar.of_content({"type": "object"}, None, [])
+    with pytest.raises(Refused, match=r"'a' must have an answer that a token begins, got one without any\.$"):
+        structured.Grammars().mask(words, config, len(words), tag, "", "a")
+
+
 class Launches(TorchDispatchMode):
     """Operators that are no views, and the bytes that are copied to the device."""
 
@@ -121,7 +132,7 @@ def test_what_a_mask_costs_a_token():
     words = xgrammar.TokenizerInfo([chr(i) for i in range(128)], vocab_size=vocabulary, stop_token_ids=[127])
     grammar = xgrammar.GrammarCompiler(words).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
     mask, ids = (
-        structured.Masked(grammar, vocabulary, Limited(), KeyError()),
+        structured.Masked(grammar, "", vocabulary, Limited(), KeyError()),
         torch.zeros(1, 3, dtype=torch.int64),
     )
     scores = torch.empty(1, vocabulary, device="meta")

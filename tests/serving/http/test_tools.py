@@ -10,8 +10,8 @@ from support import serving
 from support.serving import said
 from support.sweep import in_sweep
 
+from torch_moe_mps.serving.http.protocols import grammar
 from torch_moe_mps.serving.http.protocols.forms import form_of
-from torch_moe_mps.serving.http.protocols.tools import grammar
 from torch_moe_mps.serving.http.request import Forced, Refused, Tool
 
 SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
@@ -155,11 +155,13 @@ HARMONY_CALL = 'to=functions.look<|channel|>commentary json<|message|>{"sky": "b
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 
 
-def forced(parallel: bool, mark: str, name: str | None = "look", begun: str = ""):
+OWN = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
+
+
+def forced(parallel: bool, mark: str):
     """The grammar of a call."""
-    own = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
     form = form_of(types.SimpleNamespace(chat_template=mark))
-    return grammar(Forced(own, name), form, begun, parallel)
+    return grammar.of_calls(Forced(OWN, "look"), form, parallel)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -204,5 +206,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call
     ],
 )
 def test_a_call_comes_behind_what_the_model_thinks(begun, text, fits):
-    matcher = matcher_of(forced(True, MARKS["hermes"], begun=begun))
+    matcher = matcher_of(forced(True, MARKS["hermes"]))
+    assert matcher.accept_string(begun)
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == fits

@@ -192,7 +192,7 @@ class Items:
         self.entries: list[TokenLogprob] = []
         self.is_complete = False
         self._new: list[Item] = []
-        self._kind, self._has_begun = "", False  # the part that goes on, and whether it has a character
+        self._kind, self._has_begun = "", False  # the part that goes on, and whether blanks belong to it
         self._blanks: list[str] = []  # at the end of what is shown so far, if it goes on
         self._is_of_prompt = True
         self._reader = None if begin is None else begin(self)
@@ -226,7 +226,7 @@ class Items:
             self._hand_out(Piece("text", "", self._taken()))
         return self._new_items()
 
-    # Parts that the reader hands out; blanks around reasoning and text are not part of them.
+    # Parts that the reader hands out. Blanks between them, and at the end, are not part of them.
 
     def text(self, text: str) -> None:
         self._add("text", text)
@@ -268,7 +268,8 @@ class Items:
 
     def _begin(self, kind: str) -> None:
         if kind != self._kind:
-            self._kind, self._has_begun = kind, False
+            self._has_begun = not self._kind and kind == "text"  # nothing is before it: blanks belong to it
+            self._kind = kind
             self._blanks.clear()
 
     def _add(self, kind: Literal["text", "reasoning"], text: str) -> None:

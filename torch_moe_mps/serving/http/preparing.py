@@ -24,9 +24,10 @@ from . import limits
 from .answer import Answer, Event, Items, text_stream
 from .answers import Answers
 from .logprobs import Logprobs
+from .protocols import grammar
 from .protocols.reader import Reader, Sink
-from .protocols.tools import grammar
 from .request import STOPS, Chat, Refused, Request, check_count, stops_of, wrong
+from .schemas import check_keywords
 from .served import Served
 from .structured import check_size
 from .template import tensor
@@ -65,8 +66,12 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
     """
     if request.form is not None:
         check_size(request.form, request.form_field)
+        check_keywords(request.form, request.form_field)
     if request.forced is not None:
         check_size([tool.schema for tool in request.forced.tools], request.form_field)
+        for tool in request.forced.tools:
+            if tool.is_strict:
+                check_keywords(tool.schema, request.form_field)
     if (count := len(request.prompts) * request.count) > limits.ANSWERS:
         message = f"'n' times the number of prompts must be at most {limits.ANSWERS}, got {count}."
         raise Refused(message, "n", "invalid_value")
@@ -253,7 +258,8 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
     last = prompt.config.eos_token_id
     ends = set(last) if isinstance(last, list) else {last}
     step = text_stream(served.template.tokenizer, skips_special=prompt.begin is None)
-    ends_at: Literal["call", "text"] | None = "text" if request.forced is not None else None
+    is_constrained = request.forced is not None or request.form is not None
+    ends_at: Literal["call", "text"] | None = "text" if is_constrained else None
     items = Items(
         prompt.begin,
         prompt.begun,
@@ -285,11 +291,10 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     processors: list[Any] = []
     if request.frequency or request.presence:
         processors.append(Penalties(prompt_length(prompt.inputs), request.frequency, request.presence))
-    if (form := _form(served, request, prompt)) is not None:
+    if (constrained := _grammar(served, request, prompt)) is not None:
         tokenizer, vocabulary = served.template.tokenizer, vocabulary_of(served.model)
-        processors.append(
-            served.grammars.mask(tokenizer, prompt.config, vocabulary, form, request.form_field)
-        )
+        mask = served.grammars.mask(tokenizer, prompt.config, vocabulary, *constrained, request.form_field)
+        processors.append(mask)
     logprobs = None
     if request.logprobs is not None:
         logprobs = Logprobs(served.template.tokenizer, request.logprobs)
@@ -297,8 +302,12 @@ def _processors(served: Served, request: Request, prompt: Prompt) -> tuple[list[
     return processors, logprobs
 
 
-def _form(served: Served, request: Request, prompt: Prompt) -> Any:
-    """Schema, grammar or structural tag of structured output, or None. Raises: Refused."""
-    if request.forced is None:
-        return request.form
-    return grammar(request.forced, served.template.form, prompt.begun, request.is_parallel)
+def _grammar(served: Served, request: Request, prompt: Prompt) -> tuple[Any, str] | None:
+    """(structural tag of a constrained answer, start of it in the prompt), or None. Raises: Refused."""
+    form = served.template.form
+    if request.forced is not None:
+        tag = grammar.of_calls(request.forced, form, request.is_parallel)
+        return tag, "" if form is None else form.reasoning(prompt.begun)
+    if request.form is None:
+        return None
+    return grammar.of_content(request.form, form, [*request.tools.values()]), prompt.begun

@@ -65,6 +65,7 @@ class Tool:
         kind: "function", or "custom" for a tool with text input, a function with one argument `input`.
         own_name: for the client, within `namespace` if there is one.
         schema: of the arguments.
+        is_strict: True if a forced call must keep all keywords of the schema.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Tool:
     kind: str = "function"
     own_name: str = ""
     namespace: str | None = None
+    is_strict: bool = False
 
     @property
     def function(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ..._text import first_line
+from ..._text import first_line, shown
 from . import limits
 from .limited import BESIDE, Limited, TooLong
 from .request import Refused, wrong
@@ -55,15 +55,20 @@ class Masked(LogitsProcessor):
 
     Args:
         grammar: compiled by xgrammar for the tokenizer.
+        begun: start of the answer that is part of the prompt.
         vocabulary: number of logits of the model.
         too_long: error to raise if computing a mask takes too long.
+
+    Raises: ValueError if no answer in the grammar has this start.
     """
 
-    def __init__(self, grammar: Any, vocabulary: int, limited: Limited, too_long: Exception):
+    def __init__(self, grammar: Any, begun: str, vocabulary: int, limited: Limited, too_long: Exception):
         import xgrammar
 
         self._limited, self._too_long, self._spent = limited, too_long, 0.0
         self._matcher = xgrammar.GrammarMatcher(grammar)
+        if not self._matcher.accept_string(begun):
+            raise ValueError(begun)
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary)
         self._matcher.fill_next_token_bitmask(self._bits)  # for the first token
         self._shifts = torch.arange(32, dtype=torch.int32)
@@ -148,15 +153,16 @@ class Grammars:
         self._compilers: dict[tuple[int, int], Any] = {}  # {(tokenizer, vocabulary): compiler}
         self._limited, self._lock = Limited(), threading.Lock()
 
-    def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
+    def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, begun: str, field: str) -> Masked:
         """Logits processor for a grammar.
 
         Args:
-            form: a JSON schema, or a structural tag of xgrammar, after `check_size`.
+            form: a structural tag of xgrammar, of schemas after `check_size`.
+            begun: start of the answer that is part of the prompt.
             field: request field of the form, for errors.
 
-        Raises: Refused for an unsupported schema, one that allows no first token, and compilation that
-            takes too long.
+        Raises: Refused for an unsupported schema, one that allows no first token, an answer that begins
+            otherwise, and compilation that takes too long.
         """
         if self._limited.is_busy:
             message = f"'{field}' must wait: the server is busy with schemas and grammars that take long."
@@ -168,12 +174,16 @@ class Grammars:
         too_long = Refused(message, field, "invalid_value")
 
         def made() -> Masked:
-            return Masked(_compiled(compiler, form), vocabulary, self._limited, too_long)
+            compiled = compiler.compile_structural_tag(form)
+            return Masked(compiled, begun, vocabulary, self._limited, too_long)
 
         try:
             masked, _ = self._limited.call(made, _COMPILES)
         except TooLong:
             raise too_long from None
+        except ValueError:
+            message = f"The start of the answer in the messages must fit '{field}', got {shown(begun)}."
+            raise Refused(message, field, "invalid_value") from None
         except RuntimeError as error:
             reason = _PLACE.sub("", first_line(error))
             message = f"The schema of '{field}' must be one that xgrammar compiles, got: {reason}"
@@ -198,10 +208,3 @@ class Grammars:
                     info, max_threads=BESIDE, cache_limit_bytes=_KEPT_BYTES
                 )
         return self._compilers[key]
-
-
-def _compiled(compiler: Any, form: Any) -> Any:
-    if isinstance(form, dict):
-        # One blank behind a comma or a colon: a model that may write any blanks may never end.
-        return compiler.compile_json_schema(json.dumps(form), any_whitespace=False)
-    return compiler.compile_structural_tag(form)

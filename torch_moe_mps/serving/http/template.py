@@ -136,7 +136,7 @@ class ChatTemplate:
 
         It is what the generation prompt, or a last message that goes on, adds to the messages before it.
         """
-        if self.form is None:
+        if self.form is None and not chat.goes_on:
             return ""
 
         def text(messages: list[dict[str, Any]], begins: bool, goes_on: bool = False) -> str:
@@ -145,7 +145,8 @@ class ChatTemplate:
         before = messages[:-1] if chat.goes_on else messages
         plain, header = text(before, False), text(before, True)
         last = text(messages, False, True) if chat.goes_on else header
-        return self.form.begun(_added(plain, last), _added(plain, header))
+        added, start = _added(plain, last), _added(plain, header)
+        return added.removeprefix(start) if self.form is None else self.form.begun(added, start)
 
     def _rendered(
         self, chat: Chat, messages: list[dict[str, Any]], begins: bool, goes_on: bool, **shape: Any

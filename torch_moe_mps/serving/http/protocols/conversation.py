@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..request import Forced, Refused, Tool, read_json, wrong
@@ -153,10 +154,7 @@ def tool(value: Any, where: str, say: Say) -> list[Tool]:
         if not isinstance(space, str) or not isinstance(value.get("tools"), list):
             raise wrong(where, "a namespace with a name and a list of tools", value)
         inner = [t for n, v in enumerate(value["tools"]) for t in tool(v, f"{where}.tools[{n}]", say)]
-        return [
-            Tool(in_namespace(space, t.name), t.description, t.schema, t.kind, t.own_name, space)
-            for t in inner
-        ]
+        return [replace(t, name=in_namespace(space, t.name), namespace=space) for t in inner]
     if not isinstance(kind, str):
         raise wrong(f"{where}.type", "a text", kind)
     say(f"tools of the type {kind!r} are left out: this server runs none")
@@ -176,9 +174,9 @@ def _function(value: Any, where: str) -> Tool:
     schema = value.get("parameters")
     if schema is not None and not isinstance(schema, dict):
         raise wrong(f"{where}.parameters", "a schema in JSON", schema)
-    return Tool(
-        value["name"], str(value.get("description") or ""), schema or _NOTHING, own_name=value["name"]
-    )
+    name, description = value["name"], str(value.get("description") or "")
+    is_strict = value.get("strict") is True
+    return Tool(name, description, schema or _NOTHING, own_name=name, is_strict=is_strict)
 
 
 def _custom(value: Any, where: str) -> Tool:

@@ -86,6 +86,13 @@ class Form:
         places = [at for mark in marks if (at := header.find(mark)) >= 0]
         return last.removeprefix(header[: min(places, default=len(header))])
 
+    def reasoning(self, begun: str) -> str:
+        """Reasoning in the start of an answer, which may go on: without content after it."""
+        begin, end = self.thought
+        if self.arguments == "harmony" or (at := begun.rfind(end)) < 0:
+            return begun if self.arguments == "harmony" or begin.strip() in begun else ""
+        return begun[: at + len(end)]
+
 
 _HARMONY = ("<|start|>", "<|channel|>")
 _INNER = {  # marks inside of calls, and of harmony's messages
@@ -135,7 +142,7 @@ def _deepseek(in_template: tuple[str, ...], grammar: str, header: str, end: str)
 FORMS = (
     Form(("<|channel|>commentary", "<|channel|>analysis"), (), "harmony", "harmony"),
     Form(
-        ("<|turn>", "<|tool_call>"), ("<|tool_call>",), "gemma", header=_header("call:NAME", "{"),
+        ("<|turn>", "<|tool_call>"), ("<|tool_call>",), "gemma", "gemma_4", _header("call:NAME", "{"),
         closes=("<tool_call|>",), thought=("<|channel>thought\n", "<channel|>"),
     ),
     _dsml("function_calls", "deepseek_v3_2"),

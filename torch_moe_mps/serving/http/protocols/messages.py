@@ -283,7 +283,9 @@ def _tools(values: Any, served: Served) -> list[Tool]:
             continue
         if not isinstance(schema, dict):
             raise wrong(f"{where}.input_schema", "a schema in JSON", schema)
-        tools.append(Tool(value["name"], str(value.get("description") or ""), schema, own_name=value["name"]))
+        name, description = value["name"], str(value.get("description") or "")
+        is_strict = value.get("strict") is True
+        tools.append(Tool(name, description, schema, own_name=name, is_strict=is_strict))
     return tools
 
 

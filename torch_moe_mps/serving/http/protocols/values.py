@@ -50,15 +50,14 @@ OTHER = AllowedValues(frozenset({"other"}))
 
 def kind_of(schema: Any, name: str) -> AllowedValues:
     """Kind of an argument, by the schema of all arguments."""
-    resolved = _resolved(schema, schema)
-    properties = resolved.get("properties")
+    properties = resolved(schema, schema).get("properties")
     return _kind(properties.get(name) if isinstance(properties, dict) else None, schema, 0)
 
 
 def _kind(schema: Any, root: Any, depth: int) -> AllowedValues:
     """Kind of a value: what all of a schema's statements allow."""
     kind = AllowedValues()
-    for each in () if depth > _DEEPEST else _statements(_resolved(schema, root), root, depth + 1):
+    for each in () if depth > _DEEPEST else _statements(resolved(schema, root), root, depth + 1):
         types = each.types if kind.types is None else kind.types
         if each.types is not None and types is not None:
             types &= each.types
@@ -105,7 +104,7 @@ def _types(name: Any) -> frozenset[str]:
     return frozenset({"null" if name == "null" else "other"})
 
 
-def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+def resolved(schema: Any, root: Any) -> dict[str, Any]:
     """Schema that a schema refers to, or itself."""
     for _ in range(_DEEPEST):
         path = schema.get("$ref") if isinstance(schema, dict) else None
