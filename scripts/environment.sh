@@ -1,5 +1,6 @@
 # Sourced by the other scripts: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
 # TORCH_VERSION=2.15.0 in the environment installs that torch in place of the pinned one, TRANSFORMERS_VERSION=5.23.0 that transformers.
+script=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -13,7 +14,7 @@ fail() {
 
 # --help installs nothing: it prints the comment at a script's head, or what the Python program says where the environment is there.
 print_help() {
-  sed -n '2,${/^#/!q;s/^# \{0,1\}//p}' "$0"
+  sed -n '2,${/^#/!q;s/^# \{0,1\}//p}' "$script"
   exit
 }
 help=

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import gguf_files, installed, tiny_models
+from support import gguf_files, installed, ours, tiny_models
 from support.checkpoints import mxfp4_blocks
 from support.installed import python
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -73,7 +73,7 @@ def is_ours(value):
         value = type(value)
     code = getattr(value, "__code__", None)
     file = getattr(code, "co_filename", "")
-    return str(value.__module__).startswith("torch_moe_mps") or "/torch_moe_mps" in file
+    return str(value.__module__).startswith("torch_moe_mps") or is_file_of_ours(file)
 
 holders = {id(m): m for m in [*sys.modules.values()]}
 holders |= {id(c): c for m in [*holders.values()] for c in [*vars(m).values()] if isinstance(c, type)}
@@ -99,7 +99,8 @@ def printed(package, checkpoint, tmp_path_factory) -> list:
     gguf_files.write(folder / "dense" / "model.gguf", architecture, keys, matrices)
     with tiny_models.groups_of_32():
         mxfp4_blocks(tiny_models.tiny_model("gpt_oss"), folder / "mxfp4")
-    text = python(package, NEVER_IMPORTED + SCRIPT, folder, checkpoint, PROMPT, NEW_TOKENS)
+    source = Path(ours.__file__).read_text() + NEVER_IMPORTED + SCRIPT
+    text = python(package, source, folder, checkpoint, PROMPT, NEW_TOKENS)
     return [json.loads(line) for line in text.splitlines() if line.startswith("[")]
 
 

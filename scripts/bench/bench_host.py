@@ -14,6 +14,7 @@ import cProfile
 import os
 import pstats
 import statistics
+import sys
 import time
 import warnings
 
@@ -28,10 +29,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
 
-# Parts of a file's path -> the layer of code that it belongs to; the first that fits.
+# Packages -> the layer of code that their files are; the first whose folder has the file.
 LAYERS = {
-    "torch_moe_mps/transformers": "rewritten modules",
-    "<torch_moe_mps": "rewritten forwards",
+    "torch_moe_mps.transformers": "rewritten modules",
     "torch_moe_mps": "operators",
     "transformers": "transformers",
     "torch": "torch",
@@ -81,9 +81,11 @@ def profile(step: Step, steps: int) -> None:
     for _ in range(steps):
         step()
     profiler.disable()
+    folders = [(f"{sys.modules[name].__path__[0]}{os.sep}", title) for name, title in LAYERS.items()]
     times: dict[str, float] = {}
     for (file, _, name), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():
-        layer = next((title for part, title in LAYERS.items() if part in file), "built-in: " + name[:60])
+        titles = (title for folder, title in folders if file.startswith(folder))
+        layer = next(titles, "built-in: " + name[:60])
         times[layer] = times.get(layer, 0.0) + own
     print("own time of a step, profiled:")
     for layer, seconds in sorted(times.items(), key=lambda item: -item[1])[:16]:

@@ -211,7 +211,7 @@ def test_auto(folder, limited, capsys):
     assert {pool.size for pool in expert_pools(model).layers} == {5}
     said = capsys.readouterr().err
     assert (
-        said.count("torch_moe_mps") == 1 and "GB of experts are in memory, the others on the disk: " in said
+        said.count("torch_moe_mps: ") == 1 and "GB of experts are in memory, the others on the disk: " in said
     )
     with torch.no_grad():
         same_answers(resident, model, 1)

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -68,8 +69,8 @@ def run(command: Sequence[str | Path], what: str) -> str:
 
 def _headers(dependency_file: Path) -> list[Path]:
     """The files that a compilation read, from make's format, without the source itself."""
-    words = dependency_file.read_text().replace("\\\n", " ").split()
-    return [Path(word) for word in words[2:]]
+    words = re.findall(r"(?:\\.|[^\s\\])+", dependency_file.read_text().replace("\\\n", " "))
+    return [Path(re.sub(r"\\(.)", r"\1", word).replace("$$", "$")) for word in words[2:]]
 
 
 def _contents(files: Sequence[Path]) -> str:

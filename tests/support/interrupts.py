@@ -4,6 +4,8 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+from .ours import is_file_of_ours
+
 
 class Interrupts:
     """Raises KeyboardInterrupt at the n-th line that the package runs, as Ctrl-C may."""
@@ -12,7 +14,7 @@ class Interrupts:
         self.left = after
 
     def __call__(self, frame, event, argument):
-        if "torch_moe_mps" not in frame.f_code.co_filename:
+        if not is_file_of_ours(frame.f_code.co_filename):
             return None
         if event == "line":
             self.left -= 1

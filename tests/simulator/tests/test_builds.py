@@ -11,7 +11,9 @@ from simulator import build, build_device
 
 
 def test_builds_are_cached_by_content(tmp_path):
-    source, header = tmp_path / "a.mm", tmp_path / "a.h"
+    folder = tmp_path / "a folder #1 of $HOME"  # which make's format escapes
+    folder.mkdir()
+    source, header = folder / "a.mm", folder / "a.h"
     source.write_text('#import <Foundation/Foundation.h>\n#include "a.h"\nint value() { return NUMBER; }\n')
     libraries = []
     for number in (1, 2, 1):

@@ -8,19 +8,17 @@ accelerated step takes at most 0.38 of the time of the model's own code; the goa
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from support.launches import AttentionIsOne, Launches, model_on_mps, prompted
 from support.models import eager
+from support.ours import FOLDER, is_file_of_ours
 from transformers import StoppingCriteria
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.upstream.calls import cache_argument
-
-PACKAGE = (str(Path(torch_moe_mps.__file__).parent), "<torch_moe_mps")  # and the forwards that it writes
 
 
 class Dispatches(Launches):
@@ -43,7 +41,7 @@ def calls_of_the_package(run: Callable[[], object]) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def count(frame, event, argument):
-        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE):
+        if event in ("call", "c_call") and is_file_of_ours(frame.f_code.co_filename):
             counts[event] += 1
 
     sys.setprofile(count)
@@ -67,8 +65,8 @@ class FilesOfToken(StoppingCriteria):
 
     def _look(self, frame, event, argument):
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE):
-            self.files.add(file.removeprefix(f"{PACKAGE[0]}/"))
+        if event == "call" and is_file_of_ours(file):
+            self.files.add(file.removeprefix(FOLDER))
 
 
 def per_layer(model, count: Callable) -> Counter[str]:

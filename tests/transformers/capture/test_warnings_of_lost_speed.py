@@ -18,7 +18,8 @@ def said(model, run=None, **options) -> tuple[str, list[str]]:
         report = torch_moe_mps.accelerate(model, **options)
         if run is not None:
             run(model)
-    return str(report), [str(one.message) for one in caught if "torch_moe_mps" in str(one.message)]
+    lines = (str(one.message) for one in caught)
+    return str(report), [line for line in lines if line.startswith("torch_moe_mps: ")]
 
 
 def generate(model) -> None:

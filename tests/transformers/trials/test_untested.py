@@ -54,7 +54,7 @@ def accelerated(model, **options) -> tuple[object, list[str]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         report = torch_moe_mps.accelerate(model, **options)
-    return report, [str(one.message) for one in said if "torch_moe_mps" in str(one.message)]
+    return report, [line for line in (str(one.message) for one in said) if line.startswith("torch_moe_mps: ")]
 
 
 def runs_own(model, cls: str) -> list[bool]:

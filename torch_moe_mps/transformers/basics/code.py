@@ -1,6 +1,7 @@
 """Code that a function or a module's class runs: its members, and the names in the files of models."""
 
 import functools
+import re
 import sys
 import types
 import weakref
@@ -15,6 +16,7 @@ from ..._extension import PACKAGE
 from .scoped import Bounded, having
 
 _LIBRARIES = {"torch", "transformers", PACKAGE.name, *sys.stdlib_module_names}
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 ABSENT = object()  # in place of the value of a name that a class does not have
 _MOST_ITEMS = 64  # a larger container is one value
@@ -168,7 +170,12 @@ def _is_followed(module: str | None) -> bool:
     name = module or "builtins"
     if name.partition(".")[0] in _LIBRARIES:
         return name.startswith("transformers.models.")
-    return "-packages" not in (getattr(sys.modules.get(name), "__file__", None) or "")  # site-, dist-packages
+    return not is_installed(getattr(sys.modules.get(name), "__file__", None) or "")
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file lies where packages are installed."""
+    return _INSTALLED.search(file) is not None
 
 
 def _function(value: Any) -> Any:

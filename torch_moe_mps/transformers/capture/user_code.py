@@ -6,17 +6,16 @@ code is not captured unless `capture=True`.
 """
 
 import os
-import re
 from types import FrameType
 
 import torch
 import transformers
 
+from ..basics.code import is_installed
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import HF_MODULES_CACHE
 
-_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # as Python writes it into code
 # Folders of the standard library and of all that may be a checkout: torch, transformers, this package, and
 # the files of checkpoints.
 _FOLDERS = tuple(
@@ -35,7 +34,7 @@ _known: set[str] = set()  # files of libraries
 
 def is_of_library(file: str) -> bool:
     """True for Python files of installed packages, of Python itself and of checkpoints."""
-    return file.startswith((*_FOLDERS, "<frozen ")) or _INSTALLED.search(file) is not None
+    return file.startswith((*_FOLDERS, "<frozen ")) or is_installed(file)
 
 
 class UserCode:

@@ -4,6 +4,7 @@ A trial shows nothing about a bound that its numbers never reach. So eager code 
 `Branches`, and a trial counts only if each branch had all of its outcomes.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Place = tuple[tuple[tuple[str, int, int], ...], str]
 Outcomes = dict[str, bool]  # {outcome, in words: whether it happened}
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "logical_not"}
 _SIGN = {
     "abs",
@@ -152,7 +154,7 @@ def _place(name: str) -> Place:
 
 
 def _is_of_torch(file: str) -> bool:
-    return "/torch/" in file.replace("\\", "/")
+    return file.startswith(_TORCH)
 
 
 def _is_infinite(bound: Any) -> bool:
