@@ -162,17 +162,19 @@ def test_the_operators_of_transformers_in_the_readme():
 
 
 def test_the_bounds_of_several_macs():
-    """Each number of the table in distributed.md follows from the formula above it."""
-    links = [(150e-6, 3e9), (100e-6, 1.1e9), (150e-6, 0.115e9)]
-    text = (REPOSITORY / "docs" / "distributed.md").read_text()
-    rows = re.findall(r"^\| .* \([\d.]+; ([\d.]+); (\d+)\) \| (\d+) \| (.*) \|$", text, re.MULTILINE)
-    assert len(rows) == 3
-    for gigabytes, hidden, alone, cells in rows:
-        seconds = float(gigabytes) / (0.55 * 819)
-        assert alone == f"{1 / seconds:.0f}"
-        for (latency, rate), cell in zip(links, cells.split(" | "), strict=True):
-            hops = [(n - 1) * (200e-6 + latency + int(hidden) / rate) + latency for n in (2, 4, 8)]
-            assert cell == " / ".join(f"{1 / (seconds + hop):.0f}" for hop in hops)
+    """Each number of the tables in distributed.md follows from the formula above them."""
+    links = {"Thunderbolt": (150e-6, 3e9), "10 GbE": (100e-6, 1.1e9), "1 GbE": (150e-6, 0.115e9)}
+    text = (REPOSITORY / "docs" / "distributed.md").read_text().partition("\n## Bounds\n")[2]
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    models = {name: row for name, *row in cells if len(row) == 4 and row[0].isdigit()}
+    bounds = [row for row in cells if row[1] in links]
+    assert len(models) == 3 and len(bounds) == 9
+    for _, gigabytes, hidden, one in models.values():
+        assert one == f"{0.55 * 819 / float(gigabytes):.0f}" and hidden.isdigit()
+    for name, link, *written in bounds:
+        (latency, rate), (_, gigabytes, hidden, _) = links[link], models[name]
+        hops = [(n - 1) * (200e-6 + latency + int(hidden) / rate) + latency for n in (2, 4, 8)]
+        assert written == [f"{1 / (float(gigabytes) / (0.55 * 819) + hop):.0f}" for hop in hops]
 
 
 def test_the_readme_has_the_limits_of_versions():
@@ -257,30 +259,32 @@ def test_the_variables_of_the_environment():
 
 def test_the_figures_above_the_table_are_its_own():
     """Sizes and divergences of recipes at the beginning of docs/quality.md."""
+    text = (REPOSITORY / "docs" / "quality.md").read_text()
     pattern = r"^\| (.*?) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|"
-    table = (REPOSITORY / "docs" / "quality.md").read_text()
-    rows = {name: numbers for name, *numbers in re.findall(pattern, table, re.MULTILINE)}
-    size, own = rows["4 bits, embedding 6: importance"]
-    rule = rows["4 bits, embedding 6: MLX's rule"][1]
-    awq = rows["mlx-lm awq, 4 bits, embedding 6"][1]
-    own, rule, awq = (f"{float(number):.3f}" for number in (own, rule, awq))
-    text = " ".join((REPOSITORY / "docs" / "quality.md").read_text().split())
-    assert f"in 4 bits ({size} MB) loses a quarter of what MLX's rounding loses" in text
-    assert 3.5 <= float(rule) / float(own) <= 4.5
-    assert f"KL divergence {own} instead of {rule}, and {awq} with mlx-lm's awq" in text
-    (size, own), (their_size, theirs) = (
-        rows[name] for name in ("5 bits, embedding 6: importance", "llama.cpp Q4_K_S, importance")
-    )
-    assert f"is {own} in {size} MB, where Q4_K_S has {theirs} in {their_size} MB" in text
+    rows = {name: (size, kl) for name, size, kl in re.findall(pattern, text, re.MULTILINE)}
     kept = json.loads((REPOSITORY / "docs" / "quality_moe.json").read_text())
-    sizes = {
-        row["recipe"]: f"{row['texts'][1][0]:.4f} in {row['bytes'] / 1e6:.1f} MB"
+    rows |= {
+        row["recipe"]: (f"{row['bytes'] / 1e6:.1f}", f"{row['texts'][1][0]:.4f}")
         for row in kept["rows"]
         if row["way"] == "importance"
     }
-    names = ("iq4_xs, attention 6", "llama.cpp IQ4_XS, attention Q6_K", "4 bits, attention 6")
-    own, theirs, affine = (sizes[name] for name in names)
-    assert f'in `mode="iq4_xs"` has {own}, llama.cpp\'s file {theirs}, and `bits=4` {affine}' in text
+    written = re.findall(r"^\| (.*?) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    names = {
+        "`bits=4`, MLX's rounding": "4 bits, embedding 6: MLX's rule",
+        "`bits=4`, mlx-lm's awq": "mlx-lm awq, 4 bits, embedding 6",
+        "`bits=4`, importance": "4 bits, embedding 6: importance",
+        "`bits=5`, importance": "5 bits, embedding 6: importance",
+        "llama.cpp's Q4_K_S, importance": "llama.cpp Q4_K_S, importance",
+        '`mode="iq4_xs"`': "iq4_xs, attention 6",
+        "llama.cpp's IQ4_XS": "llama.cpp IQ4_XS, attention Q6_K",
+        "`bits=4`": "4 bits, attention 6",
+    }
+    assert [name for name, *_ in written] == [*names]
+    for name, size, kl in written:
+        right_size, right_kl = rows[names[name]]
+        assert size == right_size and kl == f"{float(right_kl):.{len(kl) - 2}f}", name
+    rule, own = (float(written[index][2]) for index in (0, 2))
+    assert "It removes three quarters of the loss of 4 bits" in text and 3.5 <= rule / own <= 4.5
 
 
 def commands_in(text: str) -> list[list[str]]:

