@@ -410,7 +410,7 @@ def nothing_between() -> bool:
 
 
 def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | None:
-    """Dtypes and shapes of tensors, and other arguments; None unless all tensors are plain and dense there."""
+    """Dtypes and shapes of tensors, and other arguments; None unless every tensor is a plain, dense one."""
     signature: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if type(value) in PLAIN:
