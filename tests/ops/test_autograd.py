@@ -156,3 +156,39 @@ def test_in_place_on_a_leaf_that_needs_gradients(device):
     arguments["residual_"].requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable"):
         packet("weighted_sum_residual_stacked_")(**arguments)
+
+
+@pytest.mark.on("mps")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_on_views_beside_a_gradient(device, name):
+    """A slice is written, and backward fails by name; what autograd forbids to write is not written."""
+    arguments, floating = floating_arguments(name, device)
+    written = [n for n in arguments if n.endswith("_") and arguments[n] is not None]
+    expected = copies(arguments)
+    with torch.no_grad():
+        packet(name)(**expected)
+    leaf = floating[0]
+
+    def with_views(choose) -> dict:
+        buffers = {n: torch.stack([arguments[n], arguments[n]]) for n in written}
+        views = {n: choose(buffer) for n, buffer in buffers.items()}
+        return arguments | views | {leaf: arguments[leaf].clone().requires_grad_()}
+
+    views = with_views(lambda buffer: buffer[1])
+    packet(name)(**views)
+    for n in written:
+        assert torch.equal(views[n].detach().cpu(), expected[n].cpu())
+        assert views[n]._base.requires_grad == views[n].is_floating_point()
+    with pytest.raises(RuntimeError, match=f"moe_mps::{name}: backward is not implemented"):
+        next(views[n] for n in written if views[n].requires_grad)._base.sum().backward()
+
+    def forbidden(buffer):
+        with torch.no_grad():
+            return buffer[1]
+
+    refused = with_views(forbidden)
+    message = f"moe_mps::{name}: .*_ cannot be written in place where gradients are recorded"
+    with pytest.raises(RuntimeError, match=message) as error:
+        packet(name)(**refused)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(refused[n].detach().cpu(), arguments[n].cpu()) for n in written)

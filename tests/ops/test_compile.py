@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from torch_moe_mps import ops
 from torch_moe_mps.ops._sample import E, H, I, K
 
 
@@ -83,3 +84,37 @@ def test_export(device):
     for tokens in (6, 9, 1):
         x = torch.randn(tokens, H).to(device)
         torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_eager_calls_between_compiled_ones_compile_nothing():
+    """A compiled decode step guards on nothing that calls of other shapes leave."""
+
+    def step(x: Tensor) -> Tensor:
+        normed = ops.rms_norm(x, None, 1e-6)
+        return ops.weighted_sum_residual_stacked_(x.clone(), normed.unsqueeze(1), torch.ones(1, 1))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    x = torch.randn(1, H)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in range(2, 14):
+            torch.testing.assert_close(compiled(x), step(x))
+            ops.rms_norm(torch.randn(tokens, H), None, 1e-6)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_of_unknown_number():
+    """Slots of the tokens that a mask selects, as [T, K, H] and as [T * K, H]."""
+
+    def reduced(mask: Tensor, slots: Tensor, weights: Tensor, flat: bool) -> Tensor:
+        rows = mask.nonzero().squeeze(1)
+        chosen = slots[rows]
+        return ops.moe_weighted_reduce(chosen.flatten(0, 1) if flat else chosen, weights[rows])
+
+    mask, slots, weights = torch.tensor([True, False, True, True]), torch.randn(4, K, H), torch.rand(4, K)
+    expected = torch.einsum("tkh,tk->th", slots.double(), weights.double())[mask]
+    for flat in (False, True):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = torch.compile(reduced, backend="aot_eager", fullgraph=True)(mask, slots, weights, flat)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

@@ -50,6 +50,23 @@ def test_one_scale_is_read_again(decodings):
     assert difference[:, :12].abs().max() == difference[:, 13:].abs().max() == 0
 
 
+def test_cached_values_do_not_follow_the_default_dtype(decodings, monkeypatch):
+    """Values of a matrix that is decoded in parts."""
+    monkeypatch.setattr(_decoded, "VALUES_AT_ONCE", 1024)
+    weight, x = random_matrix(96, 64, "affine4_64", torch.float32, 0), random((3, 64), torch.float32, 1)
+    expected = torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_64")
+    layer = torch.nn.Module()
+    for default in (torch.float16, torch.float64, torch.float32):
+        torch.set_default_dtype(default)
+        try:
+            found = _decoded.with_cache(
+                lambda: torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_64"), layer, *weight
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_quarter_of_what_is_free(monkeypatch):
     monkeypatch.setattr(_decoded, "free_memory", lambda: 4000)
     monkeypatch.setattr(_decoded, "_bytes", 0)

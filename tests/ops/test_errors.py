@@ -10,7 +10,7 @@ from support.any_calls import Call, Expanded, check_values, outcome
 from support.ops import FLOATS, family
 from torch import Tensor
 
-from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops import OPERATORS, PUBLIC
 from torch_moe_mps.ops._declared import Declared
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
@@ -211,7 +211,26 @@ def test_beyond_declared_bounds(name):
 
 
 def test_sparse_tensors():
+    """Also where dense ones of the same shape were good before."""
     gate = torch.ones(2, 3)
-    message = "moe_mps::silu_mul_stacked: gate must be a dense tensor, got sparse_coo"
-    with pytest.raises(ValueError, match=message):
-        packet("silu_mul_stacked")(gate.to_sparse(), gate)
+    for call in (packet("silu_mul_stacked"), PUBLIC["silu_mul_stacked"]):
+        for _ in range(2):
+            with torch.no_grad():
+                call(gate, gate)
+            for argument, layout in (("gate", "sparse_coo"), ("up", "sparse_csr")):
+                sparse = gate.to_sparse() if layout == "sparse_coo" else gate.to_sparse_csr()
+                message = f"moe_mps::silu_mul_stacked: {argument} must be a dense tensor, got {layout}"
+                with pytest.raises(ValueError, match=message), torch.no_grad():
+                    call(**{"gate": gate, "up": gate, argument: sparse})
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 2**70])
+def test_integers_beyond_64_bits(value):
+    expected = f"moe_mps::moe_router_topk_softmax: top_k must be an integer of 64 bits, got {value}"
+    with pytest.raises(TypeError) as error:
+        PUBLIC["moe_router_topk_softmax"](torch.ones(2, 8), value, True)
+    assert str(error.value) == expected
+    with pytest.raises(
+        TypeError, match="moe_mps::rms_norm: eps must be a number in the range of float32, got"
+    ):
+        PUBLIC["rms_norm"](torch.ones(2, 8), None, abs(value) ** 17)

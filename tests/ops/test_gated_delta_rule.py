@@ -120,6 +120,31 @@ def test_a_prompt_in_pieces(device, options, wide):
         assert all(map(torch.equal, found, expected))
 
 
+# Every function of the decay and of beta.
+DECAYS = [
+    {"decay_form": "softplus", "beta_activation": "sigmoid", "A_log": numbers(5), "dt_bias": numbers(5)},
+    {"decay_form": "sigmoid", "A_log": numbers(5), "lower_bound": -5.0},
+    {"decay_form": "times_beta", "beta_activation": "softplus", "A_log": numbers(5)},
+]
+
+
+@pytest.mark.parametrize("options", DECAYS)
+def test_a_batch_of_prompts_in_two_pieces(device, options):
+    """Heads of several prompts, which fill no vector: each is computed alike, wherever it lies in memory."""
+    (*heads, g, state), beta = inputs(2, 7, 1, 5, 6, 3, torch.float32)
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
+    expected = None
+    for cut in range(7):
+        own, results = state.to(device, copy=True), []
+        for part in zip(*(x.to(device).split([cut, 7 - cut], 1) for x in (*heads, g, beta)), strict=True):
+            *of_heads, decay, strength = part
+            decay = None if options["decay_form"] == "times_beta" else decay
+            results.append(gated_delta_rule_(*of_heads, decay, own, 0.4, beta=strength, **options))
+        found = torch.cat(results, 1).cpu(), own.cpu()
+        expected = expected or found
+        assert all(map(torch.equal, found, expected)), cut
+
+
 @pytest.mark.parametrize(("options", "wide"), KERNELS)
 def test_tokens_that_are_pending(device, options, wide):
     """Whichever of them hold, results and states have the bits that these give one by one."""

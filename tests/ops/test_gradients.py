@@ -324,3 +324,28 @@ def test_float64_is_of_the_cpu_and_of_operators_with_a_gradient(device):
         return
     with pytest.raises((TypeError, ValueError), match="float64"):
         packet("expert_activation")(x.to(device))
+
+
+def test_of_more_experts_than_can_be_sorted(device):
+    """The experts at both ends of each thousand and a bit, and ids that are none."""
+    s, experts = sample("affine4_32"), 1030
+    ids = torch.tensor([[0, 1023], [1024, 1029], [1030, -1], [1023, 1024], [0, 5]])
+    x, dy, weight = s.values(5, 4), s.values(5, 2, 3), s.values(experts, 3, 4)
+    leaf = weight.to(device).requires_grad_()
+    out = packet("expert_mm")(x.to(device), ids.to(device), leaf)
+    out.backward(dy.to(device))
+    right = torch.zeros(experts, 3, 4, dtype=torch.float64)
+    for token, row in enumerate(ids.tolist()):
+        for slot, expert in enumerate(row):
+            if 0 <= expert < experts:
+                right[expert] += torch.outer(dy[token, slot].double(), x[token].double())
+    near(leaf.grad, right)
+
+
+def test_of_a_layer_without_rows(device):
+    s = sample("mxfp4")
+    weight = {name: each if each is None else each[:0] for name, each in s.quantized("", 4, 32, ()).items()}
+    x, bias = torch.ones(3, 32, device=device, requires_grad=True), torch.ones(0, device=device)
+    out = packet("linear_quantized")(x, *placed(weight, device), "mxfp4", bias.requires_grad_())
+    out.sum().backward()
+    assert bias.grad.shape == (0,) and torch.equal(x.grad.cpu(), torch.zeros(3, 32))

@@ -1,5 +1,6 @@
 """What holds for every operator: schema, registration, ways to call it."""
 
+import inspect
 import re
 import sys
 
@@ -126,6 +127,42 @@ def layout_of(tensor: torch.Tensor) -> tuple:
     sizes = tuple(map(int, tensor.shape))
     strides = [int(stride) for size, stride in zip(sizes, tensor.stride(), strict=True) if size > 1]
     return sizes, tensor.dtype, strides
+
+
+def results_of(name: str, arguments: dict) -> list[torch.Tensor]:
+    """Results, and what is written."""
+    results = packet(name)(**arguments)
+    results = [results] if isinstance(results, torch.Tensor) else list(results or ())
+    return results + [value for n, value in arguments.items() if n.endswith("_") and value is not None]
+
+
+def samples_of(name: str, dtype: torch.dtype = torch.float32) -> list[dict]:
+    base = sample_arguments(name, "cpu", dtype)
+    return [base | changes for changes in ({}, *more_samples(name, "cpu", dtype))]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_default_dtype_changes_nothing(name):
+    for arguments in samples_of(name):
+        expected = results_of(name, copies(arguments))
+        for default in (torch.float64, torch.float16):
+            torch.set_default_dtype(default)
+            try:
+                found = results_of(name, copies(arguments))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            for one, other in zip(found, expected, strict=True):
+                assert one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_have_memory_of_their_own(name):
+    for arguments in samples_of(name):
+        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        written = [value for argument, value in arguments.items() if argument.endswith("_")]
+        results = results_of(name, arguments)[: -len(written) or None]
+        memories = {tensor.untyped_storage().data_ptr() for tensor in given}
+        assert not any(t.numel() and t.untyped_storage().data_ptr() in memories for t in results)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -310,3 +347,21 @@ def test_a_call_past_the_dispatcher_is_one_of_it():
         assert "rms_norm" in called and "autograd" not in called
     with pytest.raises(RuntimeError, match="moe_mps::rms_norm: backward is not implemented"):
         rms_norm(x.requires_grad_(), weight, 1e-6).sum().backward()
+
+
+OF_WEIGHTS = [name for name in PUBLIC if {"x", "format"} <= {*inspect.signature(PUBLIC[name]).parameters}]
+
+
+@pytest.mark.on("mps")
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_what_infinity_makes_is_documented(device, name):
+    """Where Metal gives NaN and the formula does not, the operator's text says so."""
+    is_documented = "infinite element" in PUBLIC[name].__doc__
+    for arguments in samples_of(name):
+        if arguments["x"].numel() == 0:
+            continue
+        arguments["x"][..., 0] = torch.inf
+        on_cpu = results_of(name, copies(arguments))
+        placed = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+        for mine, other in zip(results_of(name, placed), on_cpu, strict=True):
+            assert is_documented or not (mine.cpu().isnan() & ~other.isnan()).any()

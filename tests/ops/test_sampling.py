@@ -172,3 +172,16 @@ def test_the_token_with_the_highest_logit(device, dtype):
     for row in (0, 1, 2, 3, 7, 8):
         assert tokens[row] == int(np.argmax(logits[row].float().cpu().numpy()))
     assert tokens[[4, 5, 6]].tolist() == [7, 7, 7]
+
+
+def test_the_temperature_makes_no_difference_without_draws(device):
+    """The division would make these equal, or infinite."""
+    logits = torch.zeros(4, 300)
+    logits[0, 17], logits[0, 18] = 1.999900221824646, 1.9999003410339355  # neighbours, of equal thirds
+    logits[1, 250] = 3e38
+    logits[2, 9], logits[2, 8] = torch.inf, 3e38
+    logits[3] = -3e38
+    expected = torch.tensor([[18, 250, 9, 0], [0, 0, 0, 0]])
+    for temperature in (1e-3, 3.0, 1e38):
+        found = _sample_with_flags(logits.to(device), None, temperature=temperature).cpu()
+        assert torch.equal(found, expected), temperature

@@ -27,7 +27,7 @@ def scanned(batch, tokens, channels, states, dtype, seed=0):
 
 def test_a_selective_scan_in_pieces(device):
     """Wherever it is cut, results and state have the same bits; without tokens nothing changes."""
-    x, step, b, c, state, a_log = (each.to(device) for each in scanned(1, 70, 6, 16, torch.float32))
+    x, step, b, c, state, a_log = (each.to(device) for each in scanned(2, 70, 6, 16, torch.float32))
     expected = None
     for sizes in ([70], [1, 69], [32, 32, 6], [31, 0, 34, 5]):
         own, results = state.clone(), []

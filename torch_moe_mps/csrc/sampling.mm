@@ -29,7 +29,8 @@ Tensor _sample_with_flags(const Tensor& logits_, const OptionalTensor& draws_, d
   const double removed = static_cast<float>(1.0 - top_p);  // rounded as transformers does
   params.weight = std::max<int64_t>(1, kWholeWeight - std::llround(removed * kWholeWeight));
   params.otherwise = otherwise;
-  params.temperature = static_cast<float>(temperature);
+  // Without draws the logits decide: a quotient may be infinite, or equal that of its neighbour.
+  params.temperature = draws.has_value() ? static_cast<float>(temperature) : 1.0f;
   params.min_p = static_cast<float>(min_p);
   params.has_draws = draws.has_value();
   params.has_invalid = invalid.has_value();

@@ -61,10 +61,10 @@ Tensor transposed_product(const Tensor& x_, const MatrixStack& matrix, const Opt
   at::DimVector shape(ids_ ? ids_->sizes() : x_.sizes());
   if (ids_ && !sums) shape.push_back(0);
   shape.back() = matrix.inputs;
+  if (x_.numel() == 0 || matrix.packed.numel() == 0) return at::zeros(shape, x_.options());
   const OptionalTensor ids_of_all = ids_ ? std::optional(as_rows(*ids_)) : std::nullopt;
   const int64_t slots = ids_ ? ids_of_all->size(1) : 1;
   const int64_t tokens = ids_ ? ids_of_all->size(0) : x_.numel() / matrix.rows;
-  if (x_.numel() == 0 || matrix.packed.numel() == 0) return at::zeros(shape, x_.options());
   const Tensor x = aligned(x_), out = at::empty(shape, x.options());
   const double products =
       static_cast<double>(tokens * slots) * static_cast<double>(matrix.rows * matrix.inputs);

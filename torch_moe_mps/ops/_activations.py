@@ -1,4 +1,4 @@
-"""The activation between an expert's two matmuls."""
+"""The activation between an expert's two matmuls, and activations of recurrences."""
 
 import math
 from collections.abc import Callable
@@ -21,6 +21,19 @@ CLAMPED = ("swiglu_oai", "silu_clamped", "silu_capped")
 ACTIVATIONS = (*POINTWISE, *CLAMPED)
 SWIGLU_OAI_ALPHA = 1.702
 SWIGLU_OAI_LIMIT = 7.0
+
+
+def sigmoid_anywhere(x: Tensor) -> Tensor:
+    """sigmoid(x), with the same bits wherever in memory an element lies.
+
+    torch.sigmoid rounds the last elements, which fill no vector, in another way; so does its softplus.
+    """
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def softplus_anywhere(x: Tensor) -> Tensor:
+    """softplus(x), likewise."""
+    return torch.where(x > 20, x, x.exp().log1p_())
 
 
 class Activation(NamedTuple):

@@ -34,6 +34,13 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def is_of_shape(tensor: Tensor, sizes: Sequence[Any]) -> bool:
+    """True if a tensor has these sizes. No two are compared if their numbers differ: sizes may be symbols."""
+    return tensor.dim() == len(sizes) and all(
+        own == size for own, size in zip(tensor.shape, sizes, strict=True)
+    )
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(map(dtype_name, dtypes))
 
@@ -101,7 +108,7 @@ class Check:
 
     def shape(self, argument: str, tensor: Tensor, expected: Sequence, meaning: str) -> None:
         """`meaning` is the symbolic shape, such as "[T, K]"."""
-        if tensor.shape != tuple(expected):
+        if not is_of_shape(tensor, expected):
             self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
 
     def tensor(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, NAMED_DTYPES, PACKED_DTYPES, Check
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, NAMED_DTYPES, PACKED_DTYPES, Check, is_of_shape
 
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "": ACTIVATION_DTYPES,
@@ -158,7 +158,7 @@ class Declared:
             tensor: Any = given.get(argument)
             for shape in shapes if tensor is not None else ():
                 learnt = dict(sizes)
-                if shape.fits(tensor.dim()) and tensor.shape == shape.numbers(learnt, tensor.shape):
+                if shape.fits(tensor.dim()) and is_of_shape(tensor, shape.numbers(learnt, tensor.shape)):
                     sizes = learnt
                     break
         return sizes
@@ -191,7 +191,7 @@ class Declared:
             if tensor is None or argument in changes or not shapes:
                 continue
             fitting = [shape for shape in shapes if shape.fits(tensor.dim())]
-            if all(tensor.shape != shape.numbers(dict(known), tensor.shape) for shape in fitting):
+            if not any(is_of_shape(tensor, shape.numbers(dict(known), tensor.shape)) for shape in fitting):
                 names.append(argument)
         return names
 
@@ -234,7 +234,7 @@ def _check_shape(check: Check, argument: str, tensor: Tensor, shapes: list[Shape
             continue
         sizes = dict(check.sizes)
         numbers = shape.numbers(sizes, tensor.shape)
-        if tensor.shape == numbers:
+        if is_of_shape(tensor, numbers):
             check.sizes = sizes
             return shape.check_bounds(check, argument)
         wanted.append(f"{shape.text} = {numbers}")

@@ -59,6 +59,11 @@ class Cache:
                 return False
         return True
 
+    def whole(self, weight: QuantizedWeight) -> Tensor | None:
+        """All values of a weight, if they are cached."""
+        found = self._values.get(_place(weight))
+        return None if found is None else found.get(None)
+
     def of(self, weight: QuantizedWeight) -> Callable[[int | None], Tensor]:
         """Values of a weight's experts by number, or of the whole by None; cached if the limit allows it."""
         place = _place(weight)
@@ -75,25 +80,9 @@ class Cache:
         return values
 
     def may_hold(self, weight: QuantizedWeight, nbytes: int) -> bool:
-        """True if a weight is of this cache, and the limit allows `nbytes` more or the whole is cached."""
-        if None in self._values.get(_place(weight), ()):
-            return True
+        """True if a weight is of this cache, and the limit allows `nbytes` more."""
         memories = {tensor.untyped_storage().data_ptr() for tensor in weight if tensor is not None}
         return memories <= self._memories and _bytes + nbytes <= memory()
-
-
-class _Reading:
-    """Block in which the operators of this thread read a cache."""
-
-    def __init__(self, cache: Cache):
-        self._cache = cache
-
-    def __enter__(self) -> None:
-        self._before = getattr(_here, "cache", None)
-        _here.cache = self._cache
-
-    def __exit__(self, *error: object) -> None:
-        _here.cache = self._before
 
 
 _CACHES: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()  # {layer: its cache}
@@ -118,16 +107,20 @@ def with_cache(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | Non
         tensors: all of its weights that the operators read. Where a weight has the memory of several
             parameters, which are views of it, these.
     """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return compute()
     present = [tensor for tensor in tensors if tensor is not None]
-    if torch.compiler.is_compiling() or not present or not all(map(_is_counted, present)):
-        return compute()
-    if torch._C._are_functorch_transforms_active():
-        return compute()
     cache = _CACHES.get(owner)
     if cache is None or not cache.is_current(present):
+        if not present or not all(map(_is_counted, present)):
+            return compute()
         _CACHES[owner] = cache = Cache(present)
-    with _Reading(cache):
+    before = getattr(_here, "cache", None)
+    _here.cache = cache
+    try:
         return compute()
+    finally:
+        _here.cache = before
 
 
 def _is_counted(tensor: Tensor) -> bool:
@@ -149,6 +142,8 @@ def decoded_experts(weight: QuantizedWeight) -> Callable[[int | None], Tensor]:
 def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
     """Yields rows of a matrix in float32: all if they are cached, else VALUES_AT_ONCE values at a time."""
     cache: Cache | None = getattr(_here, "cache", None)
+    if cache is not None and (known := cache.whole(weight)) is not None:
+        return [known]
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[1])
     is_small = rows * columns <= VALUES_AT_ONCE
     if is_small or (cache is not None and cache.may_hold(weight, 4 * rows * columns)):
@@ -164,7 +159,7 @@ def _decode(weight: QuantizedWeight, expert: int | None) -> Tensor:
     rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[-1])
     if weight.packed.dim() > 2 or rows * columns <= VALUES_AT_ONCE:
         return weight.values(slice(None))
-    values = torch.empty(rows, columns, device=weight.packed.device)
+    values = torch.empty(rows, columns, dtype=torch.float32, device=weight.packed.device)
     step = max(1, VALUES_AT_ONCE // columns)
     for first in range(0, rows, step):
         some = slice(first, first + step)

@@ -360,7 +360,7 @@ def grid_points(name: str) -> Tensor:
     for line in (Path(__file__).parents[1] / "shaders/matmul/grids.txt").read_text().splitlines():
         start, values, levels, digits = line.split(" ", 3)
         if start != "#" and name.startswith(start):
-            level = torch.tensor([float(number) for number in levels.split(",")])
+            level = torch.tensor([float(number) for number in levels.split(",")], dtype=torch.float32)
             data = torch.tensor([int(digit, 16) for digit in digits], dtype=torch.uint8)
             points = _flags(data)[..., :4].flatten().nonzero()
             return level[points // len(level) ** torch.arange(int(values)) % len(level)]

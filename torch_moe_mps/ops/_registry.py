@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._checks import Check, dtype_name
+from ._checks import FLOAT32_MAX, Check, dtype_name
 from ._declared import Declared
 
 NAMESPACE = "moe_mps"
@@ -26,6 +26,7 @@ WITH_BACKWARD: dict[str, "Backward"] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
+_STRIDED = torch.strided
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # Bound once: in a model's token, attributes of modules are cold.
 _has_gradients = torch.is_grad_enabled
@@ -192,8 +193,12 @@ class Operator:
         def call(*args, **kwargs):
             is_plain = not may_change and args and type(args[0]) in PLAIN and args[0].is_cpu
             try:
+                # Dynamo, which traces this call, must not read `checked`: it would guard on what eager calls
+                # have added.
+                if not is_plain or not nothing_between():
+                    return packet(*args, **kwargs)
                 # The dispatcher drops defaults: a signature that names one is known by this call alone.
-                signature = _signature_on_cpu(args, kwargs) if is_plain and nothing_between() else None
+                signature = _signature_on_cpu(args, kwargs)
                 if signature in checked:
                     return _contiguous(reference(*args, **kwargs))
                 outputs = packet(*args, **kwargs)
@@ -254,10 +259,22 @@ class Operator:
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 is_plain = isinstance(value, (str, int, float, type(None)))
                 fail(name, expected, repr(value) if is_plain else type(value).__name__)
+            if isinstance(value, int) and float in types and abs(value) > FLOAT32_MAX:
+                fail(name, "a number in the range of float32", value)
+            if isinstance(value, int) and float not in types and not -(2**63) <= value < 2**63:
+                fail(name, "an integer of 64 bits", value)
 
     def meta(self, *args: Any, **kwargs: Any) -> Outputs:
         """Outputs without elements. Raises the one-line errors for arguments."""
-        check, passed = Check(self.name), self.named(args, kwargs)
+        passed = self.named(args, kwargs)
+        outputs = self.made(passed)
+        if before_first_call is not None:
+            before_first_call(self.name, passed)
+        return outputs
+
+    def made(self, passed: dict[str, Any]) -> Outputs:
+        """The same for arguments by name, without telling who waits for first calls."""
+        check = Check(self.name)
         check.values(self.types, passed)
         self.declared.check(check, passed)
         outputs = None if self.own_meta is None else self.own_meta(check, **passed)
@@ -267,8 +284,6 @@ class Operator:
             if passed[argument] is not None:
                 check.written(argument, passed[argument])
         check.same_device(**{name: passed[name] for name, kind in self.types.items() if "Tensor" in kind})
-        if before_first_call is not None:
-            before_first_call(self.name, passed)
         return outputs
 
     def run(self, *args: Any, **kwargs: Any) -> Outputs:
@@ -344,9 +359,29 @@ class Operator:
                 tensors = [passed[name] for name in asked]
                 return _WithBackward.apply(self.name, call, self.backward, passed, asked, *tensors)
             error = lacking
-        dirty = [passed[name] for name in self.written if passed[name] is not None]
-        outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
+        if self.written:
+            self.made(passed)
+            self._mark_written(error, passed, needs_grad)
+        outputs = _NoBackward.apply(error, call, *needs_grad)
         return outputs if len(self.overload._schema.returns) > 1 else (outputs[0] if outputs else None)
+
+    def _mark_written(self, error: str, passed: dict[str, Any], needs_grad: list[Tensor]) -> None:
+        """Makes backward passes through what is written in place fail.
+
+        It comes in front of the writing, which torch forbids for some tensors. Each has a Function of its
+        own: one that writes a view may have no other result.
+        """
+        for name in self.written:
+            if passed[name] is None:
+                continue
+            try:
+                _Written.apply(error, passed[name], *needs_grad)
+            except RuntimeError as refused:
+                why = str(refused).splitlines()[0]
+                raise RuntimeError(
+                    f"moe_mps::{self.name}: {name} cannot be written in place where gradients are recorded, "
+                    f"run the operator under torch.no_grad(): {why}"
+                ) from None
 
 
 def _check_no_tangents(name: str, tensors: list[Tensor]) -> None:
@@ -375,11 +410,11 @@ def nothing_between() -> bool:
 
 
 def _signature_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple | None:
-    """Dtypes and shapes of tensors, and the other arguments; None where a tensor is not a plain one there."""
+    """Dtypes and shapes of tensors, and other arguments; None unless every tensor is a plain, dense one."""
     signature: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if type(value) in PLAIN:
-            if not value.is_cpu:
+            if not value.is_cpu or value.layout is not _STRIDED:
                 return None
             signature.append((value.dtype, value.shape))
         elif isinstance(value, Tensor):
@@ -439,18 +474,26 @@ class _NoBackward(torch.autograd.Function):
     """Runs an operator in the autograd graph; its backward raises instead of dropping gradients silently."""
 
     @staticmethod
-    def forward(ctx, error, call, num_dirty, *tensors):
+    def forward(ctx, error, call, *tensors):
         ctx.error = error
         outputs = call()
         outputs = () if outputs is None else outputs if isinstance(outputs, tuple) else (outputs,)
-        dirty = tensors[:num_dirty]
-        ctx.mark_dirty(*dirty)
         ctx.mark_non_differentiable(*(t for t in outputs if not t.dtype.is_floating_point))
-        return (*dirty, *outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError(ctx.error)  # PyTorch raises this class on mps
+
+
+class _Written(_NoBackward):
+    """The same for a tensor that an operator is about to write."""
+
+    @staticmethod
+    def forward(ctx, error, written, *tensors):
+        ctx.error = error
+        ctx.mark_dirty(written)
+        return written
 
 
 class _WithBackward(torch.autograd.Function):
@@ -477,7 +520,5 @@ class _WithBackward(torch.autograd.Function):
             gradients = ctx.run(grad.contiguous(), ctx.asked, passed)
         results = tuple(gradients[name] for name in ctx.asked)
         if torch.is_grad_enabled():
-            results = _NoBackward.apply(
-                _NO_SECOND_BACKWARD.format(ctx.name), lambda: results, 0, grad, *saved
-            )
+            results = _NoBackward.apply(_NO_SECOND_BACKWARD.format(ctx.name), lambda: results, grad, *saved)
         return (None,) * 5 + results

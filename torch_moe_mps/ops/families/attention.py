@@ -152,7 +152,7 @@ def _times_selected(indices: Tensor, block: int, keys: int) -> Tensor:
     rows = indices.long().unsqueeze(-1) * block + torch.arange(block, device=indices.device)
     exists = (indices >= 0).unsqueeze(-1) & (rows < keys)
     rows = torch.where(exists, rows, keys).flatten(3)
-    times = torch.zeros((*indices.shape[:3], keys + 1), device=indices.device)
+    times = torch.zeros((*indices.shape[:3], keys + 1), dtype=torch.float32, device=indices.device)
     return times.scatter_add_(3, rows, torch.ones_like(rows, dtype=torch.float32))[..., :keys]
 
 
@@ -329,7 +329,8 @@ def attention(
         query: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
         key: [B, Hk, S, D] in the dtype of `query`; Hk divides Hq. Strides are free: a slice of a cache is
             read where it lies.
-        value: [B, Hk, S, Dv] in the dtype of `query`, Dv up to 512.
+        value: [B, Hk, S, Dv] in the dtype of `query`, Dv up to 512. A value that is infinite or NaN may give
+            NaN to tokens of the call that do not see it, as it does in torch's attention.
         scale: of the scores.
         attn_mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes,
             which is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
@@ -400,7 +401,7 @@ def _attended(
     if softcap is not None:
         logits = (logits / softcap).tanh_() * softcap
     logits = (logits + bias).masked_fill(hidden, -torch.inf)  # a hidden key may hold NaN
-    sink = torch.full((heads,), -torch.inf, device=q.device) if sinks is None else sinks.float()
+    sink = logits.new_full((heads,), -torch.inf) if sinks is None else sinks.float()
     sink = sink.expand(batch, tokens, heads).mT.reshape(*queries.shape[:4], 1)
     # Without any key and sink the softmax is NaN.
     probabilities = torch.cat((logits, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)

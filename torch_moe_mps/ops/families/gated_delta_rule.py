@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._activations import sigmoid_anywhere, softplus_anywhere
 from .._pending import MAX_PENDING, PENDING, check_keep, counts
 from .._registry import operator
 from .._sample import Calls, Changes, Sample
@@ -31,8 +32,7 @@ def _log_decay(
     g = g.float() if dt_bias is None else g.float() + dt_bias.float()
     if rate is not None:
         rate = rate.unsqueeze(-1) if is_wide else rate
-        softplus = torch.nn.functional.softplus
-        g = -rate * softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+        g = -rate * softplus_anywhere(g) if lower_bound is None else lower_bound * sigmoid_anywhere(rate * g)
     return g if is_wide else g.unsqueeze(-1)
 
 
@@ -167,9 +167,9 @@ def _gated_delta_rule_step_(
     strength = beta.float()
     if beta_activation == "softplus":
         shifted = strength if dt_bias is None else strength + dt_bias.float()
-        strength = torch.nn.functional.softplus(shifted)
+        strength = softplus_anywhere(shifted)
     elif beta_activation == "sigmoid":
-        strength = torch.sigmoid(strength)
+        strength = sigmoid_anywhere(strength)
     if beta_min is not None:
         strength = strength.clamp(min=beta_min)
     factor = _log_decay(g, strength, A_log, dt_bias, lower_bound).exp()

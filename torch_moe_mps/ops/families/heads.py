@@ -110,7 +110,8 @@ def heads_quantized(
 
     Args:
         x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides. On
-            mps only float32 is read without a copy unless transposed.
+            mps only float32 is read without a copy unless transposed. On Metal an infinite element may give
+            NaN where the formula gives infinity, as in expert_qmm.
         packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of heads_mm it may be
             some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
         scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].

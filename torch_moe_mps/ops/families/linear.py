@@ -77,7 +77,8 @@ def _linear_backward(grad, asked, given):
         weight = [given[name] for name in TENSORS]
         gradients["x"] = torch.ops.moe_mps._linear_quantized_transposed(grad, *weight, given["format"])
     if "bias" in asked:
-        total = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+        rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
+        total = rows.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
         gradients["bias"] = total.to(given["bias"].dtype)
     return gradients
 
@@ -127,7 +128,8 @@ def linear_quantized(
     Several layers of one input and one format are one call: concatenate the rows of their weights.
 
     Args:
-        x: [..., C], float32, float16 or bfloat16.
+        x: [..., C], float32, float16 or bfloat16. On Metal an infinite element may give NaN where the formula
+            gives infinity, as in expert_qmm.
         packed: [N, C * bits / 32], uint32 or the same bits as int32.
         scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
@@ -287,7 +289,8 @@ def mlp_quantized(
         h   = act(gate_up @ x + gate_up_bias)
         out = down @ h + down_bias
 
-    h is rounded to the dtype of `x`.
+    h is rounded to the dtype of `x`. An infinite element of `x` may make NaN on Metal where the formula gives
+    infinity, as in expert_qmm.
 
     Args:
         x: [..., H], float32, float16 or bfloat16.
@@ -372,11 +375,11 @@ def embedding_quantized(
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])
     flat = tokens.reshape(-1).long()
-    out = torch.zeros(*flat.shape, columns, dtype=NAMED_DTYPES[dtype], device=tokens.device)
-    inside = ((flat >= 0) & (flat < rows)).nonzero().squeeze(-1)
-    flat = flat[inside]
-    out[inside] = weight.values(flat).to(out.dtype)
-    return out.view(*tokens.shape, columns)
+    if rows == 0:
+        return scales.new_zeros((*tokens.shape, columns), dtype=NAMED_DTYPES[dtype])
+    place = flat.clamp(0, rows - 1)
+    out = weight.values(place).masked_fill_((place != flat).unsqueeze(-1), 0.0)
+    return out.to(NAMED_DTYPES[dtype]).view(*tokens.shape, columns)
 
 
 def _mlp(s):

@@ -127,7 +127,7 @@ def _pointwise(
         operation, *names, rounded_to = line.split(" ")
         for name in names:
             if name not in values:
-                values[name] = torch.tensor(float(name), device=a.device)
+                values[name] = torch.tensor(float(name), dtype=torch.float32, device=a.device)
         operands = [values[name] for name in names]
         made = UNARY[operation](*operands) if operation in UNARY else BINARY[operation](*operands)
         result = made.to(DTYPES[rounded_to])

@@ -83,7 +83,7 @@ def _rotated(
     """Heads of `x`, turned by cosines and sines, behind the norm with a weight, an eps and an offset."""
     y = x.float() if weight is None else normed(x, weight, *norm)
     if cos is None or sin is None:
-        return y.to(x.dtype).transpose(1, 2)
+        return y.to(x.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     start = x.shape[-1] - rotary if rotary_last else 0
     if rotary < x.shape[-1]:
@@ -316,6 +316,11 @@ def _of_indexer(s: Sample) -> dict[str, Any]:
     return {**keys, **norm, "v": None, "values_": None}
 
 
+def _heads_in_front(s: Sample) -> Tensor:
+    """Heads whose memory is that of the result, of which nothing is to be changed."""
+    return s.values(2, 4, s.T, s.D).transpose(1, 2)
+
+
 def _narrow(s: Sample) -> dict[str, Any]:
     """A part of each head turns, by a table of pairs for each sequence."""
     rotary = min(8, s.D)
@@ -334,8 +339,12 @@ CALLS: Calls = {
 CHANGES: Changes = {
     "rope": lambda s: [
         _narrow(s) | {"k_norm_weight": None},
+        {"q": _heads_in_front(s), "cos": None, "sin": None, "q_norm_weight": None},
     ],
-    "rope_heads": lambda s: [_narrow(s)],
+    "rope_heads": lambda s: [
+        _narrow(s),
+        {"x": _heads_in_front(s), "cos": None, "sin": None, "norm_weight": None},
+    ],
     "_rope_cache_": lambda s: [
         {
             name: cache[:, :, 2 : 3 + s.T]

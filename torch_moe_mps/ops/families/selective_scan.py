@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._activations import softplus_anywhere
 from .._pending import MAX_PENDING, PENDING, check_keep, counts
 from .._registry import operator
 from .._sample import Calls, Changes, Sample
@@ -110,10 +111,9 @@ def selective_scan_(
         written = (strength * x).unsqueeze(-1) * b
         return state * (rate * strength.unsqueeze(-1)).exp() + written
 
-    results, octaves = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2))
-    for token in range(x.shape[1]):  # each alone, so that its bits are the same in calls of any length
-        shifted = step[:, token].float() if dt_bias is None else step[:, token].float() + dt_bias.float()
-        octaves[:, token] = torch.nn.functional.softplus(shifted) / math.log(2.0)
+    shifted = step.float() if dt_bias is None else step.float() + dt_bias.float()
+    octaves = softplus_anywhere(shifted) / math.log(2.0)
+    results = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     state = state_.clone()
     if pending_ is not None and counts is not None:
         held = (_of_channels(pending_, first, x.shape[2]) for first in (0, SCANNED_CHANNELS))

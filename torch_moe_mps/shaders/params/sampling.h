@@ -7,8 +7,8 @@ struct SampleParams {
   uint32_t top_k;      // 0: of all
   uint32_t weight;     // that top-p keeps, of kWholeWeight
   uint32_t otherwise;  // the token of a row that has no distribution
-  float temperature;
+  float temperature;   // 1 without draws
   float min_p;
-  uint32_t has_draws;  // 0: the token with the highest score
+  uint32_t has_draws;  // 0: the token with the highest logit
   uint32_t has_invalid;
 };
