@@ -260,7 +260,7 @@ BREAKS_OFF = {name: ('{"of": {"a": "sky"', '{"of": {"a": "sky"') for name in JSO
 IN_STRING = {"hermes": "</tool_call> <tool_call>", "mistral": "[TOOL_CALLS]", "llama": '; {\\"name',
              "v3": "```<｜tool▁call▁end｜>", "v3.1": "<｜tool▁call▁end｜>", "kimi": "<|tool_call_end|>",
              "harmony": "<|call|><|start|>", "gemma": "<tool_call|>", "lfm2": ")]<|tool_call_end|>",
-             "qwen coder": "</tool_call>", "minimax": "</minimax:tool_call>",
+             "qwen coder": "</tool_call>", "glm": "</tool_call>", "minimax": "</minimax:tool_call>",
              "v3.2": "</｜DSML｜function_calls>", "v4": "</｜DSML｜tool_calls>"}  # fmt: skip
 MAYBE = [TEXT, {"type": "null"}]
 SCHEMAS["typed"] = {
@@ -279,6 +279,39 @@ TYPED = [
     ("array", "['a', True]", '["a", true]'), ("free", "2", "2"), ("choice", "1", '"1"'), ("other", "x, y", '"x, y"'),
 ]  # fmt: skip
 NULLS = [("any", "null"), ("list", "null"), ("deep", "null"), ("number", "null"), ("choice", "null")]
+
+
+def in_tags(name: str, look: str) -> list[tuple]:
+    """(case, answer, its call) of values in tags with marks in them."""
+    tags, text = FORM[name].arguments, TAG[name]
+    plain, typed = text.replace('string="true"', 'string="false"'), look.replace("look", "typed")
+    own = f"a {tags.end} b {tags.begin}c d"
+    values = [f"a {tags.value_end} {tags.end}", 1, {tags.value_end: '\\"'}]
+    in_json, odd = json.dumps(values, ensure_ascii=False), json.dumps('{"a": "b')
+    cases = [
+        (
+            "marks in a text",
+            look % text.format("of", own),
+            "look",
+            f'{{"of": "{own.replace(chr(34), chr(92) + chr(34))}"}}',
+        ),
+        (
+            "marks in JSON",
+            typed % (plain.format("array", in_json) + plain.format("free", in_json)),
+            "typed",
+            f'{{"array": {in_json}, "free": {in_json}}}',
+        ),
+        (
+            "a quote in Python",
+            typed % (plain.format("array", """['5" a', 'b']""") + plain.format("free", '"b"')),
+            "typed",
+            r'{"array": ["5\" a", "b"], "free": "b"}',
+        ),
+    ]
+    if "string" not in plain:
+        given = plain.format("array", "[1]") + plain.format("free", '{"a": "b')
+        cases += [("a string without an end", typed % given, "typed", f'{{"array": [1], "free": {odd}}}')]
+    return [(case, answer, (tool, arguments, True)) for case, answer, tool, arguments in cases]
 
 
 def table() -> list[tuple[str, str, str, str, str, list[tuple[str, str, bool]]]]:
@@ -326,6 +359,8 @@ def table() -> list[tuple[str, str, str, str, str, list[tuple[str, str, bool]]]]
             given = TAG[name].format("of", own) if name in TAG else OF[name].replace("sea", own)
             add(name, "marks in a string", f"{look % given} Bye", "Bye", ("look", f'{{"of": "{own}"}}', True))
         if name in TAG:
+            for case, answer, *calls in in_tags(name, look):
+                add(name, case, f"{answer} So {whole} Bye", "SoBye", *calls, CALLED)
             add(name, "no argument", look % "is a tool\n", (look % "is a tool\n").strip())
         if name in TAG and "DSML" not in look:
             typed = look.replace("look", "typed")
@@ -341,6 +376,14 @@ def table() -> list[tuple[str, str, str, str, str, list[tuple[str, str, bool]]]]
 
 
 OTHERS = [
+    ("hermes", "escapes that JSON lacks", r'''<tool_call>{"name": "look", "arguments": "{\"of\": \"\d\"}"}</tool_call> Bye''',
+     "Bye", "", [("look", r'''"{\"of\": \"\d\"}"''', False)]),
+    ("hermes", "half a pair", r'''<tool_call>{"name": "look", "arguments": "{\"of\": \"a\ud83d\"}"}</tool_call> Bye''',
+     "Bye", "", [("look", r'''{"of": "a\ud83d"}''', True)]),
+    ("lfm2", "hyphens", "<|tool_call_start|>[look-up(file-path='a', x.y=1)]<|tool_call_end|>", "", "",
+     [("look-up", '{"file-path": "a", "x.y": 1}', True)]),
+    ("lfm2", "strings in a row", "<|tool_call_start|>[look(of='a' \n\"b\" \'\'\'c\'\'\', n=[1])]<|tool_call_end|> Bye", "Bye", "",
+     [("look", '{"of": "abc", "n": [1]}', True)]),
     ("hermes", "unknown keys", '<tool_call>{"why": {"a": [1]}, "name": "look", "n": 7, "arguments": {"of": "sea"}, "x": null}'
      "</tool_call> Bye", "Bye", "", [CALLED]),
     ("hermes", "function", '<tool_call>{"type": "function", "function": {"name": "look", "arguments": {"of": "sea"}}, "n": 1}'
@@ -415,6 +458,14 @@ def test_what_is_no_call_is_text_and_a_broken_call_ends(name, case, answer, text
             if isinstance(item, Arguments):
                 grown[id(item.call)] = grown.get(id(item.call), "") + item.text
         assert [*grown.values()] == [arguments for _, arguments, _ in calls]
+
+
+@pytest.mark.parametrize("name", TAG)
+def test_marks_in_a_text_that_is_cut_off_end_no_call(name):
+    tags = FORM[name].arguments
+    answer = LOOK[name].replace("%s", TAG[name]).format("of", f"a {tags.end} b {tags.begin}c {tags.end} d")
+    for end in range(answer.index("a <"), answer.index(tags.value_end)):
+        assert read(name, answer[:end], is_cut=True)[:3] == ("", "", []), answer[:end]
 
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}"

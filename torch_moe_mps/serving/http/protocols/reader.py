@@ -25,7 +25,7 @@ _HEX = "0123456789abcdefABCDEF"
 _ESCAPES = {"x": (2, _HEX), "u": (4, _HEX), "U": (8, _HEX)} | dict.fromkeys("01234567", (2, "01234567"))
 _QUOTES = ('"""', "'''", '"', "'")
 _CALL = regex.compile(r"(?P<name>[\w.-]{1,256})\s{0,64}\(")  # in Python
-_KEYWORD = regex.compile(r"(\w{1,256})\s{0,64}=")
+_KEYWORD = regex.compile(r"""([^\s=,()\[\]{}'"]{1,256})\s{0,64}=""")
 # Harmony's marks, and the header between a message's first mark and its text.
 _BEGINS, _ENDS = ("<|start|>", "<|channel|>"), ("<|end|>", "<|return|>", "<|call|>")
 _TO = r"\s{0,8}(?:to=(?:functions\.(?P<name>[^\s<]{1,256})|[^\s<]{1,256}))?"
@@ -34,6 +34,7 @@ _HEADER = regex.compile(
     rf"(?:<\|channel\|>(?P<kind>\w{{1,64}}){_TO}\s{{0,8}}(?:<\|constrain\|>)?\w{{0,64}}\s{{0,8}})?<\|message\|>"
 )
 _INK = re.compile(r"\S")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a pair, which has no UTF-8
 
 
 class Sink(Protocol):
@@ -109,8 +110,9 @@ class _Scanner:
         """
         char = yield from self._ink()
         if char == '"':
-            text = yield from self._string()
-            show(text or "")
+            written = yield from self._string()
+            text = _decoded(written)
+            show(written if text is None else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text))
             return text is not None
         if char not in ("{", "["):
             return (yield from self._until((), show, (",", "}", "]", *ends))) in (",", "}", "]")
@@ -130,26 +132,22 @@ class _Scanner:
                     return True
         return False
 
-    def _string(self) -> Steps[str | None]:
-        """Content of a JSON string, or None if there is none."""
+    def _string(self) -> Steps[str]:
+        """JSON string as it is written, with its quotes."""
         parts = ['"']
         self._pass(1)
         yield from self._quoted('"', parts.append)
-        try:
-            text = str(json.loads("".join(parts), strict=False))
-            text.encode()  # half of a pair has no UTF-8
-        except ValueError:
-            return None
-        return text
+        return "".join(parts)
 
-    def _quoted(self, quote: str, show: Show) -> Steps[None]:
-        """Copies a string after its first quote."""
+    def _quoted(self, quote: str, show: Show) -> Steps[bool]:
+        """Copies a string after its first quote. Returns: True if it is complete."""
         while (mark := (yield from self._until((quote, "\\"), show))) is not None:
             show(mark)
             if mark == quote:
-                return
+                return True
             yield from self._peek()
             show(self._pass(1))
+        return False
 
     def _until(self, marks: tuple[str, ...], show: Show, ends: tuple[str, ...] = ()) -> Steps[str | None]:
         """Copies text up to a mark. Returns: the mark, or None at the end of the answer.
@@ -214,6 +212,10 @@ class _Scanner:
                 self._pass(len(self._text) - self._at)
                 return None
             yield
+
+    def _return(self, text: str) -> None:
+        """Lets a text that was read be read again."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     def _skip(self, char: str) -> Steps[bool]:
         """Reads the next non-blank character if it is this one. Returns: whether it is."""
@@ -381,7 +383,7 @@ class Reader(_Scanner):
         """
         call = _CallObject(is_function)
         while (yield from self._ink()) == '"':
-            key = yield from self._string()
+            key = _name_of((yield from self._string()))
             if key is None or not (yield from self._skip(":")):
                 break
             if self._form.needs_tool and not call.name and key not in _KEYS:
@@ -411,7 +413,7 @@ class Reader(_Scanner):
 
     def _tool_name(self, call: _CallObject) -> Steps[bool]:
         """Reads the name of a call, and shows arguments in front of it. Returns: False without a tool."""
-        call.name = (yield from self._string()) or ""
+        call.name = _name_of((yield from self._string())) or ""
         if self._form.needs_tool and call.name not in self._schemas:
             return (yield from self._no_call())
         if call.name and call.has_arguments:
@@ -490,11 +492,11 @@ class Reader(_Scanner):
         self._end(mark is not None)
 
     def _tag_value(self, tags: Tags, kind: AllowedValues) -> Steps[str | None]:
-        """Parses a tagged value up to its end mark, or the next mark if that is missing. Returns: it."""
-        ends = tags.value_end, tags.begin, tags.end
+        """Parses a tagged value up to its end mark. Returns: the mark, as `_to_end`."""
         if not kind.is_text:
             parts = list[str]()
-            mark = yield from self._until(ends, parts.append)
+            is_json = (yield from self._ink(parts.append)) in ("{", "[", '"') and not kind.allows_text
+            mark = yield from (self._json_to_end if is_json else self._to_end)(tags, parts.append)
             self._show(kind.json_of("".join(parts), tags.padding))
             return mark
         padding, is_first, back = tags.padding, True, ""
@@ -508,9 +510,58 @@ class Reader(_Scanner):
             self._show(escaped(text))
 
         self._show('"')
-        mark = yield from self._until(ends, show)
+        mark = yield from self._to_end(tags, show)
         self._show('"')
         return mark
+
+    def _to_end(self, tags: Tags, show: Show, *more: str) -> Steps[str | None]:
+        """Copies a tagged value up to its end mark, whichever other marks are in it.
+
+        Args:
+            more: further marks to stop at.
+
+        Returns: the mark; the first other one if the answer has no end mark any more; None at the end.
+        """
+        marks = (tags.value_end, *more)
+        mark = yield from self._until(marks, show, (tags.begin, tags.end))
+        if mark is None or mark in marks:
+            return mark
+        held = [self._pass(len(mark))]
+        found = yield from self._until((tags.value_end,), held.append)
+        if found is not None or self._is_cut:
+            show("".join(held))
+            return found
+        self._return("".join(held[1:]))
+        return mark
+
+    def _json_to_end(self, tags: Tags, show: Show) -> Steps[str | None]:
+        """Copies a tagged value that begins as JSON up to its end mark, which is text in its strings.
+
+        Returns: as `_to_end`.
+        """
+        parts, skips = list[str](), False  # whether an end mark is in a string
+        while (mark := (yield from self._to_end(tags, parts.append, '"'))) == '"':
+            written = [mark]
+            is_closed = yield from self._quoted(mark, written.append)
+            parts += written
+            if tags.value_end not in "".join(written):
+                continue
+            # Without a closing quote, and in Python, the first end mark may be the value's own.
+            if (not is_closed and not self._is_cut) or (not skips and self._is_python(tags, parts)):
+                skips, mark = True, None
+                break
+            skips = True
+        text = "".join(parts)
+        if skips and not self._is_cut and not is_json(text):
+            text, end, rest = text.partition(tags.value_end)
+            self._return(rest + (mark or ""))
+            mark = end
+        show(text)
+        return mark
+
+    def _is_python(self, tags: Tags, parts: list[str]) -> bool:
+        """True if a value is one of Python's up to the first end mark."""
+        return python_literal("".join(parts).partition(tags.value_end)[0]) is not None
 
     # Calls in Python's syntax
 
@@ -574,10 +625,12 @@ class Reader(_Scanner):
                 yield from self._python_escape()
                 continue
             blanks = list[str]()
-            if (yield from self._ink(blanks.append)) in (",", ")", "]", ""):
+            char = yield from self._ink(blanks.append)
+            if char in (",", ")", "]", "") or (yield from self._here(self._form.ends, keeps=True)):
                 break
-            if (yield from self._here(self._form.ends, keeps=True)):
-                break
+            if char in ("'", '"') and any(blanks):  # the next string of several in a row
+                quote = (yield from self._here(_QUOTES)) or ""
+                continue
             show(quote + "".join(blanks))
         if mark is not None:
             self._show('"')
@@ -629,6 +682,20 @@ class Reader(_Scanner):
                 if not depth:
                     return self._end()
         self._end(False)
+
+
+def _decoded(written: str) -> str | None:
+    """Text of a JSON string, or None."""
+    try:
+        return str(json.loads(written, strict=False))
+    except ValueError:
+        return None
+
+
+def _name_of(written: str) -> str | None:
+    """Text of a JSON string that is a name, or None. Half of a pair is no character of a name."""
+    text = _decoded(written)
+    return None if text is None or _SURROGATE.search(text) else text
 
 
 def _nobody(text: str) -> None:

@@ -28,6 +28,11 @@ class AllowedValues(NamedTuple):
         """True if a value is a text, whatever it is."""
         return self == TEXT
 
+    @property
+    def allows_text(self) -> bool:
+        """True if a value may be any text."""
+        return "string" in (self.types or ())
+
     def json_of(self, text: str, padding: str = "") -> str:
         """JSON of a value.
 
@@ -39,7 +44,7 @@ class AllowedValues(NamedTuple):
             return in_json(value)
         if value == "null" and "null" in types:
             return value
-        if "string" in types:
+        if self.allows_text:
             return in_json(text.removeprefix(padding).removesuffix(padding))
         return in_json(value) if types and types <= {"choice", "null"} else literal(value)
 
