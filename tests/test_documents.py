@@ -81,7 +81,7 @@ def test_the_recipe_of_the_page_of_weights():
 
 
 def test_the_example_of_operators():
-    """It runs, experts are as torch computes them, and the formats beside it are those that there are."""
+    """It runs, experts are as torch computes them, and affine formats have these bits and groups."""
     text = (REPOSITORY / "docs" / "operators.md").read_text()
     source, _ = blocks_of(text)
     torch.manual_seed(0)
@@ -95,8 +95,8 @@ def test_the_example_of_operators():
             parts = [down[i] @ (silu(gate) * up) for i, (gate, up) in zip(ids, halves, strict=True)]
             right = sum(weight * part for weight, part in zip(logits.softmax(0), parts, strict=True))
             torch.testing.assert_close(found["out"][token].cpu(), right, rtol=1e-4, atol=1e-4)
-    said = " ".join(text.split())
-    assert f"there are {one_of(BITS['affine'])} bits and groups of {one_of(GROUP_SIZES['affine'])};" in said
+    bits, sizes = one_of(BITS["affine"]), one_of(GROUP_SIZES["affine"])
+    assert f"| `affine4_64` and alike | {bits} | {sizes} |" in text
 
 
 def blocks_of(text: str) -> list[str]:
@@ -241,8 +241,12 @@ def test_training_as_the_page_shows_it(tmp_path, monkeypatch, capsys):
 def test_operators_with_a_backward():
     """docs/operators.md names those that declare one."""
     text = (REPOSITORY / "docs" / "operators.md").read_text()
-    sentence = re.search(r"^- (`.*) have a backward \(", text, re.MULTILINE)[1]
+    sentence = re.search(r"^- (`[^.]*) have a backward\s\(", text, re.MULTILINE)[1]
     assert re.findall(r"`(\w+)`", sentence) == sorted(WITH_BACKWARD)
+    page = (REPOSITORY / "docs" / "transformers.md").read_text()
+    (row,) = re.findall(r"^\| backward \| none \| (.*) \|$", page, re.MULTILINE)
+    named = {*re.findall(r"`(\w{2,})`", row)}
+    assert named and named <= {*WITH_BACKWARD}
     written = f"{len(WITH_BACKWARD)} of {len(PUBLIC)} operators have a gradient."
     assert written in (REPOSITORY / "README.md").read_text()
 

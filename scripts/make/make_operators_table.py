@@ -16,7 +16,7 @@ from torch_moe_mps.ops._registry import WITH_BACKWARD
 DOCUMENT = paths.REPOSITORY / "docs" / "operators.md"
 BEGIN = "<!-- scripts/make/make_operators_table.py writes this table -->\n"
 END = "<!-- end of the table -->\n"
-HEAD = "| operator | computes | gradients | used by | source kernel |\n|---|---|---|---|---|\n"
+HEAD = "| operator | computes | gradients | used by models | source kernel |\n|---|---|---|---|---|\n"
 USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 NAMED = 3  # architectures by name; of more, their number
 
@@ -40,15 +40,8 @@ def row(name: str, family: str, users: list[str]) -> str:
         users_text = " ".join(f"in {replaced[1]}".split())
     backward = WITH_BACKWARD.get(name)
     reached = ", ".join(f"`{argument}`" for argument in backward.reads) if backward else ""
-    cells = f"[`{name}`]({docstring(name, family)})", summary, reached, users_text, named
+    cells = f"[`{name}`](../torch_moe_mps/ops/families/{family}.py)", summary, reached, users_text, named
     return f"| {' | '.join(cells)} |\n"
-
-
-def docstring(name: str, family: str) -> str:
-    """The link from docs/ to the line where an operator begins."""
-    path = f"torch_moe_mps/ops/families/{family}.py"
-    before, _, _ = (paths.REPOSITORY / path).read_text().partition(f"\ndef {name}(")
-    return f"../{path}#L{before.count(chr(10)) + 2}"
 
 
 def document() -> str:

@@ -132,7 +132,7 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, **_) -> str:
     """Leads links of operators to their reference, and replaces other links to files beside docs/ by text."""
     markdown = re.sub(
-        r"\[`(\w+)`\]\(\.\./torch_moe_mps/ops/families/(\w+)\.py#L\d+\)",
+        r"\[`(\w+)`\]\(\.\./torch_moe_mps/ops/families/(\w+)\.py\)",
         rf"[`\1`](reference/\2.md#{MODULE.stem}.\1)",
         markdown,
     )

@@ -57,8 +57,7 @@ def test_operators_table_has_every_public_operator():
     assert sorted(links) == sorted(PUBLIC)
     assert all(row[3].strip() for row in rows), "an operator without a caller says what replaces it"
     for name, link in links.items():
-        path, line = link.split("#L")
-        assert (REPOSITORY / path).read_text().splitlines()[int(line) - 1].startswith(f"def {name}(")
+        assert f"\ndef {name}(" in (REPOSITORY / link).read_text()
     reached = {row[0].split("`")[1]: re.findall(r"`(\w+)`", row[2]) for row in rows}
     assert {name: names for name, names in reached.items() if names} == {
         name: [*backward.reads] for name, backward in WITH_BACKWARD.items()

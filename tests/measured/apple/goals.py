@@ -64,7 +64,7 @@ def _cell(parts: dict[str, float]) -> str:
 def table(gpus: list[Gpu], tokens: int = PROMPT, of_mlx: bool = False) -> Iterator[str]:
     """The lines of a table in Markdown, with the prompt of MLX's kernels if it is asked for."""
     token = TOKENS[0]
-    head = f"| chip | a token behind {KEYS:,} keys | {SEQUENCES} sequences | a prompt of {tokens:,} |"
+    head = f"| chip | a token after {KEYS:,} keys | {SEQUENCES} sequences | a prompt of {tokens:,} |"
     yield head + " by MLX |" * of_mlx
     yield "|---|---:|---:|---|" + "---|" * of_mlx
     for gpu in gpus:

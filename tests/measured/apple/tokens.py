@@ -98,7 +98,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Likely:
-    """Drafts in each step, of which each holds with a probability where those in front of it do."""
+    """Drafts in each step; each is accepted with a probability if those before it are."""
 
     text: str
     probability: float
@@ -113,7 +113,7 @@ class Likely:
 DRAFTED = (
     Drafted("a text to repeat", 22 - 1, 8, 15),
     Drafted("code to change", 39 - 1, 14, 27),
-    Likely("each holds with 0.85", 0.85),
+    Likely("each accepted with 0.85", 0.85),
 )
 
 
@@ -160,15 +160,15 @@ KEYS = (1_000, 4_096)
 
 def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator[str]:
     """The lines of a table in Markdown; `start_us` of a dispatch at least and at most."""
-    keys = " | ".join(["few keys, ms", *(f"behind {keys:,} keys, ms" for keys in KEYS)])
-    yield f"| model | chip | reading, ms | dispatches | {keys} | slow experts, few keys, ms |"
-    yield f"|---|---|---:|---:|---:|{'---:|' * len(KEYS)}---:|"
+    keys = " | ".join(["few keys, ms", *(f"after {keys:,} keys, ms" for keys in KEYS)])
+    yield f"| model | chip | reading, ms | dispatches | from {SPLIT_KEYS} keys | {keys} | slow experts, few keys, ms |"
+    yield f"|---|---|---:|---:|---:|---:|{'---:|' * len(KEYS)}---:|"
     for token in TOKENS:
         for gpu in gpus:
             own = starts(gpu, start_us)
             slow = (token.ms(gpu, *of) for of in zip(own, reversed(EXPERT_READS), strict=True))
             expected = "-".join(dict.fromkeys(f"{ms:.1f}" for ms in slow))
-            launches = f"{token.launches}, {token.behind(SPLIT_KEYS).launches}"
+            launches = f"{token.launches} | {token.behind(SPLIT_KEYS).launches}"
             times = (token.behind(keys).ms(gpu, own[0], 1.0) for keys in (0, *KEYS))
             cells = " | ".join(f"{ms:.1f}" for ms in times)
             reading = f"{token.bytes_ms(gpu):.1f} | {launches} | {cells}"

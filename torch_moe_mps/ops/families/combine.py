@@ -37,7 +37,7 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    In models the experts' first product applies the activation: `moe_experts`, `moe_experts_quantized`.
+    In models, the experts' first product applies the activation: `moe_experts`, `moe_experts_quantized`.
 
     Stands for the source kernel silu_mul_stacked_f32; docs/operators.md has the differences.
 
@@ -122,7 +122,7 @@ def expert_activation(
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
 
-    In models that train, or have adapters on experts, it stands between two products.
+    In models that train, or have adapters on experts, it runs between two products.
 
     Example:
         >>> x = torch.tensor([[2.0, -1.0, 3.0, 4.0]])  # gates 2 and -1, ups 3 and 4
@@ -151,7 +151,7 @@ def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    In models `moe_experts` and `moe_weighted_reduce` sum.
+    In models, `moe_experts` and `moe_weighted_reduce` compute this sum.
 
     Stands for the source kernel weighted_sum_stacked_f32; docs/operators.md has the differences.
 
@@ -178,7 +178,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_w
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    In models `moe_experts` adds the residual itself.
+    In models, `moe_experts` adds the residual itself.
 
     Stands for the source kernel weighted_sum_residual_stacked_f32; docs/operators.md has the differences.
 
@@ -210,7 +210,7 @@ def weighted_sum_residual_norm_stacked_(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    In models `moe_experts` sums, and the operator behind it norms its input.
+    In models, `moe_experts` sums, and the next operator normalises its input.
 
     Stands for the source kernel weighted_sum_residual_norm_stacked_f32;
     docs/operators.md has the differences.

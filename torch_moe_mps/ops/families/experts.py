@@ -439,7 +439,7 @@ def moe_experts(
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
 
-    In models `_moe_experts` takes its place.
+    In models, `_moe_experts` replaces it.
 
     Example:
         >>> gate_up, down = torch.ones(2, 2, 4), torch.ones(2, 4, 1)  # two experts, H = 4, I = 1

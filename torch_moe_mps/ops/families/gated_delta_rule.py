@@ -253,7 +253,7 @@ def gated_delta_rule_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
 
-    In models `_gated_delta_rule_step_` takes its place.
+    In models, `_gated_delta_rule_step_` replaces it.
 
     Example:
         >>> q = k = torch.ones(1, 3, 1, 1)  # the delta rule without decay: the last value replaces the others

@@ -308,7 +308,7 @@ def mlp_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 
-    In models `_mlp_quantized` takes its place.
+    In models, `_mlp_quantized` replaces it.
 
     Example:
         >>> from torch_moe_mps.quantization import quantize

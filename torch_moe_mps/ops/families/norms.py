@@ -137,7 +137,7 @@ def rms_norm_gated(
     gate_first: bool = False,
     group_size: int | None = None,
 ) -> Tensor:
-    """Gated RMSNorm: rms(x) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
+    """Gated RMSNorm: rms(x) * (weight + weight_offset) * activation(gate), the norm after linear attention.
 
     With `gate_first` it is rms(x * activation(gate)) * (weight + weight_offset), as in Mamba-2. Models
     that round the normed row and its product with the weight differ by at most 3 ulp.
@@ -316,7 +316,7 @@ def fused_residual_norm_scalar(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
-    In models `fused_residual_norm` with a factor takes its place.
+    In models, `fused_residual_norm` with a factor replaces it.
 
     Stands for the source kernel fused_residual_norm_scalar_f32; docs/operators.md has the differences.
 

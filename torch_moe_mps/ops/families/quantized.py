@@ -363,7 +363,7 @@ def moe_experts_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
 
-    In models `_moe_experts_quantized` takes its place.
+    In models, `_moe_experts_quantized` replaces it.
 
     Example:
         >>> from torch_moe_mps.quantization import quantize

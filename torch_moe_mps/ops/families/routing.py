@@ -238,7 +238,7 @@ def moe_router_topk_softmax(
 
     Raises: ValueError for a dtype, shape or count that does not fit.
 
-    In models `moe_router` chooses, which has every model's options.
+    In models, `moe_router` replaces it, which has the options of every model.
 
     Stands for the source kernel moe_router_topk_softmax_f32; docs/operators.md has the differences.
 
@@ -285,7 +285,7 @@ def fused_moe_routing(
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
-    In models `moe_router` chooses, with scoring="softmax_after_topk".
+    In models, `moe_router` with scoring="softmax_after_topk" replaces it.
 
     Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32;
     docs/operators.md has the differences.
@@ -468,7 +468,7 @@ def moe_compute_ids_tpe(
     The grids are of a GEMM with a threadgroup for 32 pairs and 64 rows of an expert, which a kernel of the
     caller's dispatches indirectly, without waiting for the counts on the host.
 
-    In models `moe_bucket` sorts the pairs, and prefill kernels take its offsets in place of grids.
+    In models, `moe_bucket` sorts the pairs, and prefill kernels take its offsets instead of grids.
 
     Stands for the source kernel moe_compute_ids_tpe_f32;
     docs/operators.md has the differences.

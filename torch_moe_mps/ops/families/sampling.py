@@ -123,7 +123,7 @@ def sample(
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
-    In models' `generate`, `_sample_with_flags` takes its place.
+    In models' `generate`, `_sample_with_flags` replaces it.
 
     Example:
         >>> logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, float("nan"), 1.0]])
