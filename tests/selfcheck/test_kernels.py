@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from hypothesis import HealthCheck, Phase, given, settings
+from simulator import build
+from simulator.language.translate import Translator
 from support import tiny_models
 from support.any_calls import calls as any_call
 from support.faults import broken
@@ -26,7 +28,7 @@ from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.selfcheck import calls, machine, once, tensor_units, variants
 from torch_moe_mps.selfcheck import compare as compare_module
 from torch_moe_mps.selfcheck.compare import compare
-from torch_moe_mps.selfcheck.libraries import libraries, pipelines
+from torch_moe_mps.selfcheck.libraries import PARTS, libraries, pipelines
 from torch_moe_mps.transformers import self_check
 from torch_moe_mps.transformers.upstream.calls import cache_argument
 
@@ -64,9 +66,13 @@ def plain(subjects) -> list:
     return [check for check in once.checks_of(subjects) if not check.label.endswith(" at size")]
 
 
-def smallest_calls(simulated, names: list[str], checks: list) -> dict[str, tuple[int, int, int]]:
-    """{kernel of libraries: (numbers in arguments, check, its turn) of the smallest call}; each has one."""
-    every = {kernel["kernel"] for kernel in pipelines(names)}
+def kernels_in(names: list[str]) -> set[str]:
+    """The kernels of libraries."""
+    return {kernel["kernel"] for kernel in pipelines(names)}
+
+
+def smallest_calls(simulated, every: set[str], checks: list) -> dict[str, tuple[int, int, int]]:
+    """{kernel: (numbers in arguments, check, its turn) of the smallest call}; each of them has one."""
     smallest: dict[str, tuple[int, int, int]] = {}
     for number, check in enumerate(checks):
         for turn, (size, kernels) in enumerate(kernels_of(simulated, check)):
@@ -77,9 +83,9 @@ def smallest_calls(simulated, names: list[str], checks: list) -> dict[str, tuple
     return {kernel: smallest[kernel] for kernel in every}
 
 
-def break_each_kernel(simulated, names: list[str], checks: list) -> None:
+def break_each_kernel(simulated, kernels: set[str], checks: list) -> None:
     """The smallest call that launches a kernel finds that it is broken."""
-    smallest = smallest_calls(simulated, names, checks)
+    smallest = smallest_calls(simulated, kernels, checks)
     unseen = []
     for number, check in enumerate(checks):
         with contextlib.closing(check.calls()) as made:
@@ -91,9 +97,31 @@ def break_each_kernel(simulated, names: list[str], checks: list) -> None:
 
 
 def test_a_call_launches_each_kernel(simulated):
-    """With one format of weights; test_each_kernel breaks each, in the sweep."""
+    """With one format of weights, in float32; test_each_kernel breaks each, in the sweep."""
     arguments = [torch.float32], [AFFINE]
-    assert smallest_calls(simulated, libraries(*arguments), plain(calls.subjects(OPERATORS, *arguments)))
+    kernels = kernels_in(libraries(*arguments))
+    assert smallest_calls(simulated, kernels, plain(calls.subjects(OPERATORS, *arguments)))
+
+
+def names_in_source(library: str) -> set[str]:
+    """The kernels of a library, without its dtype, read from its text: compiling it takes long."""
+    code = Translator(build.preprocess(torch.ops.moe_mps._library_source(library)), {})
+    code.take_declarations()
+    return {host.rpartition("_")[0] for _, _, host in code.instances if host is not None}
+
+
+@pytest.mark.slow("kernels of attention and of experts are compiled once more")
+def test_kernels_that_only_16_bits_have(simulated):
+    """Float32 has the others, too, which the same calls launch. Each kernel is of float16 and of bfloat16."""
+    kernels = set()
+    for file, _, end in (name.rpartition("_") for name in libraries([torch.float32], [AFFINE])):
+        if end == "f32":
+            kernels |= names_in_source(f"{file}_bf16") - names_in_source(f"{file}_f32")
+    assert {"attention32_64", "attention32_128", "matmul_rows_normed_wide"} <= kernels
+    operators = ("attention", "_moe_experts", "_moe_experts_quantized")
+    subjects = calls.subjects(operators, [torch.bfloat16], [AFFINE])
+    checks = plain(subject for subject in subjects if not subject.given)
+    break_each_kernel(simulated, {f"{name}_bf16" for name in kernels}, checks)
 
 
 @pytest.mark.sweep
@@ -102,7 +130,7 @@ def test_each_kernel(simulated, dtype):
     """With one format of weights."""
     arguments = [dtype], [AFFINE]
     checks = plain(calls.subjects(OPERATORS, *arguments))
-    break_each_kernel(simulated, libraries(*arguments), checks)
+    break_each_kernel(simulated, kernels_in(libraries(*arguments)), checks)
 
 
 @pytest.mark.sweep
@@ -111,8 +139,8 @@ def test_each_kernel_of_a_format(simulated, format, dtype):
     """In one dtype: the calls do not depend on it, nor does which kernels there are."""
     subjects = calls.subjects(OPERATORS, [dtype], [FORMATS[format]])
     checks = plain(subject for subject in subjects if subject.format)
-    names = [f"quantized_{part}{format}_{calls.DTYPES[dtype]}" for part in ("", "prompts_", "heads_")]
-    break_each_kernel(simulated, names, checks)
+    names = [f"quantized_{part}{format}_{calls.DTYPES[dtype]}" for part in PARTS]
+    break_each_kernel(simulated, kernels_in(names), checks)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +153,7 @@ def test_each_kernel_for_tensor_units(simulated, monkeypatch, format):
         for name in tensor_units.libraries([torch.float16], [FORMATS.get(format, AFFINE)])
         if f"_{format}_" in name
     ]
-    break_each_kernel(simulated, names, [tensor_units.check_of(name) for name in names])
+    break_each_kernel(simulated, kernels_in(names), [tensor_units.check_of(name) for name in names])
     monkeypatch.undo()
     torch.ops.moe_mps._plan_for(0)
 
@@ -138,7 +166,7 @@ def test_each_kernel_for_tensor_units(simulated, monkeypatch, format):
 def test_each_variant(simulated, format, dtype):
     """Of the kernels that the tuner may take: they agree with the CPU, and broken ones are noticed."""
     names = variants.libraries([dtype], [FORMATS[format]])
-    break_each_kernel(simulated, names, [variants.check_of(name) for name in names])
+    break_each_kernel(simulated, kernels_in(names), [variants.check_of(name) for name in names])
 
 
 @pytest.mark.usefixtures("few_formats")

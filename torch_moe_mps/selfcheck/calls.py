@@ -222,6 +222,9 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             if "topk_ids" in arguments and tokens == TOKENS[-1]:
                 arguments["topk_ids"] = arguments["topk_ids"].long()
             yield arguments
+        if name in WITH and dtype.itemsize == 2:
+            with planned_for(1):  # one core is full with blocks of the most queries, which only 16 bits have
+                yield sample(tokens=TOKENS[-1])
         if "format" in names_of(name) or name in DENSE:
             yield from _products(name, sample, format, odd)
 

@@ -91,11 +91,6 @@ def _attention(s: Sample) -> list[dict[str, Any]]:
         s.of("query[2, 4, T, 7] key[2, 2, 9, 7] value[2, 2, 9, 5]"),
         *_masks(s),
     ]
-    if max(s.D, s.V) <= 128 and s.dtype.itemsize == 2:  # enough blocks of 32 queries for 80 cores
-        tokens = 960 if max(s.D, s.V) > 64 else 1920
-        changes.append(
-            s.of(f"query[2, 4, {tokens}, D] key[2, 2, 40, D] value[2, 2, 40, V]", lookahead=tokens)
-        )
     if max(s.D, s.V) <= WIDEST_FAR:
         far = _far_keys(s)
         changes += [far | {"window": FAR - 100}, far | _far_mask()]
