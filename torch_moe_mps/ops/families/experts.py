@@ -76,18 +76,22 @@ def add_bias(rows: Tensor, groups: Groups, topk_ids: Tensor, bias: Tensor | None
 
 
 class Product(NamedTuple):
-    """Multiplies rows by the matrices [C, columns] of their experts, in float32, or float64 for such rows."""
+    """Multiplies rows by the matrices [C, columns] of their experts.
+
+    `in_float32`: products are not rounded, for rows and matrices of any dtype.
+    """
 
     matrix: Callable[[int], Tensor]
     columns: int
+    in_float32: bool = False
 
     def __call__(self, rows: Tensor, groups: Groups) -> Tensor:
         """[n, columns]; `rows` in the order of the groups.
 
-        One product for each chosen expert, for every dtype, stride and alignment. Matrices are cast one at a
-        time: torch's products of 16-bit matrices round, in front of a bias or an activation.
+        One product for each chosen expert: as fast as torch.nn.functional.grouped_mm (within 3 % at E 128,
+        H 1024, N 1024, bfloat16, T 1 to 512), but for every dtype, stride and alignment.
         """
-        rows = wide(rows)
+        rows = wide(rows) if self.in_float32 else rows
         out = rows.new_empty(rows.shape[0], self.columns)
         parts = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
         for expert, part, result in parts:
@@ -96,7 +100,7 @@ class Product(NamedTuple):
 
     def of(self, row: Tensor, expert: int) -> Tensor:
         """[1, C] -> [1, columns]"""
-        row = wide(row)
+        row = wide(row) if self.in_float32 else row
         return torch.mm(row, self.matrix(expert).to(row.dtype))
 
 
@@ -193,9 +197,13 @@ def combine_experts(
 
 
 def _dense_product(weight: Tensor, transposed: bool) -> Product:
-    """The product with a dense stack, whatever its strides."""
+    """The product with a dense stack, whatever its strides.
+
+    float16 does not hold every product that a bias or a weight brings back into its range. bfloat16 does, and
+    its products are rounded: cast matrices would take up to 4 times as long.
+    """
     matrices = weight if transposed else weight.mT
-    return Product(matrices.__getitem__, matrices.shape[2])
+    return Product(matrices.__getitem__, matrices.shape[2], in_float32=weight.dtype == torch.float16)
 
 
 def _meta_expert_mm(check, x, weight, topk_ids, bias, transposed):
@@ -254,7 +262,8 @@ def expert_mm(
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.
 
-    Returns: [..., K, N] in the dtype of `x`; accumulated in float32. Gradients reach `x` and `weight`.
+    Returns: [..., K, N] in the dtype of `x`; accumulated in float32. On a CPU a product in bfloat16 is
+        rounded before the bias. Gradients reach `x` and `weight`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
@@ -412,7 +421,8 @@ def moe_experts(
         y[t, k] = down[e] @ h[t, k] + down_bias[e]
         out[t]  = sum_k topk_weights[t, k] * y[t, k]
 
-    h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too.
+    h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too. On a CPU products in
+    bfloat16 are rounded before their biases.
 
     Args:
         x: [..., H], float32, float16 or bfloat16.

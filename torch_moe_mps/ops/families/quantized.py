@@ -29,7 +29,7 @@ from .routing import GROUP_SCORES, SCORINGS, Router, moe_router
 def _quantized_product(weight: QuantizedWeight) -> Product:
     """The product with a quantised stack, in float32; experts are dequantised one at a time."""
     matrix = decoded_experts(weight)
-    return Product(lambda expert: matrix(expert).t(), weight.packed.shape[1])
+    return Product(lambda expert: matrix(expert).t(), weight.packed.shape[1], in_float32=True)
 
 
 def _check_expert_qmm_transposed(check, dy, packed, scales, biases, topk_ids, format, sums):
