@@ -1,6 +1,7 @@
 """Pools: the slots have the bytes of the experts that were asked for, whatever the disk does."""
 
 import fcntl
+import gc
 import itertools
 import os
 import signal
@@ -18,9 +19,9 @@ from support.experts_on_disk import EXPERTS, LAYERS, SHAPES, draw, same, write
 
 from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
-from torch_moe_mps.disk.file import ExpertsFile, Layer, written
+from torch_moe_mps.disk.file import ExpertsFile, Layer, bytes_of, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
-from torch_moe_mps.ops.families.slots import using
+from torch_moe_mps.ops.families.slots import new_number, register_pool, using
 from torch_moe_mps.selfcheck import machine
 
 CPU = torch.device("cpu")
@@ -506,6 +507,126 @@ def test_layers_with_few_experts_have_no_pool(tmp_path):
         check(pools, {number: tensors[pool.layer]}, number, [7, 0, 5])
         pools.staging.read(number)
         assert all(same(own, tensors[pool.layer][n]) for n, own in pools.staging.tensors[number].items())
+
+
+def test_staging_ends_while_python_keeps_its_lock(file):
+    """No thread of the disk takes it, whatever it frees: at exit there is no Python to give it."""
+    pools, tensors, interval = Pools(file[0], 2, CPU), file[1], sys.getswitchinterval()
+    staged, wanted = pools.staging.tensors[1]["codes"].zero_(), bytes_of(tensors[1]["codes"])
+    memory, end = bytes_of(staged), time.monotonic() + 10
+    sys.setswitchinterval(1e6)  # nobody gets the lock of whoever computes
+    try:
+        readings = [pools.staging._begun(layer, None) for layer in [0] * 40 + [1]]
+        while memory != wanted and time.monotonic() < end:
+            pass
+        assert memory == wanted
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(reading.wait(60) for _, reading in readings)
+
+
+def files_of(path) -> list[str]:
+    """The open files of this process by that name."""
+    links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+    return [os.readlink(link) for link in links if os.path.lexists(link) and str(path) in os.readlink(link)]
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+NO_THREAD = """
+    import resource, sys, threading, torch
+    from pathlib import Path
+    from support.simulated import install
+    install()
+    import torch_moe_mps
+    from torch_moe_mps.disk.file import ExpertsFile
+    from torch_moe_mps.disk.pool import Pools
+
+    pools, device = Pools(ExpertsFile(Path(sys.argv[1])), 2, torch.device(sys.argv[2])), sys.argv[2]
+    ids, never = torch.tensor([1, 2], dtype=torch.int32, device=device), threading.Event()
+
+    def slots():
+        result = torch.ops.moe_mps._expert_slots(ids, pools.layers[0].number)
+        torch_moe_mps.synchronize(device)
+        return result.tolist()
+
+    torch.ops.moe_mps._expert_slots(ids, 0).tolist()  # what a GPU needs is there
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), before[1]))
+    try:
+        while True:
+            threading.Thread(target=never.wait, daemon=True).start()
+    except RuntimeError:  # no stack of a thread that has ended is left
+        pass
+    for call in slots, lambda: pools.staging.read(0), slots:
+        try:
+            call()
+        except (OSError, torch.AcceleratorError) as error:
+            print(error)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    print(sorted(slots()))
+    pools.staging.read(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no memory for a thread's stack")
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_no_thread_can_be_made(tmp_path, device):
+    """Each step says so, and a later one reads."""
+    write(tmp_path / "experts")
+    *said, slots = processes.forked(NO_THREAD, tmp_path / "experts", device).splitlines()
+    assert len(said) == 3 and slots == "[0, 1]"
+    says = "experts cannot be read, as no thread can be made: Resource temporarily unavailable"
+    assert all(says in line for line in said)
+
+
+class LatePool:
+    """A pool that lets a GPU wait for its answer, and reads nothing."""
+
+    def __init__(self, seconds: float):
+        self.number = new_number()
+        torch.ops.moe_mps._add_late_pool(self.number, seconds)
+        register_pool(self, self.number)
+
+
+@pytest.mark.own_gpu
+def test_a_disk_is_not_late_while_the_gpu_works(file, simulated, monkeypatch):
+    """A layer's memory is read into once the GPU has read the layer before, however long that takes."""
+    monkeypatch.setattr(module, "SILENT", 0.05)
+    monkeypatch.setattr(module, "TICK", 0.01)
+    simulated.set_schedule(1)  # the GPU begins at once
+    pools, late = Pools(file[0], 3, torch.device("mps")), LatePool(0.3)
+    torch.ops.moe_mps._expert_slots(torch.ones(1, dtype=torch.int32, device="mps"), late.number)
+    begun = time.monotonic()
+    pools.staging.read(0)
+    assert time.monotonic() - begun > 0.2
+    assert all(same(own.cpu(), file[1][0][name]) for name, own in pools.staging.tensors[0].items())
+
+
+@pytest.mark.own_gpu
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_model_that_is_freed_while_a_layer_is_queued(tmp_path, simulated):
+    """Behind the GPU's work. It is read, and then neither a thread nor a file is left."""
+    write(tmp_path / "experts")
+    simulated.set_schedule(1)  # the GPU begins at once
+    ids, late = torch.ones(1, dtype=torch.int32, device="mps"), LatePool(0.3)
+    torch.ops.moe_mps._expert_slots(ids, 0).tolist()
+    before = threads()
+    pools = Pools(ExpertsFile(tmp_path / "experts"), 2, torch.device("mps"))
+    for layer in range(LAYERS):
+        pools.staging.read(layer)  # by all threads that read
+    torch.ops.moe_mps._expert_slots(ids, late.number)
+    pools.staging._begun(0, None)
+    del pools
+    gc.collect()
+    assert files_of(tmp_path)
+    end = time.monotonic() + 30
+    while (files_of(tmp_path) or threads() > before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert files_of(tmp_path) == [] and threads() <= before
 
 
 @pytest.mark.own_gpu

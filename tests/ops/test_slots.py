@@ -333,16 +333,57 @@ def test_a_buffer_that_fails_ends_the_wait(simulated, schedule):
 
 @SCHEDULES
 def test_a_pool_that_is_freed_while_the_gpu_asks(simulated, schedule):
+    """The step ends with its own experts, and another model's next one is right, too."""
     simulated.set_schedule(schedule)
-    before, pool, ids = Pool(), Pool("layer 5"), ids_on("mps", 1)
+    before, pool, ids = Pool(), Pool("layer 5"), ids_on("mps", 7)
+    norm, weights, x = packet("rms_norm"), pool.weights[0], torch.ones(1, 8, device="mps")
     before.may_answer.clear()
-    with pytest.raises(torch.AcceleratorError, match="moe_mps: a model was freed while the GPU asked"):
-        expert_slots(ids, before.number)
-        expert_slots(ids, pool.number)
-        del pool
-        gc.collect()
-        before.may_answer.set()
-        torch_moe_mps.synchronize()
+    expert_slots(ids, before.number)
+    slots = expert_slots(ids, pool.number)
+    result = norm(x, weights, 0.0)
+    folder = pool.folder  # its file stays until it is read
+    del pool
+    gc.collect()
+    before.may_answer.set()
+    torch_moe_mps.synchronize()
+    assert slots.tolist() == [[0]] and result.tolist() == [[7.0] * 8] and folder is not None
+    assert expert_slots(ids, before.number).tolist() == [[0]]
+    torch_moe_mps.synchronize()
+
+
+@SCHEDULES
+def test_each_thread_is_told_of_the_work_that_it_has_lost(simulated, schedule):
+    """Though another one was told before; threads whose work had ended are not."""
+    simulated.set_schedule(schedule)
+    failing, good = Pool("layer 1"), Pool("layer 2")
+    ids = [ids_on("mps", number) for number in range(3)]
+    assert expert_slots(ids[0], good.number).tolist() == [[0]]
+    torch_moe_mps.synchronize()
+    failing.error = 5
+    failing.may_answer.clear()
+    threads = [ThreadPoolExecutor(1) for _ in range(2)]
+
+    def ask(pool: Pool, expert: int) -> torch.Tensor:
+        return expert_slots(ids[expert], pool.number)
+
+    def told() -> str:
+        try:
+            torch_moe_mps.synchronize()
+        except torch.AcceleratorError as error:
+            return str(error)
+        return ""
+
+    threads[0].submit(ask, failing, 1).result()
+    lost = threads[1].submit(ask, good, 2).result()
+    failing.may_answer.set()
+    for thread in threads:
+        assert "experts of layer 1 cannot be read" in thread.submit(told).result()
+    assert told() == ""  # of this thread, which has nothing in flight
+    failing.error = 0
+    assert threads[1].submit(ask, good, 2).result().tolist() == [[1]] and lost is not None
+    for thread in threads:
+        assert thread.submit(told).result() == ""
+        thread.shutdown()
 
 
 class Unreliable(Pool):

@@ -27,7 +27,9 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -55,12 +57,12 @@ Clock::duration as_duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// What answers requests: a pool, or after so many seconds with the ids, for those who measure that.
+// What answers requests: a pool, or the ids themselves, after so many seconds for those who measure that.
 struct Answering {
   std::string name;
-  double limit;      // seconds
-  std::string file;  // that it reads; may be empty
-  std::weak_ptr<Pool> pool;
+  double limit;              // seconds
+  std::string file;          // that it reads; may be empty
+  std::weak_ptr<Pool> pool;  // Python's; requests keep it
   double seconds = 0;
   at::mps::MPSStream* stream = nullptr;  // that has asked last
 };
@@ -92,7 +94,8 @@ struct Elements {
 };
 
 struct Request {
-  int64_t pool;
+  std::shared_ptr<Answering> answering;
+  std::shared_ptr<Pool> pool;  // null where the ids are the answer. A model may be freed meanwhile
   Elements ids, slots;
   Event event;  // the GPU waits for its value
   at::mps::MPSStream* stream;
@@ -107,7 +110,8 @@ using Requests = std::map<int64_t, Request>;
 struct State {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<int64_t, Answering> pools = {{kResident, {"resident experts", kLimit, "", {}}}};
+  std::map<int64_t, std::shared_ptr<Answering>> pools = {
+      {kResident, std::make_shared<Answering>(Answering{"resident experts", kLimit, "", {}})}};
   std::map<at::mps::MPSStream*, Event> events;  // torch frees no stream
   Requests requests;                            // that the GPU waits for, or will wait for
   int64_t last = 0;
@@ -122,12 +126,6 @@ void renew() {
   new (&state) State;
 }
 const int renewed = pthread_atfork(nullptr, nullptr, renew);
-
-// Under the mutex. One without a name stands for a pool that was released meanwhile.
-Answering pool_of(const Request& request) {
-  const auto found = state.pools.find(request.pool);
-  return found == state.pools.end() ? Answering{"", kLimit, "", {}} : found->second;
-}
 
 // Writes the slots of a request, zeros where they are null, and takes it out. Under the mutex.
 Request answered(Requests::iterator found, const int32_t* slots) {
@@ -158,11 +156,9 @@ void fail(int64_t number, const std::string& why) {
   std::unique_lock<std::mutex> lock(state.mutex);
   const auto found = state.requests.find(number);
   if (found == state.requests.end()) return;  // it was late, and has failed
-  const std::string name = why.empty() ? "" : pool_of(found->second).name;
-  const std::string fault = name.empty() ? "a model was freed while the GPU asked for its experts"
-                                         : c10::str("experts of ", name, " cannot be read: ", why);
   report_fault(found->second.stream, found->second.buffer,
-               c10::str("moe_mps: ", fault, "; what was computed before this message is lost"));
+               c10::str("moe_mps: experts of ", found->second.answering->name, " cannot be read: ", why,
+                        "; what was computed before this message is lost"));
   const Request request = answered(found, nullptr);
   lock.unlock();
   if (request.abandon) request.abandon();
@@ -195,11 +191,11 @@ void watch_requests() {
       state.changed.wait_until(lock, due);
       continue;
     }
-    const Answering pool = pool_of(first->second);
+    const std::shared_ptr<Answering> pool = first->second.answering;
     lock.unlock();
     fail(number,
-         c10::str(pool.file.empty() ? "the pool" : "the disk of " + pool.file, " has not answered within ",
-                  pool.limit, " s, and macOS stops a GPU that waits longer"));
+         c10::str(pool->file.empty() ? "the pool" : "the disk of " + pool->file, " has not answered within ",
+                  pool->limit, " s, and macOS stops a GPU that waits longer"));
     lock.lock();
   }
 }
@@ -232,28 +228,30 @@ void hear(int64_t number, bool has_failed) {
     return;
   }
   found->second.is_ready = true;
-  const Answering answering = pool_of(found->second);
-  found->second.due = Clock::now() + as_duration(answering.limit);
+  const std::shared_ptr<Answering> answering = found->second.answering;
+  const std::shared_ptr<Pool> pool = found->second.pool;
+  found->second.due = Clock::now() + as_duration(answering->limit);
   std::vector<int64_t> ids(static_cast<size_t>(found->second.ids.count));
   for (size_t i = 0; i < ids.size(); ++i)
     ids[i] = std::clamp(found->second.ids.expert(static_cast<int64_t>(i)), kNone, kMostId);
-  const bool asks_pool = found->second.pool != kResident && answering.seconds == 0;
   state.changed.notify_all();
   lock.unlock();
 
-  if (!asks_pool) {
+  if (pool == nullptr) {
     const auto tell = [number, slots = std::vector<int32_t>(ids.begin(), ids.end())] {
       answer(number, slots);
     };
-    if (answering.seconds == 0) return tell();
-    std::thread([tell, seconds = answering.seconds] {
-      std::this_thread::sleep_for(as_duration(seconds));
-      tell();
-    }).detach();
+    if (answering->seconds == 0) return tell();
+    try {
+      std::thread([tell, seconds = answering->seconds] {
+        std::this_thread::sleep_for(as_duration(seconds));
+        tell();
+      }).detach();
+    } catch (const std::system_error& error) {  // it must not pass through Metal
+      fail(number, c10::str("no thread can be made: ", error.code().message()));
+    }
     return;
   }
-  const std::shared_ptr<Pool> pool = answering.pool.lock();
-  if (pool == nullptr) return fail(number, "");
   const std::shared_ptr<Asked> asked =
       pool->ask(std::move(ids), [number](const ReadFault& fault, const std::vector<int32_t>& slots) {
         fault.why.empty() ? answer(number, slots) : fail(number, fault.why);
@@ -265,19 +263,23 @@ void hear(int64_t number, bool has_failed) {
 
 // In a block of the stream's queue: signals behind what is encoded, gives that to the GPU, and waits in front
 // of what comes.
-void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tensor& slots) {
+void ask(at::mps::MPSStream* stream, const std::shared_ptr<Answering>& answering,
+         const std::shared_ptr<Pool>& pool, const Tensor& ids, const Tensor& slots) {
   const int64_t buffer = watch_work(stream).number;
   std::unique_lock<std::mutex> lock(state.mutex);
   if (state.listener == nil) state.listener = [MTLSharedEventListener new];
-  if (!std::exchange(state.is_watched, true)) std::thread(watch_requests).detach();
+  if (!state.is_watched) {
+    std::thread(watch_requests).detach();  // may raise
+    state.is_watched = true;
+  }
   Event& event = state.events[stream];
   if (event.shared == nil) event.shared = [stream->device() newSharedEvent];
   const uint64_t asked = event.value + 1;
   event.value += 2;
   const int64_t number = ++state.last;
-  if (const auto asked_pool = state.pools.find(pool); asked_pool != state.pools.end())
-    asked_pool->second.stream = stream;
-  state.requests.emplace(number, Request{pool, Elements(ids), Elements(slots), event, stream, buffer});
+  answering->stream = stream;
+  state.requests.emplace(number,
+                         Request{answering, pool, Elements(ids), Elements(slots), event, stream, buffer});
   const id<MTLSharedEvent> shared = event.shared;
   lock.unlock();
 
@@ -297,27 +299,35 @@ void ask(at::mps::MPSStream* stream, int64_t pool, const Tensor& ids, const Tens
   [[stream->commandBuffer() rootCommandBuffer] encodeWaitForEvent:shared value:asked + 1];
 }
 
-// The stream that has asked a pool last. Raises for a pool that does not exist.
-at::mps::MPSStream* asked_last(int64_t pool) {
+// What has a number, its pool, which is null where there is none, and the stream that has asked it last.
+// Raises for a number that is none.
+std::tuple<std::shared_ptr<Answering>, std::shared_ptr<Pool>, at::mps::MPSStream*> numbered(int64_t number) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  const auto found = state.pools.find(pool);
+  const auto found = state.pools.find(number);
   TORCH_CHECK_VALUE(found != state.pools.end(),
-                    "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", pool);
-  return pool == kResident ? nullptr : found->second.stream;
+                    "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", number);
+  const std::shared_ptr<Answering>& answering = found->second;
+  std::shared_ptr<Pool> pool = answering->pool.lock();
+  TORCH_CHECK_VALUE(pool != nullptr || number == kResident || answering->seconds > 0,
+                    "moe_mps::_expert_slots: pool ", number, " was freed");
+  return {answering, std::move(pool), answering->stream};
 }
 
-Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
-  at::mps::MPSStream* last = asked_last(pool);
+Tensor _expert_slots(const Tensor& ids_, int64_t number) {
+  std::shared_ptr<Answering> answering;
+  std::shared_ptr<Pool> pool;
+  at::mps::MPSStream* last;
+  std::tie(answering, pool, last) = numbered(number);
   const Tensor ids = ids_.contiguous(), slots = at::empty(ids.sizes(), ids.options().dtype(at::kInt));
   if (ids.numel() == 0) return slots;
   raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   // What other streams read in the slots must be there until they have: the pool may give them to others.
-  if (last != nullptr && last != stream) finish(last);
+  if (pool != nullptr && last != nullptr && last != stream) finish(last);
   wait_for_room(stream, kMostBuffers);
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
-      ask(stream, pool, ids, slots);
+      ask(stream, answering, pool, ids, slots);
     }
   });
   return slots;
@@ -326,7 +336,7 @@ Tensor _expert_slots(const Tensor& ids_, int64_t pool) {
 // A number whose requests are answered with the ids after so many seconds.
 void add_late_pool(int64_t number, double seconds) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  state.pools[number] = {"a probe", 10 * seconds + 1, "", {}, seconds};
+  state.pools[number] = std::make_shared<Answering>(Answering{"a probe", 10 * seconds + 1, "", {}, seconds});
 }
 
 // From here on no pool is asked: the GPU goes on at once, whatever it computes.
@@ -353,7 +363,8 @@ Tensor host_view(const Tensor& tensor) {
 
 void add_number(int64_t number, const std::shared_ptr<Pool>& pool, double limit) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  state.pools[number] = {pool->name(), limit, pool->disk().path(), pool};
+  state.pools[number] =
+      std::make_shared<Answering>(Answering{pool->name(), limit, pool->disk().path(), pool});
 }
 
 void release_number(int64_t number) {

@@ -86,12 +86,15 @@ class ExpertReader:
     def wait(self, pool: Any, reading: Any) -> Tensor:
         """Waits for what a pool reads. An interrupt, and an error, give it up.
 
+        The disk is late where nothing ends of what it was asked for: a GPU that works before may take longer.
+
         Returns: the slots. Raises: OSError, ValueError for an expert that cannot be read, Late.
         """
-        ended, heard = pool.ended(), time.monotonic()
+        before, heard = None, time.monotonic()
         while not reading.wait(TICK):
-            if (now_ended := pool.ended()) != ended:
-                ended, heard = now_ended, time.monotonic()
+            ended, asked = pool.reads()
+            if ended != before or ended == asked:
+                before, heard = ended, time.monotonic()
             elif time.monotonic() - heard >= SILENT:
                 raise Late(f"the disk of {self.file.path} is silent for {SILENT:g} s")
         why, error, slots = reading.result()
@@ -181,9 +184,10 @@ class Staging:
         """A layer that is read behind those before it, whether or not somebody still waits for them."""
         stream, number = Mark(self._device, commits=True).place or (0, 0)
         pool = self._pools[layer]
-        views = [host_view(tensor) for tensor in self.tensors[layer].values()]
+        tensors = [*self.tensors[layer].values()]
+        views = [host_view(tensor) for tensor in tensors]
         experts = sorted(needed or range(pool.about.experts))
-        return layer, pool.host.stage(views, self._memories[layer % 2], experts, stream, number)
+        return layer, pool.host.stage(tensors, views, experts, stream, number)
 
 
 def bytes_of_layer(layer: Layer) -> int:

@@ -54,8 +54,8 @@ class SlotPool:
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self._free = [*reversed(range(len(self._views)))]
 
-    def ended(self) -> int:
-        return 0
+    def reads(self) -> tuple[int, int]:
+        return 0, 0
 
     def ask(self, ids: Tensor) -> SlotReading:
         """The slots of experts [K], after reading those that have none; why not, if a read fails."""
@@ -89,12 +89,12 @@ class SlotPool:
         self._free.pop()
 
     def stage(
-        self, to: Sequence[Tensor], memory: Tensor, experts: Sequence[int], stream: int, buffer: int
+        self, tensors: Sequence[Tensor], on_host: Sequence[Tensor], experts: Sequence[int], *mark: int
     ) -> SlotReading:
-        """Copies experts, from their slots or the disk, into rows of `to`; why not, if a read fails."""
-        views = views_of(to)
+        """Copies experts, from their slots or the disk, into rows of tensors; why not, if a read fails."""
+        views = views_of(on_host)
         with self._disk.lock:
-            note_written([memory])
+            note_written(tensors[:1])  # views of one memory
             try:
                 for expert in experts:
                     if (slot := self._slots.get(expert)) is None:

@@ -63,8 +63,9 @@ void report_fault(at::mps::MPSStream* stream, int64_t buffer, const std::string&
 // Whether a fault is stored that nobody has raised. From any thread.
 bool has_fault();
 
-// Raises torch.AcceleratorError if a command buffer has failed, as far as Metal has told. Each stream's users
-// are told once: what one computes, another may read.
+// Raises torch.AcceleratorError if a command buffer has failed, as far as Metal has told. Each thread whose
+// work was lost is told, once for each stream that it uses; what one stream computes, another may read. If no
+// thread has been told yet, any thread is: it may wait for another one's work.
 void raise_fault();
 
 }  // namespace moe_mps

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,24 +32,36 @@ struct Stream {
   int64_t last = 0;                                    // number of a buffer
   std::map<int64_t, id<MTLCommandBuffer>> incomplete;  // retained, also the open one
   int64_t raised = 0;                                  // failures of buffers up to this one have been raised
-  int64_t told = 0;                                    // faults of which its users know
+};
+
+// A failure, and those that came before it was raised first.
+struct Fault {
+  std::string text;  // of the first buffer that failed
+  const Stream* stream;
+  int64_t number;                          // of that buffer
+  std::map<const Stream*, int64_t> first;  // buffer of each stream that is lost
+  bool is_raised = false;
+};
+
+// A thread's use of a stream.
+struct StreamUse {
+  int64_t last = 0;  // buffer with its work
+  size_t told = 0;   // faults of which it knows
 };
 
 struct FaultState {
   std::mutex mutex;
   std::condition_variable completed;
   std::map<at::mps::MPSStream*, Stream> streams;  // torch frees none
-  std::atomic<int64_t> faults = 0;
-  std::string fault;  // the last: the first buffer that failed since one was raised,
-  const Stream* stream = nullptr;
-  int64_t number = 0;
-  bool is_raised = true;
-  double busy = 0, until = 0;  // seconds that the GPU has worked, and when it last ended a buffer
+  std::deque<Fault> faults;
+  std::atomic<size_t> count = 0;  // of them
+  double busy = 0, until = 0;     // seconds that the GPU has worked, and when it last ended a buffer
 };
 
 FaultState& fault_state = *new FaultState;  // handlers may come while the process ends
 
 thread_local const char* current_operator = "";
+thread_local std::map<at::mps::MPSStream*, StreamUse> stream_uses;
 
 std::string listed(const std::vector<const char*>& operators) {
   std::vector<const char*> distinct;
@@ -81,21 +94,34 @@ const char* advice(NSError* error, const Work& work) {
 
 // Under the mutex.
 Stream& stream_of(at::mps::MPSStream* stream) {
-  const auto [entry, is_new] = fault_state.streams.try_emplace(stream);
-  if (is_new) entry->second.told = fault_state.faults;
-  return entry->second;
+  return fault_state.streams[stream];
 }
 
 // Under the mutex. The first fault since one was raised is kept, and of a stream's that of the first buffer.
 void store_fault(const Stream& stream, int64_t number, std::string fault) {
   if (number <= stream.raised) return;
-  const bool is_earlier = fault_state.stream == &stream && number < fault_state.number;
-  if (!fault_state.is_raised && !is_earlier) return;
-  if (fault_state.is_raised) ++fault_state.faults;
-  fault_state.is_raised = false;
-  fault_state.stream = &stream;
-  fault_state.number = number;
-  fault_state.fault = std::move(fault);
+  std::deque<Fault>& faults = fault_state.faults;
+  if (faults.empty() || faults.back().is_raised) {
+    Fault& made = faults.emplace_back(Fault{std::move(fault), &stream, number, {}});
+    for (const auto& [_, each] : fault_state.streams)
+      made.first[&each] = each.incomplete.empty() ? each.last + 1 : each.incomplete.begin()->first;
+    made.first[&stream] = number;
+    fault_state.count = faults.size();
+  } else if (Fault& last = faults.back(); last.stream == &stream && number < last.number) {
+    last.text = std::move(fault);
+    last.first[&stream] = last.number = number;
+  }
+}
+
+// The first fault of which a thread is not told yet, and has to be; null for none. Under the mutex.
+Fault* untold(const StreamUse& use, const Stream& stream) {
+  for (size_t n = use.told; n < fault_state.faults.size(); ++n) {
+    Fault& fault = fault_state.faults[n];
+    const auto first = fault.first.find(&stream);
+    const bool is_lost = first != fault.first.end() && use.last >= first->second;
+    if (is_lost || !fault.is_raised) return &fault;
+  }
+  return nullptr;
 }
 
 // Called by Metal, on a thread of its own.
@@ -252,6 +278,7 @@ void name_work(const char* operator_name) {
 
 Work& watch_work(at::mps::MPSStream* stream) {
   Work& work = watched(stream);
+  stream_uses[stream].last = work.number;
   work.operators.push_back(current_operator);
   return work;
 }
@@ -294,33 +321,40 @@ void report_fault(at::mps::MPSStream* stream, int64_t buffer, const std::string&
 
 bool has_fault() {
   const std::lock_guard<std::mutex> lock(fault_state.mutex);
-  return !fault_state.is_raised;
+  return !fault_state.faults.empty() && !fault_state.faults.back().is_raised;
 }
 
 void raise_fault() {
-  if (fault_state.faults == 0) return;
+  if (fault_state.count == 0) return;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  StreamUse& use = stream_uses[stream];
+  if (use.told == fault_state.count) return;
   {
     const std::lock_guard<std::mutex> lock(fault_state.mutex);
-    if (stream_of(stream).told == fault_state.faults) return;
+    if (untold(use, stream_of(stream)) == nullptr) {
+      use.told = fault_state.faults.size();
+      return;
+    }
   }
   // All that was encoded is lost with it; torch, too, is told of each buffer that fails.
   finish(stream);
-  __block std::string fault;
+  __block std::string text;
+  StreamUse* own = &use;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     const std::lock_guard<std::mutex> lock(fault_state.mutex);
     Stream& of = stream_of(stream);
-    if (of.told == fault_state.faults) return;  // another thread has raised it
-    of.told = fault_state.faults;
+    const Fault* fault = untold(*own, of);
+    own->told = fault_state.faults.size();
+    if (fault == nullptr) return;  // another thread was told
+    text = fault->text;
+    for (Fault& each : fault_state.faults) each.is_raised = true;
     of.raised = of.last;
-    fault_state.is_raised = true;
-    fault = fault_state.fault;
     try {
       stream->checkLastError();  // from torch 2.15 on it keeps the error, and raises it at its next wait
     } catch (const c10::Error&) {
     }
   });
-  if (!fault.empty()) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kFaultCode, fault);
+  if (!text.empty()) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kFaultCode, text);
 }
 
 }  // namespace moe_mps

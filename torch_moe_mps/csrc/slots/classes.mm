@@ -110,9 +110,11 @@ class ExpertDisk : public torch::CustomClassHolder {
 
 class SlotPool : public torch::CustomClassHolder {
  public:
+  // `tensors` [slots, ...] are the weights, `views` their memory on the host.
   SlotPool(const c10::intrusive_ptr<ExpertDisk>& disk, int64_t number, int64_t layer,
-           std::vector<at::Tensor> tensors, std::vector<at::Tensor> views, double limit)
-      : disk_(disk), pool_(std::make_shared<Pool>(disk->disk, layer, std::move(tensors), std::move(views))) {
+           const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& views, double limit)
+      : disk_(disk),
+        pool_(std::make_shared<Pool>(disk->disk, layer, rows_of(tensors, views), views.at(0).size(0))) {
     add_number(number, pool_, limit);
   }
 
@@ -128,24 +130,27 @@ class SlotPool : public torch::CustomClassHolder {
     return reading;
   }
 
-  // Experts, in the memory of a whole layer: copies of those in slots, and what is read behind a mark of the
-  // GPU's (0 for none). It goes on where it is given up.
-  c10::intrusive_ptr<SlotReading> stage(std::vector<at::Tensor> to, at::Tensor memory,
-                                        std::vector<int64_t> experts, int64_t stream, int64_t buffer) {
+  // Experts, in tensors [experts, ...] for a whole layer and their memory on the host: copies of those in
+  // slots, and what is read behind a mark of the GPU's (0 for none). It goes on where it is given up.
+  c10::intrusive_ptr<SlotReading> stage(const std::vector<at::Tensor>& tensors,
+                                        const std::vector<at::Tensor>& views, std::vector<int64_t> experts,
+                                        int64_t stream, int64_t buffer) {
     disk_->disk->require_own_process();
     const auto result = std::make_shared<SlotReading::Result>();
-    disk_->disk->run_in_turn([pool = pool_, staged = disk_->staged, result, to = std::move(to),
-                              memory = std::move(memory), experts = std::move(experts), stream, buffer] {
+    const auto run = [pool = pool_, staged = disk_->staged, result, to = rows_of(tensors, views),
+                      experts = std::move(experts), stream, buffer] {
       try {
         if (stream != 0) wait_for_buffer(stream, buffer);
         staged->wait();
         const ReadFault fault = fill(*pool, staged, to, experts);
-        note_written({memory});
+        to.at(0).note_written();  // views of one memory
         result->set(fault, {}, nullptr);
       } catch (...) {
         result->set({}, {}, std::current_exception());
       }
-    });
+    };
+    if (const ReadFault fault = disk_->disk->run_in_turn(run); !fault.why.empty())
+      result->set(fault, {}, nullptr);
     return c10::make_intrusive<SlotReading>(result);
   }
 
@@ -155,11 +160,21 @@ class SlotPool : public torch::CustomClassHolder {
     counters.nanoseconds += static_cast<int64_t>(1e9 * seconds);
   }
 
-  // Reads of the disk that have ended.
-  int64_t ended() const { return disk_->disk->ended(); }
+  // Reads of the disk that have ended, and those that were asked for.
+  std::tuple<int64_t, int64_t> reads() const {
+    const int64_t ended = disk_->disk->ended();
+    return {ended, disk_->disk->begun()};
+  }
 
  private:
-  static ReadFault fill(Pool& pool, const std::shared_ptr<Staged>& staged, const std::vector<at::Tensor>& to,
+  static std::vector<HostRows> rows_of(const std::vector<at::Tensor>& tensors,
+                                       const std::vector<at::Tensor>& views) {
+    std::vector<HostRows> rows;
+    for (size_t n = 0; n < tensors.size(); ++n) rows.emplace_back(tensors[n], views.at(n));
+    return rows;
+  }
+
+  static ReadFault fill(Pool& pool, const std::shared_ptr<Staged>& staged, const std::vector<HostRows>& to,
                         const std::vector<int64_t>& experts) {
     std::vector<std::shared_ptr<ExpertRead>> reads;
     pool.copy(experts, to, [&](const std::vector<int64_t>& others) {
@@ -167,7 +182,7 @@ class SlotPool : public torch::CustomClassHolder {
         auto read = std::make_shared<ExpertRead>();
         read->layer = pool.layer();
         read->expert = expert;
-        for (const at::Tensor& tensor : to) read->to.push_back(row_of(tensor, expert));
+        for (const HostRows& rows : to) read->to.push_back(rows.row(expert));
         read->done = [staged, to](const ReadFault&) {  // the memory is kept until then
           const std::lock_guard<std::mutex> lock(staged->mutex);
           if (--staged->left == 0) staged->changed.notify_all();
@@ -204,7 +219,7 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
       .def("ask", &SlotPool::ask)
       .def("stage", &SlotPool::stage)
       .def("note_layer", &SlotPool::note_layer)
-      .def("ended", &SlotPool::ended);
+      .def("reads", &SlotPool::reads);
 }
 
 }  // namespace moe_mps

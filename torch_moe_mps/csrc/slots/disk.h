@@ -1,5 +1,6 @@
 // Experts on a disk: where they lie in files, and the threads that read them. Plain C++: it knows no Metal
-// and no Python, whose lock no thread of it takes.
+// and no Python, whose lock no thread of it takes. What such a thread keeps and frees is memory, never a
+// tensor that Python has: the last but one owner of that takes the lock.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -33,6 +34,24 @@ struct StoredTensor {
   int64_t size;
   c10::ScalarType dtype, stored;
   std::vector<StoredRows> parts;
+};
+
+// Memory of a tensor on the host, with rows behind each other.
+class HostRows {
+ public:
+  // `view` is the memory of the tensor on the host.
+  HostRows(const at::Tensor& tensor, const at::Tensor& view);
+  char* row(int64_t number) const { return first_ + number * size_; }
+  // Tells torch that the tensor was written: what was computed from its content is not used any more.
+  void note_written() const {
+    if (version_.enabled()) version_.bump();
+  }
+
+ private:
+  std::shared_ptr<const c10::DataPtr> kept_;
+  mutable c10::VariableVersion version_;
+  char* first_;
+  int64_t size_;
 };
 
 struct StoredLayer {
@@ -73,13 +92,14 @@ class Disk : public std::enable_shared_from_this<Disk> {
 
   // Raises RuntimeError in a fork, which has no threads, and whose locks may be another thread's.
   void require_own_process() const;
-  // Begins to read experts.
+  // Begins to read experts; they are told where no thread can be made.
   void read(const std::vector<std::shared_ptr<ExpertRead>>& reads);
-  // Runs a call by one thread, in order, which may wait for reads.
-  void run_in_turn(std::function<void()> call);
-  // Threads end behind what was begun.
+  // Runs a call by one thread, in order, which may wait for reads. Returns: why no thread can be made.
+  ReadFault run_in_turn(std::function<void()> call);
+  // Threads end once nothing is left to do.
   void close();
-  // Reads that have ended.
+  // Reads that were asked for, and those that have ended.
+  int64_t begun() const { return begun_; }
   int64_t ended() const { return ended_; }
 
   DiskCounters counters;
@@ -97,7 +117,7 @@ class Disk : public std::enable_shared_from_this<Disk> {
     int64_t threads = 0, most;
   };
 
-  void submit(Calls& calls, std::function<void()> call);
+  ReadFault submit(Calls& calls, std::function<void()> call);
   void run(Calls& calls);
   Extents extents(const ExpertRead& read) const;
   ReadFault fill(const ExpertRead& read, const Extents& extents) const;
@@ -113,7 +133,7 @@ class Disk : public std::enable_shared_from_this<Disk> {
   std::mutex mutex_;
   Calls reads_, turns_;
   bool is_closed_ = false;
-  std::atomic<int64_t> ended_ = 0;
+  std::atomic<int64_t> begun_ = 0, ended_ = 0;
   int process_;
 };
 

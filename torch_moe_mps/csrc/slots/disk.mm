@@ -44,7 +44,33 @@ struct Crc {
   }
 };
 
+using SharedMemory = std::shared_ptr<const c10::DataPtr>;
+
+void drop(void* memory) {
+  delete static_cast<SharedMemory*>(memory);
+}
+
+// The memory of a tensor, which outlives the tensor as long as somebody has it.
+SharedMemory shared_memory(const at::Tensor& tensor) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  const c10::DataPtr& now = storage->data_ptr();
+  if (now.get_deleter() != &drop) {
+    void* data = storage->mutable_data();
+    const c10::Device device = now.device();
+    auto memory = std::make_shared<const c10::DataPtr>(storage->set_data_ptr(c10::DataPtr()));
+    storage->set_data_ptr(c10::DataPtr(data, new SharedMemory(std::move(memory)), &drop, device));
+  }
+  return *static_cast<SharedMemory*>(storage->data_ptr().get_context());
+}
+
 }  // namespace
+
+HostRows::HostRows(const at::Tensor& tensor, const at::Tensor& view)
+    : kept_(shared_memory(tensor)),
+      version_(tensor.is_inference() ? c10::VariableVersion(c10::VariableVersion::DISABLED)
+                                     : tensor.unsafeGetTensorImpl()->version_counter()),
+      first_(static_cast<char*>(view.data_ptr())),
+      size_(static_cast<int64_t>(view.nbytes()) / std::max<int64_t>(1, view.size(0))) {}
 
 Disk::Disk(std::string path, std::vector<std::string> names, const std::vector<int64_t>& files, int64_t depth,
            int64_t piece)
@@ -74,21 +100,32 @@ void Disk::require_own_process() const {
   TORCH_CHECK(getpid() == process_, path_, ": a fork cannot read experts on the disk: load the model in it");
 }
 
-void Disk::submit(Calls& calls, std::function<void()> call) {
+// Returns: why no thread will run the call, which is dropped then.
+ReadFault Disk::submit(Calls& calls, std::function<void()> call) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  calls.waiting.push_back(std::move(call));
   if (calls.threads < calls.most) {
-    ++calls.threads;
-    std::thread([self = shared_from_this(), &calls] { self->run(calls); }).detach();
+    try {
+      std::thread([self = shared_from_this(), &calls] { self->run(calls); }).detach();
+      ++calls.threads;
+    } catch (const std::system_error& error) {
+      if (calls.threads == 0)  // else the others run it
+        return {c10::str(path_, " cannot be read, as no thread can be made: ", error.code().message()),
+                error.code().value()};
+    }
   }
+  calls.waiting.push_back(std::move(call));
   calls.changed.notify_one();
+  return {};
 }
 
 void Disk::run(Calls& calls) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     calls.changed.wait(lock, [&] { return is_closed_ || !calls.waiting.empty(); });
-    if (calls.waiting.empty()) return;
+    if (calls.waiting.empty()) {
+      --calls.threads;  // what is asked for later has a new one
+      return;
+    }
     std::function<void()> call = std::move(calls.waiting.front());
     calls.waiting.pop_front();
     lock.unlock();
@@ -98,8 +135,8 @@ void Disk::run(Calls& calls) {
   }
 }
 
-void Disk::run_in_turn(std::function<void()> call) {
-  submit(turns_, std::move(call));
+ReadFault Disk::run_in_turn(std::function<void()> call) {
+  return submit(turns_, std::move(call));
 }
 
 std::string Disk::of(const ExpertRead& read, int64_t file) const {
@@ -222,14 +259,17 @@ void Disk::read(const std::vector<std::shared_ptr<ExpertRead>>& reads) {
       calls.back().emplace_back(read, std::move(piece));
     }
   }
-  for (std::vector<Piece>& call : calls) {
-    submit(reads_, [this, pieces = std::move(call)] {
-      for (const Piece& piece : pieces) {
-        const ReadFault fault = fill(*piece.first, piece.second);
-        ++ended_;
-        finish_piece(*piece.first, fault);
-      }
+  for (const std::vector<Piece>& pieces : calls) {
+    begun_ += static_cast<int64_t>(pieces.size());
+    const auto finish = [this](const Piece& piece, const ReadFault& fault) {
+      ++ended_;
+      finish_piece(*piece.first, fault);
+    };
+    const ReadFault fault = submit(reads_, [this, finish, pieces] {
+      for (const Piece& piece : pieces) finish(piece, fill(*piece.first, piece.second));
     });
+    if (fault.why.empty()) continue;
+    for (const Piece& piece : pieces) finish(piece, fault);
   }
 }
 

@@ -39,9 +39,8 @@ class Asked {
 
 class Pool : public std::enable_shared_from_this<Pool> {
  public:
-  // `tensors` [slots, ...] are the weights, `views` their memory on the host.
-  Pool(std::shared_ptr<Disk> disk, int64_t layer, std::vector<at::Tensor> tensors,
-       std::vector<at::Tensor> views);
+  // `slots` are the memory of the weights [slots, ...].
+  Pool(std::shared_ptr<Disk> disk, int64_t layer, std::vector<HostRows> slots, int64_t count);
 
   // Asks for slots of ids, which lie in int32; an id of no expert stays as it is. `done` may be called at
   // once, and is called by any thread.
@@ -51,7 +50,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Copies those of some experts that are in slots to memory [experts, ...] of each tensor. `read_others` is
   // called with the others before that, so that the disk works meanwhile.
-  void copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to,
+  void copy(const std::vector<int64_t>& experts, const std::vector<HostRows>& to,
             const std::function<void(const std::vector<int64_t>&)>& read_others);
 
   Disk& disk() const { return *disk_; }
@@ -85,7 +84,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   std::shared_ptr<Disk> disk_;
   int64_t layer_;
-  std::vector<at::Tensor> tensors_, views_;
+  std::vector<HostRows> slots_;
   size_t size_, held_ = 0;  // entries with holders
   std::mutex mutex_;
   std::unordered_map<int64_t, Entry> entries_;
@@ -94,11 +93,5 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<int32_t> free_;
   std::vector<std::shared_ptr<Asked>> waiting_;  // for free slots
 };
-
-// Tells torch that tensors were written: what was computed from their content is not used any more.
-void note_written(const std::vector<at::Tensor>& tensors);
-
-// The memory of a row of a contiguous tensor on the host.
-char* row_of(const at::Tensor& tensor, int64_t row);
 
 }  // namespace moe_mps

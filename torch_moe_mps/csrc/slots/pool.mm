@@ -7,20 +7,8 @@
 
 namespace moe_mps {
 
-void note_written(const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors)
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-char* row_of(const at::Tensor& tensor, int64_t row) {
-  return static_cast<char*>(tensor.data_ptr()) +
-         row * static_cast<int64_t>(tensor.nbytes()) / std::max<int64_t>(1, tensor.size(0));
-}
-
-Pool::Pool(std::shared_ptr<Disk> disk, int64_t layer, std::vector<at::Tensor> tensors,
-           std::vector<at::Tensor> views)
-    : disk_(std::move(disk)), layer_(layer), tensors_(std::move(tensors)), views_(std::move(views)) {
-  size_ = static_cast<size_t>(views_.at(0).size(0));
+Pool::Pool(std::shared_ptr<Disk> disk, int64_t layer, std::vector<HostRows> slots, int64_t count)
+    : disk_(std::move(disk)), layer_(layer), slots_(std::move(slots)), size_(static_cast<size_t>(count)) {
   for (size_t slot = size_; slot > 0; --slot) free_.push_back(static_cast<int32_t>(slot - 1));
 }
 
@@ -94,7 +82,7 @@ bool Pool::begin(const std::shared_ptr<Asked>& asked, Later& later) {
     auto read = std::make_shared<ExpertRead>();
     read->layer = layer_;
     read->expert = expert;
-    for (const at::Tensor& view : views_) read->to.push_back(row_of(view, slot));
+    for (const HostRows& rows : slots_) read->to.push_back(rows.row(slot));
     read->done = [self = shared_from_this(), expert](const ReadFault& fault) { self->loaded(expert, fault); };
     later.reads.push_back(std::move(read));
   }
@@ -143,7 +131,7 @@ void Pool::loaded(int64_t expert, const ReadFault& fault) {
     const auto found = loading_.find(expert);
     const Loading loading = std::move(found->second);
     loading_.erase(found);
-    note_written(tensors_);
+    for (const HostRows& rows : slots_) rows.note_written();
     if (fault.why.empty()) {
       order_.push_back(expert);
       entries_.emplace(expert, Entry{loading.slot, 0, std::prev(order_.end())});
@@ -185,7 +173,7 @@ void Pool::act(Later& later) {
   for (const std::function<void()>& call : later.calls) call();
 }
 
-void Pool::copy(const std::vector<int64_t>& experts, const std::vector<at::Tensor>& to,
+void Pool::copy(const std::vector<int64_t>& experts, const std::vector<HostRows>& to,
                 const std::function<void(const std::vector<int64_t>&)>& read_others) {
   Asked holder;
   std::vector<int32_t> slots;
@@ -206,7 +194,7 @@ void Pool::copy(const std::vector<int64_t>& experts, const std::vector<at::Tenso
   read_others(others);
   for (size_t n = 0; n < slots.size(); ++n)
     for (size_t tensor = 0; tensor < to.size(); ++tensor)
-      std::memcpy(row_of(to[tensor], holder.held[n]), row_of(views_[tensor], slots[n]),
+      std::memcpy(to[tensor].row(holder.held[n]), slots_[tensor].row(slots[n]),
                   static_cast<size_t>(disk_->layer(layer_).tensors[tensor].size));
   Later later;
   {
