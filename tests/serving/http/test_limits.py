@@ -18,7 +18,7 @@ import types
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -28,7 +28,7 @@ from bench_door import KINDS
 from support import scripted
 from support.jobs import Asked, ids_of, model_of, run
 from support.processes import REPOSITORY
-from support.scripted import ask
+from support.scripted import ask, until
 
 from torch_moe_mps._text import shown
 from torch_moe_mps.serving.engine.engine import Engine
@@ -230,13 +230,6 @@ def in_reading(here) -> int:
     """How many requests of this machine are read, or wait for it."""
     client = here.reading.clients.get("127.0.0.1")
     return 0 if client is None else client.requests
-
-
-def until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 LONG = {"prompt": "a", "user": "a" * 70_000, "max_tokens": 7}
