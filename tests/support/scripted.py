@@ -18,6 +18,7 @@ from tokenizers import decoders
 from support.checkpoints import tokenizer_of
 from torch_moe_mps.serving.engine.job import Counts, Job
 from torch_moe_mps.serving.http.app import Access, Server
+from torch_moe_mps.serving.http.connections import bounded
 from torch_moe_mps.serving.http.reading import RequestReading
 from torch_moe_mps.serving.http.served import Served
 from torch_moe_mps.serving.http.template import ChatTemplate
@@ -112,6 +113,13 @@ def ask(here: "Here", path: str, body: object = None) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
 class Here:
     """A server in this process."""
 
@@ -151,9 +159,10 @@ def server(context: int = 4096, **access: Any) -> Iterator[Here]:
     served = Served("scripted", model, words, context, generator)
     paths = Server(served, Access(**access))
     listener = socket.create_server(("127.0.0.1", 0))
-    runs = uvicorn.Server(
-        uvicorn.Config(paths.application(), log_level="error", access_log=False, lifespan="off")
-    )
+    http = uvicorn.Config(paths.application(), log_level="error", access_log=False, lifespan="off")
+    http.load()
+    http.http_protocol_class = bounded(http.http_protocol_class)
+    runs = uvicorn.Server(http)
     thread = threading.Thread(target=runs.run, args=([listener],))
     thread.start()
     try:

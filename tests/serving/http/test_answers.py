@@ -45,6 +45,47 @@ def test_octets_that_are_no_characters_come_with_the_next_one(octets, is_fast):
     assert [step(token) for token in [letter, broken, broken, letter]] == ["a", None, None, "\ufffd\ufffda"]
 
 
+@pytest.fixture(scope="module")
+def fallback():
+    """A tokenizer of letters with blanks, and of octets for the rest, as Llama 2's vocabulary."""
+    words = [*(f"<0x{octet:02X}>" for octet in range(256)), "▁a", "b"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "b"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+A, B = 256, 257
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([A, 0xC3, 0xA9, A], "aé a"),
+        ([A, 0xC3, A, B], "a\ufffd ab"),
+        ([0xC3, 0xA9, 0xFF, A], "é\ufffd a"),  # which makes none of the octet before, either
+        ([0xC3, 0xA9, 0xFF, 0xC3, 0xA9, B], "é\ufffd\ufffd\ufffdb"),
+        ([B, *[0xFF] * 40, B], "b" + "\ufffd" * 40 + "b"),
+    ],
+)
+def test_octets_that_are_no_characters_end_no_answer(fallback, tokens, text, is_fast):
+    tokenizer = fallback if is_fast else SimpleNamespace(decode=fallback.decode)
+    step = text_stream(tokenizer, skips_special=True)
+    assert "".join(step(token) or "" for token in tokens) == text
+
+
+def test_random_octets_end_no_answer(fallback):
+    """Each letter comes, in order, whatever stands between; nothing is held back for long."""
+    draws = random.Random(1)
+    for _ in range(50):
+        tokens = [draws.choice((A, B, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xFF, 0x62)) for _ in range(60)]
+        step = text_stream(fallback, skips_special=True)
+        shown = [step(token) or "" for token in [*tokens, B]]
+        letters = [letter for letter in "".join(shown) if letter in "ab"]
+        assert len(letters) >= sum(token in (A, B) for token in tokens) + 1
+
+
 @pytest.mark.parametrize("stops", [("bc",), ("bcd", "cx"), ("zz", "e")])
 def test_a_text_ends_before_its_first_stop(stops):
     """However it is cut into pieces."""

@@ -262,6 +262,61 @@ def test_the_form_that_a_template_takes(here, family):
         assert template.call_form == FORMS.get(family, CallForm())
 
 
+# {form of content next to calls: what a template does with it}
+CONTENTS = {
+    "beside": "{{ m.content }}{{ m.reasoning_content }}",
+    "thought": "{% if m.content and m.reasoning_content %}{{ raise_exception('both') }}{% endif %}"
+    "{{ m.content }}{{ m.reasoning_content }}",
+    "apart": "",
+}
+
+
+@pytest.mark.parametrize("form", CONTENTS)
+@pytest.mark.parametrize("thought", ["", "Hm."])
+def test_content_next_to_calls_is_not_lost(here, of_openai, form, thought):
+    """As gpt-oss' template refuses it with reasoning, and Llama 3's has none."""
+    template, _ = FAMILIES["hermes"]
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": SKY}}
+    answer = {"role": "assistant", "content": "So.", "reasoning_content": thought, "tool_calls": [call]}
+    history = [*said("a"), answer, {"role": "tool", "tool_call_id": "a", "content": "blue"}]
+    template = template.replace("assistant\n{{ m.content }}{% for", f"assistant\n{CONTENTS[form]}{{% for")
+    with scripted.templated(here, template) as own:
+        here.says("Done.")
+        message = of_openai.chat.completions.create(model="m", messages=history).choices[0].message
+        assert message.content == "Done."
+        assert own.call_form.content == form
+        (prompt,) = here.generator.prompts
+    assert "So." in prompt and '"look"' in prompt and "blue" in prompt
+    assert thought in prompt or form == "apart"
+
+
+def test_a_result_has_the_name_of_its_tool(here, of_openai, of_anthropic):
+    """As Hermes' template asks for it; a name that a message has stays."""
+    template = "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% if m.role == 'tool' %}{{ ' of ' + m.name }}{% endif %}{% endfor %}"
+    calls = [
+        {"id": f"call {name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in ("look", "rest")
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": "call rest", "content": "2"},
+        {"role": "tool", "tool_call_id": "call look", "content": "1", "name": "own"},
+    ]
+    history = [*said("a"), {"role": "assistant", "tool_calls": calls}, *results]
+    with scripted.templated(here, template + marks("<tool_call>")):
+        here.says("Done.")
+        of_openai.chat.completions.create(model="m", messages=history)
+        assert here.generator.prompts[0].endswith("[tool]2 of rest[tool]1 of own")
+        given = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "3"}
+        history = [
+            *said("a"),
+            {"role": "assistant", "content": [given]},
+            {"role": "user", "content": [result]},
+        ]
+        of_anthropic.messages.create(model="m", max_tokens=9, messages=history)
+        assert here.generator.prompts[1].endswith("[tool]3 of look")
+
+
 def test_arguments_that_are_joined_without_an_error(here):
     """Python's syntax is none that a model was trained with; a template without calls takes any form."""
     for call, form in (

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from tokenizers.decoders import DecodeStream
-
 from ..engine.job import Reason
 from .logprobs import Logprobs, TokenLogprob
 from .protocols.reader import Reader, Sink
@@ -67,24 +65,25 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
+_MOST_HELD = 16  # tokens of a character that is not complete; more of them are none of a character
+
+
 def text_stream(tokenizer: Any, skips_special: bool) -> Callable[[int], str | None]:
     """Incremental detokenizer: a function from the next token to its text delta, or None.
 
     An incomplete UTF-8 character is held back until it is complete, and dropped if it never is.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        stream = DecodeStream(skip_special_tokens=skips_special)
-        return lambda token: stream.step(backend, token)
+    decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode
     ids, shown = list[int](), 0
 
-    def step(token: int) -> str | None:  # for a tokenizer in Python
+    def step(token: int) -> str | None:
         nonlocal shown
         ids.append(token)
-        before, whole = (
-            tokenizer.decode(some, skip_special_tokens=skips_special) for some in (ids[:shown], ids)
-        )
-        if whole.endswith("\ufffd") or len(whole) <= len(before):
+        before, whole = (decode(some, skip_special_tokens=skips_special) for some in (ids[:shown], ids))
+        if not whole.startswith(before):  # an octet that is no character changes the ones before it
+            whole = before + decode(ids[shown:], skip_special_tokens=skips_special)
+        is_held = whole.endswith("\ufffd") and len(ids) - shown <= _MOST_HELD
+        if is_held or len(whole) <= len(before):
             return None
         del ids[:shown]  # the next token begins with a blank or not by the last ones
         shown = len(ids)

@@ -16,7 +16,7 @@ from ..engine.defaults import settings_of_answer
 from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
-from ..engine.ranges import check_settings, unknown_token, vocabulary_of
+from ..engine.ranges import MOST, check_settings, unknown_token, vocabulary_of
 from ..media.decoding import MediaFile, decoded
 from ..media.loading import opened
 from ..prefix_cache.memory import Images
@@ -79,9 +79,14 @@ def prepare(served: Served, request: Request, show: Show) -> Answers:
     for prompt in [_prompt(served, prompt, request) for prompt in request.prompts]:
         for place in range(request.count):
             answer, job = _job(served, request, prompt, len(answers.jobs), show)
-            job.request, job.seed = mark, None if request.seed is None else request.seed + place
+            job.request, job.seed = mark, None if request.seed is None else _seed(request.seed + place)
             answers.add(answer, job)
     return answers
+
+
+def _seed(number: int) -> int:
+    """Seed of the signed 64 bits of a number."""
+    return (number + MOST + 1) % (2 * MOST + 2) - MOST - 1
 
 
 def count_tokens(served: Served, request: Request) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import ipaddress
+import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -211,4 +212,7 @@ def object_of(data: bytes, context: int) -> dict[str, Any]:
 
 
 def in_json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half of a pair, which has no UTF-8
+        return json.dumps(value).encode()

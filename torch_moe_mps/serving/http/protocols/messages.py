@@ -1,6 +1,5 @@
 """Anthropic's messages API, as Claude Code uses it: `/v1/messages` and `/v1/messages/count_tokens`."""
 
-import json
 from typing import Any
 
 from ...engine.ranges import integer
@@ -24,6 +23,7 @@ from ..served import Served
 from ..structured import schema_of
 from . import conversation
 from .protocol import AnswerWriter, Protocol, Text, blocks, event, input_of
+from .values import in_json, object_of
 
 _FIELDS = Fields(
     SHARED
@@ -118,7 +118,7 @@ class _MessageEvents(AnswerWriter):
         is_object = item.call.parts[0].startswith("{")
         if isinstance(item, Arguments):
             return self._input(item.text) if is_object else ""
-        return ("" if is_object else self._input(json.dumps(_block(item.call)["input"]))) + self._close()
+        return ("" if is_object else self._input(in_json(_block(item.call)["input"]))) + self._close()
 
     def end(self) -> str:
         delta = {"delta": _ending(self.answers), "usage": _usage(self.answers)}
@@ -305,11 +305,8 @@ def _variables(body: dict[str, Any]) -> dict[str, Any]:
 
 def _block(block: Text | ToolCall) -> dict[str, Any]:
     if isinstance(block, ToolCall):
-        try:
-            arguments = json.loads(block.arguments)
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = object_of(block.arguments)
+        if arguments is None:
             arguments = {"input": input_of(block)}
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
     if block.kind == "reasoning":

@@ -1,6 +1,5 @@
 """Protocol interface: parsing requests, writing answers and errors."""
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from ..answer import Item, Piece, ToolCall
 from ..answers import Answers
 from ..request import Refused, Request
 from ..served import Served
+from .values import in_json, object_of
 
 
 class AnswerWriter(ABC):
@@ -89,7 +89,7 @@ def blocks(items: list[Piece | ToolCall]) -> list[Text | ToolCall]:
 def event(data: dict[str, Any], name: str | None = None) -> str:
     """One server-sent event."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}data: {in_json(data)}\n\n"
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:
@@ -100,11 +100,6 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 def input_of(call: ToolCall) -> str:
     """Input text of a custom tool call; the raw arguments if they have another form."""
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
-    is_input = (
-        isinstance(arguments, dict) and [*arguments] == ["input"] and isinstance(arguments["input"], str)
-    )
+    arguments = object_of(call.arguments) or {}
+    is_input = [*arguments] == ["input"] and isinstance(arguments["input"], str)
     return arguments["input"] if is_input else call.arguments

@@ -142,6 +142,15 @@ def is_json(text: str) -> bool:
     return True
 
 
+def object_of(text: str) -> dict[str, Any] | None:
+    """Object of a JSON text; None for any other text, and for one that nests too deep."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def literal(text: str) -> str:
     """JSON of a value that is JSON, a constant, list or dictionary of Python's, or text."""
     text = text.strip()
