@@ -26,19 +26,23 @@ from support.cpu import (  # noqa: F401  # hooks
     pytest_runtest_logreport,
     pytest_runtest_logstart,
     pytest_runtest_makereport,
+    pytest_sessionfinish,
     pytest_terminal_summary,
 )
+from support.hanging import pytest_runtest_protocol  # noqa: F401  # a hook
 from support.slow import pytest_runtest_call  # noqa: F401  # a hook
 from support.sweep import in_part, in_sweep
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
+MOST_LINES, MOST_LETTERS = 24, 500  # of a comparison that fails
 SIMULATED = sys.platform != "darwin"
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
     parser.addoption("--cpu", metavar="FILE", help="write the CPU seconds of files and tests")
+    parser.addoption("--all-tests", action="store_true", help="fail over the CPU seconds of all tests")
     parser.addoption("--part", metavar="N/M", help="run one of M parts of the tests")
 
 
@@ -122,6 +126,18 @@ def pytest_collection_finish(session):
     atexit.register(gc.unfreeze)  # or libraries find then that their types still live, and say so at length
     gc.set_threshold(10_000)  # objects, not 700 or 2,000 as Python has it
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_assertrepr_compare():
+    """The first lines of what differs: pytest cuts nothing where CI is set, or with -vv."""
+    explanations = yield
+    return [lines and _few([*lines]) for lines in explanations]
+
+
+def _few(lines: list[str]) -> list[str]:
+    more = [f"... and {len(lines) - MOST_LINES:,} lines more"] if len(lines) > MOST_LINES else []
+    return [line[:MOST_LETTERS] for line in lines[:MOST_LINES]] + more
 
 
 def install_error(config) -> str | None:
