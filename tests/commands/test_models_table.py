@@ -168,7 +168,7 @@ def test_what_mlx_lm_lacks(current):
     serving = generator("make_serving_table")
     count, missing = len(tiny_models.architectures()), serving.missing_in_mlx_lm()
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    assert f"{count} of these have transformers' interface of experts." in readme
+    assert f"{count} of the {len(rows('experts')) + len(rows(WITHOUT))} have transformers' interface of experts." in readme
     assert f"mlx-lm {version('mlx-lm')} lacks {len(missing)} of the {count}" in readme
     assert f"It lacks {len(missing)} of the {count}." in PAGE.read_text()
     assert {"qwen3_moe", "mixtral"}.isdisjoint(missing) and "hunyuan_v1_moe" in missing
