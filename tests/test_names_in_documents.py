@@ -50,7 +50,7 @@ THEIRS = {name for names in OTHERS.values() for name in names.split()}
 
 @functools.cache
 def files() -> dict[str, str]:
-    """{"/path in the repository": its text, or "" where that documents or pins}"""
+    """{"/path in the repository": its text, or "" for documents and pins}"""
     paths = [*REPOSITORY.glob("*.*"), *(p for folder in FOLDERS for p in (REPOSITORY / folder).rglob("*"))]
     names = {"/" + path.relative_to(REPOSITORY).as_posix(): path for path in paths if path.is_file()}
     return {
@@ -64,7 +64,13 @@ def files() -> dict[str, str]:
 @functools.cache
 def words() -> list[set[str]]:
     """Words of each file, and of its path."""
-    return [{*re.findall(r"\w+", f"{name} {text}")} for name, text in files().items()]
+    return [{*re.findall(r"\w+", f"{name} {text}", re.ASCII)} for name, text in files().items()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed():
+    """Every file is read once, and not within the time of a test."""
+    return words()
 
 
 @functools.cache

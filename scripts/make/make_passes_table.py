@@ -47,15 +47,16 @@ NAMED = 3  # architectures by name; of more, their number
 INTRODUCTION = """\
 # The passes over a captured decode step
 
-`simplify` runs these passes, in this order, on the recorded operators of a decode step. The script
-scripts/make/make_passes_table.py writes this page from the code.
+This page lists the passes that `simplify` runs on the recorded operators of a decode step, in their order.
+The script scripts/make/make_passes_table.py writes it from the code.
 
-- **formula**: what the pass looks for -> what takes its place. A name in capitals is a value, `X[S]` is X in
-  the shape S, `*A` are the remaining arguments (`Fusion` in fusion.py). Of several formulas the first stands.
-- **why here**: the comment in `PASSES` in passes/, or the pass beside which a family puts its own.
-- **saves**: launching operators that a token of a tiny model in 4 bits no longer calls: how many models have
-  less of them, and the one that saves most. A pass that saves none brings values into the form that a later
-  pass looks for.
+- **formula** is what the pass looks for -> what replaces it. A name in capitals is a value, `X[S]` is X in
+  the shape S, and `*A` are the remaining arguments (`Fusion` in fusion.py). If a pass has several formulas,
+  the first one is shown.
+- **why here** is the comment in `PASSES` in passes/, or the pass next to which a family puts its own.
+- **saves** is how many operators with a dispatch a token of a tiny model in 4 bits no longer calls: the
+  number of architectures for which there are fewer, and the one that saves most. A pass that saves none
+  brings values into the form that a later pass looks for.
 
 | | pass | formula | why here | saves |
 |---|---|---|---|---|

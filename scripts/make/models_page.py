@@ -4,6 +4,7 @@ make_models_table.py and make_serving_table.py find the rows out, with tiny mode
 has what differs between architectures: a column or a cell that is "yes" everywhere is a sentence.
 """
 
+import ast
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ import paths
 
 ROWS = paths.REPOSITORY / "tests" / "pinned" / "models.txt"
 DOCUMENT = paths.REPOSITORY / "docs" / "models.md"
+LAUNCHES = paths.REPOSITORY / "tests" / "transformers" / "models" / "test_launches.py"
 EXPERTS, ROUTERS, DENSE = "experts", "routers left unchanged", "dense"
 WITHOUT = "experts without transformers' interface"
 TOKENS, OTHERS, SERVING = "tokens that are not captured", "others", "serving"
@@ -106,10 +108,7 @@ token of tiny models with two layers (`tests/transformers/models/test_launches.p
 
 | Architecture | One sequence | Four sequences in one step | Four steps of one sequence |
 |---|---|---|---|
-| deepseek_v4 | 50 | 122 | 200 |
-| glm5_next | 36 | 78 | 144 |
-| minimax_m3_vl | 21 | 38 | 84 |
-| qwen4_exp | 52 | 101 | 208 |
+{sequences}
 """
 
 
@@ -131,6 +130,13 @@ def rows(section: str) -> dict[str, list[str]]:
     """{architecture: cells} of a table."""
     lines = [line.strip("| ").split(" | ") for line in sections()[section] if line.startswith("| ")]
     return {name: cells for name, *cells in lines}
+
+
+def pinned() -> Iterable[tuple[str, tuple[int, int]]]:
+    """(architecture, (dispatches for one sequence, for four)) as SEQUENCES of a test has them."""
+    statements = ast.parse(LAUNCHES.read_text()).body
+    (value,) = (each.value for each in statements if ast.unparse(each).startswith("SEQUENCES = "))
+    return ast.literal_eval(value).items()
 
 
 def is_on_operators(cells: list[str]) -> bool:
@@ -181,6 +187,7 @@ def page() -> str:
         raising=len(steps["its own"]),
         raising_names=", ".join(steps["its own"]),
         exceptions="\n".join(exceptions(served)),
+        sequences="\n".join(f"| {name} | {one} | {four} | {4 * one} |" for name, (one, four) in pinned()),
     )
 
 

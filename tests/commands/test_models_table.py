@@ -1,5 +1,6 @@
 """tests/pinned/models.txt and docs/models.md say what the code does with the installed transformers."""
 
+import ast
 import functools
 import importlib.util
 import re
@@ -168,7 +169,30 @@ def test_what_mlx_lm_lacks(current):
     serving = generator("make_serving_table")
     count, missing = len(tiny_models.architectures()), serving.missing_in_mlx_lm()
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    assert f"{count} of these have transformers' interface of experts." in readme
+    assert (
+        f"{count} of the {len(rows('experts')) + len(rows(WITHOUT))} have transformers' interface of experts."
+        in readme
+    )
     assert f"mlx-lm {version('mlx-lm')} lacks {len(missing)} of the {count}" in readme
     assert f"It lacks {len(missing)} of the {count}." in PAGE.read_text()
     assert {"qwen3_moe", "mixtral"}.isdisjoint(missing) and "hunyuan_v1_moe" in missing
+
+
+def test_the_counts_of_the_page_of_speed():
+    """Captured and eager as in this table; module by module as the architecture's test allows."""
+    page = (REPOSITORY / "docs" / "speed.md").read_text()
+    table = re.findall(r"^\| (\w+) \| ([a-z, ]+) \| (\d+) \| (\d+|-) \| (\d+) \|$", page, re.MULTILINE)
+    outside = {}
+    assert len(table) >= 12
+    for name, kind, eager, modules, captured in table:
+        counts = re.findall(r"([a-z, ]*?) ?(\d+) / (\d+)", rows("experts")[name].split(" | ")[4])
+        assert (kind if kind != "all" else "", eager, captured) in [(k.strip(), *n) for k, *n in counts]
+        file = REPOSITORY / "tests" / "transformers" / "families" / f"test_{name}.py"
+        call = re.search(
+            r"check_launches\(\s*simulated, NAME, (\{.*?\})(?:, (\{.*?\}))?\s*\)", file.read_text()
+        )
+        most, of_modules = (ast.literal_eval(each or "{}") for each in call.groups())
+        outside[name] = most.get("outside")
+        assert modules == str(of_modules.get(kind if kind != "all" else "", "-"))
+    assert {*outside.values()} == {2, 3, None} and outside["gemma4"] == 3
+    assert "2 more, or 3 in Gemma 4" in " ".join(page.split())
