@@ -291,6 +291,31 @@ def test_the_figures_above_the_table_are_its_own():
     assert "It removes three quarters of the loss of 4 bits" in text and 3.5 <= rule / own <= 4.5
 
 
+def test_the_divergences_of_formats():
+    """Those of docs/weights.md are those of docs/quality.md, rounded."""
+    pattern = r"^\| (.*?): (MLX's rule|importance) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|"
+    measured = (REPOSITORY / "docs" / "quality.md").read_text()
+    right = {(name, way): kl for name, way, kl in re.findall(pattern, measured, re.MULTILINE)}
+    names = {
+        "bits=8": "8 bits",
+        "bits=6": "6 bits",
+        "bits=5": "5 bits, embedding 6",
+        "bits=4": "4 bits, embedding 6",
+        'bits=4, overrides={"self_attn.*": 5, "down_proj": 5}': "4 bits, attention and down 5, embedding 6",
+        "bits=3": "3 bits, embedding 6",
+        'mode="mxfp8"': "mxfp8, embedding 8",
+        'mode="nvfp4"': "nvfp4, embedding 8",
+        'mode="mxfp4"': "mxfp4, embedding 8",
+    }
+    pattern = r"^\| `(.*?)` \| [^|]+ \| [^|]+ \| (\d[\d.]+) \| ([\d.]+|refused) \|"
+    rows = re.findall(pattern, (REPOSITORY / "docs" / "weights.md").read_text(), re.MULTILINE)
+    assert [name for name, *_ in rows] == [*names]
+    for name, *written in rows:
+        for way, kl in zip(("MLX's rule", "importance"), written, strict=True):
+            known = right.get((names[name], way), "refused")
+            assert kl == (known if known == "refused" else f"{float(known):.{len(kl) - 2}f}"), (name, way)
+
+
 def commands_in(text: str) -> list[list[str]]:
     """Arguments of each torch-moe-mps in indented lines and in backticks."""
     lines = re.findall(r"^ {4}(?:\$ )?(?:\w+=\S+ )*torch-moe-mps (.+)$", text, re.MULTILINE)
