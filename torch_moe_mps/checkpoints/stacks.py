@@ -24,7 +24,7 @@ from ..transformers.basics.interface import (
     stack_of,
 )
 from ..transformers.modules.stacked_experts import run_form
-from ..transformers.upstream.weights import WeightConverter, get_model_conversion_mapping
+from ..transformers.upstream.weights import PrefixChange, WeightConverter, get_model_conversion_mapping
 from .layouts.operations import Operation
 from .quantize.target import layer_of
 
@@ -50,6 +50,17 @@ def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
     """transformers' conversions of a checkpoint for a model of `settle_stacks`."""
     conversions: list[Any] = get_model_conversion_mapping(model, None, quantizer)
     return conversions if quantizer is not None else [*of_stacks(model), *conversions]
+
+
+def conversions_to_save(model: Any) -> list[Any] | None:
+    """The conversions with which a model of `settle_stacks` is saved under the names of its class.
+
+    None, for which transformers takes its own, where all names are those.
+    """
+    if not (stacks := of_stacks(model)):
+        return None
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [*stacks, *(each for each in conversions if not isinstance(each, PrefixChange))]
 
 
 def of_stacks(model: nn.Module) -> list[WeightConverter]:
