@@ -106,6 +106,17 @@ def test_gradients(architecture):
     assert_same_gradients(packed, dense, prompt()[:1, :1])  # one token, most experts without one
 
 
+def test_an_adapter_stays_trainable():
+    """Of layers that stay dense, in a model whose experts are quantised then."""
+    dense = tiny("qwen3_moe")
+    ours = adapted(copy.deepcopy(dense), target_modules=["q_proj"])
+    trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    torch_moe_mps.accelerate(ours, 4, 32, linear_bits=None, embedding_bits=None)
+    assert {name for name, parameter in ours.named_parameters() if parameter.requires_grad} == trained
+    own = tiny_models.dense_twin(adapted(dense, target_modules=["q_proj"]), ours)
+    assert_close_gradients(ours, own)
+
+
 def assert_close_gradients(ours: nn.Module, dense: nn.Module) -> None:
     found, right = (gradients(model, prompt()) for model in (ours, dense))
     assert found.keys() == right.keys() and found
