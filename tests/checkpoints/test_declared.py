@@ -231,3 +231,19 @@ def test_one_thing_changed(layout, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_thing_changed_in_every_tensor(layout, tmp_path):
     check(LAYOUTS[layout], tmp_path, every=True, least=150)
+
+
+def test_one_dense_expert(tmp_path):
+    """Its matrix is no part of a stack of codes: one line names it, where transformers writes five."""
+    fp8_blocks(tiny(), tmp_path)
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    with changed(tmp_path / "model.safetensors") as tensors:
+        tensors.pop(f"{name}_scale_inv")
+        tensors[name] = tensors[name].to(torch.bfloat16)
+    with pytest.raises(ValueError) as error:
+        torch_moe_mps.from_pretrained(tmp_path)
+    stack = "model.layers.0.mlp.experts.gate_up_proj"
+    expected = (
+        f"moe_mps::load: {name} must be quantised as the other matrices of {stack} are, got a dense one"
+    )
+    assert str(error.value) == expected

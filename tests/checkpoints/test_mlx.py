@@ -71,6 +71,20 @@ def test_matrices_of_one_parameter_have_one_format(tmp_path):
         mlx_models.load(tmp_path, type(model))
 
 
+def test_a_dense_checkpoint_is_saved_under_the_names_of_the_class(tmp_path):
+    """DBRX has its experts in three flat parameters: transformers would make new ones for other names."""
+    model = mlx_models.tiny("dbrx")
+    mlx_models.write(model, tmp_path, None)
+    loaded = mlx_models.load(tmp_path, type(model))
+    loaded.save_pretrained(tmp_path / "back")
+    back, info = type(model).from_pretrained(
+        tmp_path / "back", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], weight), name
+
+
 @pytest.mark.parametrize(("architecture", "ends"), [("qwen3_moe", "down_proj"), ("dbrx", (".w1", ".v1"))])
 def test_experts_with_one_matrix_in_few_bits_are_dense(architecture, ends, tmp_path):
     model = mlx_models.tiny(architecture)

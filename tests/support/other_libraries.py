@@ -333,7 +333,7 @@ def weights(model, expected):
             tensors = [getattr(module, part, None) for part in quantized_names(parameter)]
             values = QuantizedWeight(*tensors, format).values(slice(None))
             other = getattr(expected.get_submodule(name), parameter)
-            yield values, other.mT if getattr(module, "is_transposed", False) else other
+            yield values, other.mT if tiny_models.is_turned(module) else other
 
 
 class Library(Writer):

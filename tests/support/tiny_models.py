@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize
-from torch_moe_mps.transformers.basics.interface import formats_of
+from torch_moe_mps.transformers.basics.interface import formats_of, is_experts, is_transposed
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 # Models without experts that docs/models.md lists.
@@ -425,6 +425,11 @@ def quantized_parameters(module: nn.Module) -> dict[str, tuple[list, Format]]:
     return {p: ([getattr(module, f"{p}_{part}", None) for part in parts], form) for p, form in forms.items()}
 
 
+def is_turned(module: nn.Module) -> bool:
+    """Whether a module has experts whose dense stacks are [E, input, output]."""
+    return is_experts(module) and is_transposed(module)
+
+
 @torch.no_grad()
 def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
     """The dense model with the values that the quantised one's weights stand for: the oracle."""
@@ -438,7 +443,7 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
             values_of["gate_up_proj"] = torch.cat((gate, values_of.pop("up_proj")), 1)
         for parameter, values in values_of.items():
             for weight, part in own_weights(dense.get_submodule(name), parameter, values):
-                weight[: len(part)].copy_(part.mT if getattr(module, "is_transposed", False) else part)
+                weight[: len(part)].copy_(part.mT if is_turned(module) else part)
     return dense
 
 

@@ -27,6 +27,7 @@ from ..transformers.basics.interface import (
     experts_of,
     formats_of,
     is_quantized,
+    is_transposed,
     projections,
 )
 from ..transformers.modules.experts import pinned_config
@@ -376,7 +377,7 @@ def _key(source: Source, model: Any) -> str:
 def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
     """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
     tensors = tensors_of(module)
-    is_turned = on_mps and module.is_transposed and not is_quantized(module)
+    is_turned = on_mps and is_transposed(module) and not is_quantized(module)
     layer = Layer(name, count_of(module), {}, tuple(projections(module)) if is_turned else ())
     return replace(layer, tensors=_shapes(turned(layer, tensors)))
 

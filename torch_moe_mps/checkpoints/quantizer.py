@@ -42,7 +42,7 @@ from .quantize.streaming import QuantizeParameters, one_by_one, threads_crash
 from .quantize.target import Target, present
 from .quantize.tied import tie_quantized
 from .quantize.weights import empty_weight, replace, store_empty
-from .stacks import of_stacks, settle_stacks
+from .stacks import conversions_to_save, of_stacks, settle_stacks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -177,7 +177,7 @@ class Quantizer(HfQuantizer):
         self.layout.check(model, loaded)
         check_scales(model, stored.__contains__)
         if self.layout.has_other_names:
-            model._weight_conversions = None  # saved under the names of transformers
+            model._weight_conversions = conversions_to_save(model)
         dense = {name: self.wanted.pop(name) for name in filter(loaded, [*self.wanted])}
         if self.report is not None:
             left = {name: target for name, target in dense.items() if not formats_in(target.module)}

@@ -25,7 +25,7 @@ from ..transformers.basics.interface import (
     stack_of,
 )
 from ..transformers.modules.stacked_experts import run_form
-from ..transformers.upstream.weights import WeightConverter, get_model_conversion_mapping
+from ..transformers.upstream.weights import PrefixChange, WeightConverter, get_model_conversion_mapping
 from .layouts.operations import Operation
 from .quantize.target import layer_of
 
@@ -82,6 +82,17 @@ def _without_unread(model: nn.Module, conversions: list[Any]) -> list[Any]:
 
 def _first(count: int, parts: list[Tensor]) -> list[Tensor]:
     return [part[:count] for part in parts]
+
+
+def conversions_to_save(model: Any) -> list[Any] | None:
+    """The conversions with which a model of `settle_stacks` is saved under the names of its class.
+
+    None, for which transformers takes its own, where all names are those.
+    """
+    if not (stacks := of_stacks(model)):
+        return None
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [*stacks, *(each for each in conversions if not isinstance(each, PrefixChange))]
 
 
 def of_stacks(model: nn.Module) -> list[WeightConverter]:

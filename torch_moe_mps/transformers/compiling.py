@@ -23,6 +23,7 @@ from .basics.interface import (
     count_of,
     is_experts,
     is_quantized,
+    is_transposed,
     projections,
     weights_in,
     weights_of_experts,
@@ -71,7 +72,7 @@ def align_weights(model: nn.Module) -> None:
     bytes, and dense experts whose inputs come first, as in gpt-oss, with the inputs of a row side by side."""
     for module in model.modules():
         on_disk = ON_DISK in vars(module)  # where it is read to must not move
-        if is_experts(module) and not is_quantized(module) and module.is_transposed and not on_disk:
+        if is_experts(module) and not is_quantized(module) and is_transposed(module) and not on_disk:
             for parameter in (getattr(module, name) for name in projections(module)):
                 if parameter.device.type == "mps" and parameter.is_contiguous():
                     parameter.data = parameter.data.mT.contiguous().mT

@@ -15,11 +15,13 @@ import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.transformers.capture.classes import captures_of
 
+OF_LAYERS = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 TARGETS = {
-    "qwen3_moe": {
-        "target_modules": ["q_proj", "o_proj"],
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    },
+    "qwen3_moe": OF_LAYERS,
+    "llama4": OF_LAYERS,
     "llama": {"target_modules": ["q_proj", "down_proj"]},
 }
 

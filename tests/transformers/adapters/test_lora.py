@@ -106,6 +106,54 @@ def test_gradients(architecture):
     assert_same_gradients(packed, dense, prompt()[:1, :1])  # one token, most experts without one
 
 
+def test_an_adapter_stays_trainable():
+    """Of layers that stay dense, in a model whose experts are quantised then."""
+    dense = tiny("qwen3_moe")
+    ours = adapted(copy.deepcopy(dense), target_modules=["q_proj"])
+    trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    torch_moe_mps.accelerate(ours, 4, 32, linear_bits=None, embedding_bits=None)
+    assert {name for name, parameter in ours.named_parameters() if parameter.requires_grad} == trained
+    own = tiny_models.dense_twin(adapted(dense, target_modules=["q_proj"]), ours)
+    assert_close_gradients(ours, own)
+
+
+def assert_close_gradients(ours: nn.Module, dense: nn.Module) -> None:
+    found, right = (gradients(model, prompt()) for model in (ours, dense))
+    assert found.keys() == right.keys() and found
+    for name, gradient in right.items():
+        close(found[name], gradient, 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "llama4", "longcat_flash"])
+def test_gradients_of_dense_experts(architecture):
+    """Not in training, so that nothing but the factors says that gradients are needed."""
+    dense = tiny(architecture)
+    ours = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(ours)
+    ours, dense = (adapted(model, target_parameters=EXPERTS) for model in (ours, dense))
+    assert_close_gradients(ours, dense)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("architecture", ["llama4", "longcat_flash"])
+def test_an_adapter_of_the_plain_model(architecture, is_packed, tmp_path):
+    """Llama 4's stacks are [E, input, output], which PEFT is not told; LongCat's first one has matrices that
+    no forward reads. Adapters of these go from the plain model to the accelerated one, and back."""
+    packed, plain = both(architecture)
+    if not is_packed:
+        packed = copy.deepcopy(plain)
+        torch_moe_mps.accelerate(packed)
+    for number, (first, second) in enumerate(((plain, packed), (packed, plain))):
+        first, second = copy.deepcopy(first), copy.deepcopy(second)
+        trained = adapted(first, seed=number, target_parameters=EXPERTS)
+        trained.save_pretrained(tmp_path / str(number))
+        loaded = peft.PeftModel.from_pretrained(second, tmp_path / str(number), is_trainable=True).eval()
+        right = output(trained, prompt())
+        assert (right - output(plain, prompt())).norm() > 0.01 * right.norm()
+        close(output(loaded, prompt()), right)
+    assert_close_gradients(trained, loaded)
+
+
 def errors(model: nn.Module, right: dict[str, torch.Tensor]) -> float:
     """How far all gradients of a model are from those in float64, beside their norm."""
     found = gradients(model, prompt())

@@ -159,6 +159,16 @@ def test_where_the_models_own_code_runs():
     assert operators_of(lambda: output(model, prompt())) == {}
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v4"])
+def test_a_model_in_float64(architecture):
+    """No operator takes it: it keeps its code, tables of rotary embeddings as well."""
+    model = eager(tiny_models.tiny_model(architecture)).double()
+    expected = output(model, prompt())
+    with pytest.warns(UserWarning, match="Experts is left alone: its weights are torch.float64"):
+        torch_moe_mps.accelerate(model)
+    assert torch.equal(output(model, prompt()), expected)
+
+
 def test_meta_device():
     """Shapes of an accelerated model that has no weights."""
     model = tiny_models.tiny_model("qwen2_moe")

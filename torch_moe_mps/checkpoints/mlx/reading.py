@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..._text import first_line
 from ...ops._checks import Check
 from ...quantization import Format
+from ...transformers.basics.interface import is_transposed
 from ..absent import beside_text
 from ..layouts.checking import DENSE, check_tensor, may_lack
 from ..layouts.dense import StreamingLayout
@@ -167,7 +168,7 @@ class MlxLayout(StreamingLayout):
         """
         name, module = target.name, target.experts
         for projection, modules in self.names.of_experts(name, module).items():
-            columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
+            columns = getattr(module, projection).shape[-2 if is_transposed(module) else -1]
             formats = [self.stored.format(other, columns) for other in modules]
             if len(each := dict(zip(formats, modules, strict=True))) > 1:
                 got = " and ".join("none" if item is None else str(item) for item in each)

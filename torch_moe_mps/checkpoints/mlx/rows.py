@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...quantization import TENSORS, Format
-from ...transformers.basics.interface import Experts, count_of, experts_of
+from ...transformers.basics.interface import Experts, count_of, experts_of, is_transposed
 from ...transformers.modules.experts import is_interleaved
 from ...transformers.upstream.weights import (
     Concatenate,
@@ -137,7 +137,7 @@ class RowConverters:
                     joined = partial(joined_stacks, count) if is_apart else partial(torch.cat, dim=1)
                     first = [dequantized(formats, joined)]
                     weights = _matrices(weights, formats)
-                turned = [*first, *join[1:], *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
+                turned = [*first, *join[1:], *([Transpose(1, 2)] if is_transposed(module) else []), Cast()]
                 yield NamedConverter(weights, [f"{name}.{projection}"], turned)
             if getattr(module, f"{projection}_bias", None) is not None:
                 yield NamedConverter(_ends(modules, "bias"), [f"{name}.{projection}_bias"], [*join, Cast()])

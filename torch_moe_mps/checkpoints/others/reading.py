@@ -17,6 +17,7 @@ from ..._text import first_line
 from ...ops._checks import Check
 from ...quantization import QuantizedWeight
 from ...quantization.formats import ErrorSums
+from ...transformers.basics.interface import is_experts, is_transposed
 from ...transformers.modules.experts import is_interleaved
 from ...transformers.upstream.weights import (
     Concatenate,
@@ -181,6 +182,8 @@ class OthersLayout(StreamingLayout):
         quantised = {*empty}
         quantized_keys = {name for _, _, stored in found for name in stored.names}
         for name, place, shape in self._dense_parts(state, quantized_keys):
+            if name in quantised:
+                _CHECK.fail(place.key, f"quantised as the other matrices of {name} are", "a dense one")
             empty[name].append((place, torch.empty(shape, device="meta")))
         for name, parts in empty.items():
             places, tensors = zip(*parts, strict=True)
@@ -346,7 +349,7 @@ class OthersLayout(StreamingLayout):
 
 def _is_turned(experts: Any) -> bool:
     """True if experts are stacked as [experts, columns, rows]."""
-    if (known := getattr(experts, "is_transposed", None)) is not None:
-        return bool(known)
+    if is_experts(experts):
+        return is_transposed(experts)
     first = getattr(experts, "gate_up_proj", None)
     return first is not None and bool(first.shape[1] == experts.down_proj.shape[2])

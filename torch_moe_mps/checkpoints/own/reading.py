@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...quantization import Format, QuantizedWeight, dequantize
+from ...transformers.basics.interface import is_transposed
 from ...transformers.basics.report import QuantizationReport
 from ...transformers.upstream.weights import WeightConverter
 from ..layouts.checking import check_files
@@ -62,12 +63,12 @@ class OwnLayout(StreamingLayout):
     def _dequantized(self, target: Target, parameter: str) -> NamedConverter:
         """Converter of 8-bit floats in our layout to a dense parameter, which a recipe may quantise."""
         packed, scales, _ = (f"{target.name}.{part}" for part in quantized_names(parameter))
-        is_transposed = target.experts.is_transposed if target.kind == "experts" else target.is_transposed
+        is_turned = is_transposed(target.experts) if target.kind == "experts" else target.is_transposed
 
         def read(tensors: list[Tensor]) -> list[Tensor]:
             weight = QuantizedWeight(tensors[0], tensors[1], None, target.formats[parameter])
             values = dequantize(weight, torch.float32)
-            return [values.mT if is_transposed else values]
+            return [values.mT if is_turned else values]
 
         operations = [Operation(read), Cast(), self.operation]
         return NamedConverter([packed, scales], [f"{target.name}.{parameter}"], operations)

@@ -83,7 +83,8 @@ def quantize_targets(
     finally:  # after an interruption the model works, and can be saved
         tie_quantized(model)
         if report.modules:
-            model.requires_grad_(False)  # quantised weights have no backward
+            if not _is_adapted(model):  # there PEFT has chosen what is trained
+                model.requires_grad_(False)  # quantised weights have no backward
             count_packed_weights(model)
         keep_when_saving(model)
     report.bytes_after = bytes_a_token(model)
@@ -123,6 +124,11 @@ def keep_when_saving(model: nn.Module) -> None:
         )
 
         mark_quantized(model)
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    """True for a model with adapters of PEFT, which notes their configs in it."""
+    return any("peft_config" in vars(module) for module in model.modules())
 
 
 def _is_savable(model: nn.Module) -> bool:

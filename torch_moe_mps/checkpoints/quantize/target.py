@@ -15,6 +15,7 @@ from ...transformers.basics.interface import (
     Experts,
     are_apart,
     experts_of,
+    is_transposed,
     parts_of,
     projections,
     stack_of,
@@ -79,7 +80,7 @@ class Target:
         """
         if self.is_split and parameter in ("gate_up_proj", "up_proj"):
             halves = stack_of(self.module, "gate_up_proj", values).chunk(
-                2, -1 if self.experts.is_transposed else -2
+                2, -1 if is_transposed(self.experts) else -2
             )
             return halves[parameter == "up_proj"]
         if self.kind == "experts":
@@ -101,8 +102,8 @@ class Target:
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
         stack = weight if self.kind == "experts" else weight.unsqueeze(0)
-        is_transposed = self.experts.is_transposed if self.kind == "experts" else self.is_transposed
-        return stack.mT if is_transposed else stack
+        is_turned = is_transposed(self.experts) if self.kind == "experts" else self.is_transposed
+        return stack.mT if is_turned else stack
 
     def read(self, weight: Tensor) -> Tensor:
         """The matrices that a forward reads of a parameter of a checkpoint, which may have more of them."""

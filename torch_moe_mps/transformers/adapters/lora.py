@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.lora import MAX_RANK
-from ..basics.state import state_of
+from ..basics.interface import FORM, ExpertsForm, is_transposed
+from ..basics.state import ExpertAdapter, state_of
 from ..modules.experts import is_observed, shape_of
 from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 
@@ -124,11 +125,18 @@ class StackParameter:
     ndim = 3
 
     def __init__(self, experts: Any, projection: str):
-        count, rows, columns = shape_of(experts, projection)
-        matrix = (columns, rows) if experts.is_transposed else (rows, columns)
-        self.shape = torch.Size((count, *matrix))
+        self.shape = torch.Size(_dense_shape(experts, projection))
         self.device = getattr(experts, f"{projection}_packed").device
         self.dtype = _dtype_of(experts)
+
+
+def _dense_shape(experts: Any, projection: str) -> tuple[int, ...]:
+    """The shape of a stack in the dense model. The first one of some has matrices that no forward reads."""
+    form: ExpertsForm | None = vars(experts).get(FORM)
+    if form is not None and projection in dict(form.shapes):
+        return dict(form.shapes)[projection]
+    count, rows, columns = shape_of(experts, projection)
+    return (count, columns, rows) if is_transposed(experts) else (count, rows, columns)
 
 
 def _dtype_of(experts: nn.Module) -> torch.dtype:
@@ -179,15 +187,26 @@ class ParamWrapper(layer.ParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         state = state_of(self.get_base_layer())
         before = state.adapters
-        state.adapters = before | {
-            self.parameter_name: [
-                (self.lora_A[item].weight, self.lora_B[item].weight, self.scaling[item]) for item in active
-            ]
-        }
+        state.adapters = before | {self.parameter_name: [*map(self._adapter, active)]}
         try:
             return self.base_layer(x, *args, **kwargs)
         finally:
             state.adapters = before
+
+    def _adapter(self, name: str) -> ExpertAdapter:
+        """The factors of an adapter: the first takes the input.
+
+        PEFT takes stacks [E, input, output] for [E, output, input] where their module has no `is_transposed`:
+        its A then gives the output.
+        """
+        a: Any = self.lora_A[name].weight
+        b: Any = self.lora_B[name].weight
+        experts: int = self.num_experts
+        base = self.get_base_layer()
+        if is_transposed(base) and not getattr(base, "is_transposed", False):
+            rows = b.t().unflatten(0, (-1, experts)).transpose(0, 1).flatten(0, 1)
+            a, b = rows, a.unflatten(0, (experts, -1)).transpose(0, 1).flatten(0, 1).t()
+        return ExpertAdapter(a, b, experts, self.scaling[name])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_merging(self.get_base_layer())

@@ -15,7 +15,7 @@ from ...quantization import TENSORS, Format
 from .report import Done
 from .state import Unsupported
 
-INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # in transformers' experts
+INTERFACE = ("has_gate", "has_bias", "is_concatenated")  # in transformers' experts, as is `is_transposed`
 # The attribute of experts on the disk: their `OnDisk`. Their weights are slots, whose content changes.
 ON_DISK = "_moe_mps_on_disk"
 _CODES = (*TENSORS, "order")
@@ -85,10 +85,13 @@ class ExpertsForm(NamedTuple):
 
     @property
     def interface(self) -> dict[str, bool]:
-        """The attributes of transformers' interface, and their values."""
+        """The attributes of transformers' interface that a module gets, and their values.
+
+        `is_transposed` is not among them: PEFT lays out the factors of adapters by it.
+        """
         has_bias = any(name.endswith("_bias") for name, _ in self.shapes)
         activation = self.activation or Activation(gated=False)
-        flags = activation.gated, has_bias, self.is_transposed, not activation.interleaved
+        flags = activation.gated, has_bias, not activation.interleaved
         return dict(zip(INTERFACE, flags, strict=True))
 
 
@@ -112,7 +115,6 @@ class Experts(nn.Module):
 
     has_gate: bool
     has_bias: bool
-    is_transposed: bool
     is_concatenated: bool
     config: Any
     num_experts: int
@@ -132,13 +134,20 @@ class Experts(nn.Module):
 
 def is_experts(module: nn.Module) -> TypeGuard[Experts]:
     """True if a module has the experts interface of transformers' `use_experts_implementation`."""
-    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
+    flags = INTERFACE if FORM in vars(module) else (*INTERFACE, "is_transposed")
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in flags):
         return False
     if are_apart(module):
         return True
     tensors = [getattr(module, projection, None) for projection in projections(module)]
     dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
     return dense or is_quantized(module)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """True if the dense stacks of an experts module are [E, input, output]."""
+    form: ExpertsForm | None = vars(experts).get(FORM)
+    return bool(experts.is_transposed) if form is None else form.is_transposed
 
 
 def are_apart(module: nn.Module) -> bool:

@@ -129,6 +129,15 @@ class Beside:
     """An object in a model's attributes that changes with each call. No result depends on it."""
 
 
+class ExpertAdapter(NamedTuple):
+    """Factors of a stack of experts, as expert_lora takes them."""
+
+    a: Tensor
+    b: Tensor
+    experts: int
+    scaling: float
+
+
 class State:
     """Knowledge of a module, kept in its attributes.
 
@@ -139,7 +148,7 @@ class State:
         is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
         reach: what keeps the rows of `upstream/reach.py` in that such a layer needs.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
-        adapters: of a call of quantised experts: {projection: [(A, B, scaling)]}, as expert_lora takes them.
+        adapters: of a call of quantised experts: {projection: those of its stack}.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         joined: the matrix of several linear layers, this one the first.
         captures: of a model's decode steps, None where they are not captured.
@@ -153,7 +162,7 @@ class State:
         self.is_attention = False
         self.reach: Any = None
         self.expansion: Any = None
-        self.adapters: dict[str, list[Any]] = {}
+        self.adapters: dict[str, list[ExpertAdapter]] = {}
         self.kv_bits: int | None = None
         self.joined: Any = None
         self.captures: Any = None

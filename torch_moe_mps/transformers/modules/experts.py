@@ -29,6 +29,7 @@ from ..basics.interface import (
     formats_of,
     is_experts,
     is_quantized,
+    is_transposed,
     parts_of,
     projections,
     stack_of,
@@ -132,7 +133,7 @@ def _width_between(module: Any) -> int:
     """Number of outputs of the first matrix for each row."""
     first, _ = projections(module)
     if not is_quantized(module):
-        return int(stack_of(module, first, values=False).shape[2 if module.is_transposed else 1])
+        return int(stack_of(module, first, values=False).shape[2 if is_transposed(module) else 1])
     rows = int(getattr(module, _PACKED[first][0]).shape[1])
     return rows if vars(module).get("up_quantization") is None else 2 * rows
 
@@ -351,8 +352,13 @@ def _dense_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """`_forward` of dense experts, which run eager code for arguments that no operator takes."""
-    first = self.gate_up_proj if self.has_gate else self.up_proj
-    is_eager = runs_eager(self, hidden_states, top_k_weights) or _activation_is_observed(self)
+    first, biases = (
+        self.gate_up_proj if self.has_gate else self.up_proj,
+        _biases(self) if self.has_bias else {},
+    )
+    # Parametrised weights, as PEFT's are, need gradients that no parameter of the module asks for.
+    read = hidden_states, top_k_weights, first, self.down_proj, *biases.values()
+    is_eager = runs_eager(self, *read) or _activation_is_observed(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
         if FORM in self.__dict__ and self.__dict__[FORM].stacks:  # its own code reads other parameters
             return _in_steps(self, hidden_states, top_k_index, top_k_weights)
@@ -363,10 +369,9 @@ def _dense_forward(
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
     options = activation_arguments(activation)
-    if self.is_transposed:
+    if is_transposed(self):
         options["transposed"] = True
-    if self.has_bias:
-        options |= _biases(self)
+    options |= biases
     if form is not None and len(first) > len(self.down_proj):
         first = first[: len(self.down_proj)]
     if form is not None and form.has_identity:
@@ -446,17 +451,12 @@ def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
 
 def _buckets(self: Experts, ids: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
     """The pairs by expert, where adapters of many pairs read them."""
-    if not self.__dict__.get(STATE, NOTHING).adapters or (
-        ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()
-    ):
+    adapters = self.__dict__.get(STATE, NOTHING).adapters
+    if not adapters or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
         return ()
-    order, offsets = ops.moe_bucket(ids, _count(self))
+    most = max(adapter.experts for those in adapters.values() for adapter in those)
+    order, offsets = ops.moe_bucket(ids, most)
     return order, offsets
-
-
-def _count(self: Experts) -> int:
-    form: ExpertsForm | None = self.__dict__.get(FORM)
-    return self.num_experts if form is None else form.experts
 
 
 def _activated(self: Experts, rows: Tensor) -> Tensor:
@@ -499,7 +499,7 @@ def _multiplied(
     if not is_quantized(self):
         if are_apart(self):
             return torch.cat([ops.expert_mm(x, ids, part) for part in parts_of(self, projection)], -1)
-        return ops.expert_mm(x, ids, getattr(self, projection), bias, self.is_transposed)
+        return ops.expert_mm(x, ids, getattr(self, projection), bias, is_transposed(self))
     formats = formats_of(self)
     names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
     biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
@@ -508,8 +508,9 @@ def _multiplied(
         for name, bias_part in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    for a, b, scaling in self.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
-        out = ops.expert_lora(out, x, ids, a, b, _count(self), *buckets, scaling=scaling)
+    for a, b, experts, scaling in self.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
+        pairs = (buckets[0], buckets[1][: experts + 1]) if buckets else ()
+        out = ops.expert_lora(out, x, ids, a, b, experts, *pairs, scaling=scaling)
     return out
 
 

@@ -194,6 +194,8 @@ def _tables(module: nn.Module, layer_type: str | None, read: dict[int, set[str |
         return None
     if tensors is None or not tensors <= {name} or frequencies.is_meta or frequencies.dim() != 1:
         return None
+    if frequencies.dtype not in ACTIVATION_DTYPES:
+        return None
     trial = _TablesTrial(module, layer_type, scaling)
     calls, unreached = trial.calls(2)
     layout = next((layout for layout in _LAYOUTS if trial.agrees(calls, layout)), None)
