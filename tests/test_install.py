@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from support import installed
-from support.processes import python
+from support.processes import REPOSITORY, python
 from support.sweep import in_sweep
 
+import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
 
 HINT = "from torch_moe_mps._install import install_extra; print(install_extra('serve'))"
@@ -57,6 +58,35 @@ def test_a_module_that_is_gone_is_not_installed_again(tmp_path):
     assert names[0] - names[1] == {"torch_moe_mps/gone.py"} and names[1] < names[0]
 
 
+COMMANDS = """
+    import json, shlex, sys, torch_moe_mps_command
+    from torch_moe_mps.commands import main
+    sys.exit(max(main(shlex.split(line)) for line in sys.argv[1:]))
+"""
+EXTRA_OF = {
+    "bench Qwen/X": "transformers",
+    "chat Qwen/X": "transformers",
+    "convert Qwen/X new": "transformers",
+    "fit Qwen/X": "transformers",
+    "generate Qwen/X --prompt a": "transformers",
+    "perplexity Qwen/X": "transformers",
+    "serve Qwen/X": "serve",
+}
+
+
+def test_commands_without_their_extra_name_it():
+    """One line each, before anything is imported: this Python finds no package but ours."""
+    line = [sys.executable, "-S", "-c", textwrap.dedent(COMMANDS), *EXTRA_OF]
+    result = subprocess.run(line, capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY)})
+    said = [line.partition("`") for line in result.stderr.splitlines()]
+    assert [begin for begin, _, _ in said] == [
+        f"torch-moe-mps: error: {command.split()[0]} needs " for command in EXTRA_OF
+    ]
+    found = [(*shlex.split(rest.partition("`")[0]),) for _, _, rest in said]
+    assert all("install" in command for command in found)
+    assert [command[-1] for command in found] == [f"torch-moe-mps[{extra}]" for extra in EXTRA_OF.values()]
+
+
 OPERATOR = """
     import json, torch, torch_moe_mps
     x, weight = torch.randn(3, 64), torch.randn(64)
@@ -65,6 +95,16 @@ OPERATOR = """
     torch.testing.assert_close(got, expected.float())
     checks = torch.library.opcheck(torch.ops.moe_mps.rms_norm.default, (x, weight, 1e-6))
     print(json.dumps([torch_moe_mps.__file__, {*checks.values()} == {"SUCCESS"}]))
+"""
+WITHOUT_MODELS = """
+    import json, torch_moe_mps
+    said = {}
+    for name in torch_moe_mps.__all__:
+        try:
+            getattr(torch_moe_mps, name)
+        except ImportError as error:
+            said[name] = str(error)
+    print(json.dumps(said))
 """
 EVERY_OPERATOR = """
     import importlib.util, json, torch
@@ -97,7 +137,12 @@ def test_environment_of_the_declared_requirements(tmp_path_factory, extra):
     home = installed.declared_environment(tmp_path_factory, extra)
     file, is_right = json.loads(run_in(home, OPERATOR))
     assert is_right and Path(file).is_relative_to(home)
-    if extra:
+    if not extra:
+        said = json.loads(run_in(home, WITHOUT_MODELS))
+        assert {*said} == {*torch_moe_mps.__all__} - {"ops", "synchronize"}
+        for line in said.values():
+            assert line.startswith("torch_moe_mps: models need transformers: `") and "[transformers]" in line
+    else:
         assert run_in(home, MODEL) == "True True"
     if extra == "serve":
         assert run_in(home, SERVE) == "True"

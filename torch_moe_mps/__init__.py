@@ -42,6 +42,8 @@ def __getattr__(name: str) -> Any:
     if name == "ops":
         return importlib.import_module(".ops", __name__)
     if name in _LAZY:
+        if name != "synchronize":
+            importlib.import_module(".transformers", __name__)  # its error says what to install
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

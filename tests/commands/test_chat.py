@@ -25,6 +25,7 @@ def talk(here, monkeypatch, capsys):
         left = iter(lines)
 
         def typed(prompt: str) -> str:
+            assert prompt == "<you>:\n"  # as in the documentation
             line = next(left, None)
             if line is None:
                 raise EOFError
@@ -81,6 +82,9 @@ def test_settings(here, talk):
     shown = talk("--set", "temperature=0.5", lines=lines, says=["hello"])
     config = here.generator.jobs[0].config
     assert (config.do_sample, config.max_new_tokens) == (False, 4)
+    talk("--temp", "0.5", "--top-p", "0.9", lines=["hi"], says=["hello"])
+    config = here.generator.jobs[-1].config
+    assert (config.do_sample, config.temperature, config.top_p) == (True, 0.5, 0.9)
     assert "!set must name arguments of generate(), got nothing" in shown
     assert "!set top_k must be a number" in shown
     assert "'max_new_tokens': 4" in shown and shown.count("!clear") == 1  # of the help

@@ -65,8 +65,13 @@ def test_what_sentence_transformers_has_behind_a_model_is_copied(dense, eight_bi
 def test_packed_weights_are_not_quantised_again(eight_bits, tmp_path, refused):
     """With fewer bits or with more: nothing is written, or loaded, that looks like others."""
     message = "moe_mps::quantize: bits must be left out, or those of the checkpoint, which has affine8_32"
-    for options in (["--bits", 3], ["--bits", 3, "--dry-run"], ["--recipe", "mixed_4_6"]):
-        assert message in refused("convert", eight_bits, tmp_path / "new", *options)
+    for options, got in (
+        (["--bits", 3], "affine3_64"),
+        (["--bits", 3, "--dry-run"], "affine3_64"),
+        (["--recipe", "mixed_4_6"], "affine4_64 and affine6_64"),
+    ):
+        error = refused("convert", eight_bits, tmp_path / "new", *options)
+        assert error == f"{message}: quantise the dense one instead, got {got}"
     assert "--group-size of a packed SRC needs --bits" in refused(
         "convert", eight_bits, tmp_path / "new", "--group-size", 32
     )

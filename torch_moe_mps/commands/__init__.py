@@ -110,15 +110,12 @@ def _line(error: Exception) -> str | None:
     """Line to print for an error that a user can cause; None for any other."""
     if isinstance(error, ImportError):
         return _of_import(error)
-    from huggingface_hub.errors import StrictDataclassError
-    from jinja2 import TemplateError
-    from safetensors import SafetensorError
-
-    if isinstance(error, StrictDataclassError):  # its second line says what is wrong
+    if _is(error, "huggingface_hub.errors", "StrictDataclassError"):  # its second line says what is wrong
         return "the model's config.json: " + " ".join(str(error).split())
-    if isinstance(error, TemplateError):
+    if _is(error, "jinja2", "TemplateError"):
         return f"the model's chat template: {first_line(error)}"
-    if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
+    is_known = isinstance(error, (ValueError, OSError, RuntimeError))
+    if not is_known and not _is(error, "safetensors", "SafetensorError"):
         return None
     if "torch" in sys.modules:  # torch's own words for a fault of the GPU name neither operators nor help
         from .._faults import fault_of
@@ -126,6 +123,11 @@ def _line(error: Exception) -> str | None:
         error = fault_of(error) or error
     line = first_line(error) or type(error).__name__
     return f"{line} --trust-remote-code lets it run." if "trust_remote_code" in str(error) else line
+
+
+def _is(error: Exception, module: str, name: str) -> bool:
+    """Whether an error is of a class of a module, which is imported then, and may be missing."""
+    return isinstance(error, getattr(sys.modules.get(module), name, ()))
 
 
 def _of_import(error: ImportError) -> str:

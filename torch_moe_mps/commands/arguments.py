@@ -255,6 +255,16 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "tokens of an answer, at most (as the checkpoint says, or what the context has left)",
     },
+    "--temperature": {
+        "type": _number("of at least 0", lambda value: value >= 0),
+        "metavar": "T",
+        "help": "of sampling; 0 takes the likeliest token each time (as the checkpoint says)",
+    },
+    "--top-p": {
+        "type": _number("from 0 to 1", lambda value: 0 <= value <= 1),
+        "metavar": "P",
+        "help": "sample among the likeliest tokens with this probability together (as the checkpoint says)",
+    },
     "--system-prompt": {"metavar": "TEXT", "help": "what the model is told first"},
     "--prompt-memory": {
         "type": _number("of at least 0", lambda value: value >= 0),
@@ -287,6 +297,7 @@ _HOW_TO_RUN = (
     "--bits", "--group-size", "--kv-bits", "--experts-memory", "--device", "--dtype", *_FROM_THE_HUB
 )  # fmt: skip
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
+_ANSWERS = ("--max-tokens", "--temperature", "--top-p", "--set")
 _KEPT = ("--prompt-memory", "--prompt-disk", "--prompt-writes")
 
 
@@ -508,12 +519,12 @@ def _chat(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps chat qwen3-4bit
       torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
-      torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --set temperature=0.6
+      torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --temperature 0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
       torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-folder prompts
       torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b                # a small model drafts tokens
     """
-    _add(command, *_MODEL_TO_RUN, "--adapter", "--max-tokens", "--set", "--system-prompt")
+    _add(command, *_MODEL_TO_RUN, "--adapter", *_ANSWERS, "--system-prompt")
     _add(command, "--prompt-folder", *_KEPT, of="none")
     _add(command, "--speculative", of="lookup, and mtp where the checkpoint has it")
     command.set_defaults(parallel=1)
@@ -528,7 +539,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
       torch-moe-mps generate qwen3-4bit --system-prompt "Summarise:" < report.txt > summary.txt
-      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --speculative lookup
+      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --temperature 0.2 --speculative lookup
       torch-moe-mps generate qwen3-4bit --prompts questions.txt --batch 16 > answers.jsonl
       torch-moe-mps generate qwen3-vl-4bit --image cat.png -p "What is this?"
     """
@@ -542,7 +553,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="the prompt as it is, without the chat template")
     _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
-    _add(command, "--max-tokens", "--set")
+    _add(command, *_ANSWERS)
     _add(command, "--prompt-folder", "--prompt-disk", "--prompt-writes", of="none")
     _add(command, "--adapter", *_HOW_TO_RUN)
     _add(command, "--speculative", of=NO_DRAFTS)

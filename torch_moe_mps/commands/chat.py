@@ -5,7 +5,6 @@ Ctrl-C ends the answer; at the prompt it ends the chat, as Ctrl-D does.
 
 import argparse
 import contextlib
-import getpass
 import queue
 import sys
 import threading
@@ -78,7 +77,7 @@ class _Conversation:
         """The next line; None at the end."""
         with at_ctrl_c():
             try:
-                return input(f"<{getpass.getuser()}>:\n")
+                return input("<you>:\n")
             except UnicodeDecodeError as error:
                 print(f"messages must be in UTF-8: {error}\n")
                 return ""

@@ -25,6 +25,10 @@ def check_options(options: argparse.Namespace) -> None:
 
     Raises: ValueError, OSError, ImportError with a one-line message.
     """
+    if options.command not in _WITHOUT_MODELS:
+        for package in ("transformers", "accelerate"):
+            extra = "serve" if options.command == "serve" else "transformers"
+            _check_package(package, options.command, extra)
     check_processes(options)
     recipe = getattr(options, "recipe", None)
     if recipe not in (None, *RECIPES, *MIXED) and not Path(recipe).exists():
@@ -156,6 +160,7 @@ def keeps_blocks(options: argparse.Namespace) -> bool:
     return options.source.endswith(".gguf") and not requests_format(options)
 
 
+_WITHOUT_MODELS = ("check", "launch", "report")
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
     "bench": _check_json,
     "chat": _chat,

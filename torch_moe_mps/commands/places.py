@@ -90,6 +90,11 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
     if file is not None and find_spec("gguf") is None:
         raise ValueError(f"{source} needs the package gguf, which knows the types: {pip_install('gguf')}")
     if not Path(folder).is_dir():
+        if Path(source).is_file():
+            raise ValueError(
+                f"MODEL must be a folder, a name on the Hub or a GGUF file, got the file {source}: "
+                f"its folder is {Path(source).parent}"
+            )
         if file is None:
             return _downloaded(source, revision, weights)
         return _gguf_from_the_hub(folder, file, revision, weights, only_look)

@@ -59,7 +59,7 @@ def key_of(options: argparse.Namespace) -> str | None:
 
 
 def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvicorn.Server":
-    """Server that ends all answers on shutdown."""
+    """Server that ends all answers on shutdown; says at once what its requests cannot have."""
     import uvicorn
 
     from ..serving.http.app import Access, Server
@@ -71,6 +71,8 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
                 threading.Thread(target=served.generator.close, daemon=True).start()
             super().handle_exit(number, frame)
 
+    if (warning := served.template.tools_warning) is not None:
+        print(f"{served.name}: {warning}", file=sys.stderr)
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests

@@ -1,4 +1,4 @@
-"""--set FLAG=VALUE and --max-tokens N: arguments of generate()."""
+"""--set FLAG=VALUE and options of their own: arguments of generate()."""
 
 import argparse
 import json
@@ -12,17 +12,21 @@ _OF_TEXT = {
 }  # fmt: skip
 # Without sampling, transformers ignores these, whatever they are.
 _WORDS = {"true": True, "false": False, "none": None}
+_OPTIONS = {"max_tokens": "max_new_tokens", "temperature": "temperature", "top_p": "top_p"}
 _AT_MOST = {"temperature": math.inf, "top_k": math.inf, "top_p": 1, "min_p": 1, "typical_p": 1}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of --set and --max-tokens. Raises: ValueError."""
+    """The arguments of --set, --max-tokens, --temperature and --top-p. Raises: ValueError."""
     settings = read_settings(options.set)
-    if options.max_tokens is None:
-        return settings
-    if "max_new_tokens" in settings:
-        raise ValueError("--max-tokens and --set max_new_tokens are one setting; leave one out")
-    return settings | {"max_new_tokens": options.max_tokens}
+    for option, name in _OPTIONS.items():
+        if (value := getattr(options, option)) is None:
+            continue
+        if name in settings:
+            written = option.replace("_", "-")
+            raise ValueError(f"--{written} and --set {name} are one setting; leave one out")
+        settings[name] = value
+    return settings
 
 
 def read_settings(texts: Sequence[str], option: str = "--set") -> dict[str, Any]:

@@ -2,18 +2,24 @@
 
 import warnings
 from importlib import metadata
+from importlib.util import find_spec
 
 from .. import _versions
+from .._install import install_extra
 
 
 def require_version() -> None:
     """Warns about an untested version of transformers.
 
-    Raises: ImportError for a version that is too old.
+    Raises: ImportError for a version that is too old, and where there is none.
     """
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            f"torch_moe_mps: models need transformers: `{install_extra('transformers')}`"
+        )
     try:
         version = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
+    except metadata.PackageNotFoundError:  # a checkout
         return
     if (fault := _versions.too_old(version)) is not None:
         raise ImportError(f"torch_moe_mps: {fault}")

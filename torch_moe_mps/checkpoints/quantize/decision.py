@@ -74,9 +74,11 @@ def drop_packed(
     kinds = {target.kind for target in stored.values()}
     main_kind = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
     asked: set[Format] = set()
+    requested: set[Format] = set()
     smaller = False
     for name in stored.keys() & wanted.keys():
         target, formats = wanted.pop(name), stored[name].formats
+        requested.update(target.formats.values())
         report.skipped[name] = f"already {_named(formats.values())}"
         if target.kind == main_kind:
             asked.update({*target.formats.values()} - {*formats.values()})
@@ -84,7 +86,7 @@ def drop_packed(
     if not may_leave and (smaller or (asked and not wanted)):
         has = _named(format for target in stored.values() for format in target.formats.values())
         expected = f"left out, or those of the checkpoint, which has {has}: quantise the dense one instead"
-        Check("quantize").fail("bits", expected, "others")
+        Check("quantize").fail("bits", expected, _named(requested))
 
 
 def _named(formats: Iterable[Format]) -> str:

@@ -51,8 +51,6 @@ class ChatTemplate:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
             processor.chat_template = _begun_by(self.tokenizer) + _CONTINUED
         self.form = form_of(processor)
-        if self.tools_warning is not None:
-            print(f"{name}: {self.tools_warning}", file=sys.stderr)
 
     @functools.cached_property
     def hidden(self) -> set[int]:

@@ -15,7 +15,9 @@ from ..basics.code import is_installed
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import HF_MODULES_CACHE
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # unresolved, as files in code objects are
+_PACKAGE = os.path.dirname(
+    os.path.dirname(os.path.dirname(__file__))
+)  # unresolved, as files in code objects are
 # Folders of the standard library and of all that may be a checkout: torch, transformers, this package, and
 # the files of checkpoints.
 _FOLDERS = tuple(
