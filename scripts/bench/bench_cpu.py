@@ -7,7 +7,7 @@ copies the weights of every selected expert: it is left out where that takes mor
 With --modules ARCHITECTURE... instead: the CPU time of a call of each kind of replaced module of these small
 models, by its operators and by its own code, for a token and for a prompt; the least of several turns.
 
-With --attention instead: `attention` beside torch's scaled_dot_product_attention of the same inputs.
+With --attention instead: `cached_attention` beside torch's scaled_dot_product_attention of the same inputs.
 """
 
 import argparse
@@ -138,7 +138,7 @@ def compare_attention(dtype: torch.dtype, seconds: float) -> None:
         k, v = (torch.randn(1, key_heads, keys, width).to(dtype) for _ in range(2))
         mask, scale = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens), width**-0.5
         calls = {
-            "ours": lambda q=q, k=k, v=v, scale=scale: torch.ops.moe_mps.attention(q, k, v, scale),
+            "ours": lambda q=q, k=k, v=v, scale=scale: torch.ops.moe_mps.cached_attention(q, k, v, scale),
             "torch": lambda q=q, k=k, v=v, mask=mask, scale=scale: (
                 torch.nn.functional.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, scale=scale, enable_gqa=True

@@ -133,7 +133,7 @@ def test_the_bar_knows_how_much_there_is(monkeypatch):
 
     monkeypatch.setattr(check, "Progress", lambda what, total, unit: seen.append(total) or Bar(Bar()))
     monkeypatch.setattr(check, "first_fault", lambda one: None)
-    subjects = calls.subjects(["rms_norm", "attention"], [torch.float32], [])
+    subjects = calls.subjects(["rms_norm", "cached_attention"], [torch.float32], [])
     assert check.compare_all(subjects) == []
     assert seen[0] == len(seen) - 1 > len(subjects)
 
@@ -219,7 +219,7 @@ QUICK_ENCODED = """
             except ValueError:
                 pass  # of heads that the operator does not take, as in compare()
 
-    for name in {*calls.SIZES} - {"attention"}:  # whose blocks of 32 queries no small call has
+    for name in {*calls.SIZES} - {"cached_attention"}:  # whose blocks of 32 queries no small call has
         del calls.SIZES[name]
     once.compare = encoded
     check.check_model = lambda dtype, formats: []

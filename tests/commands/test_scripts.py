@@ -178,7 +178,7 @@ def expected_halved(a):
 
 def draw_silu_mul_stacked(""",
     ),
-    "tests/pinned/used_by.txt": ("heads_mm: ", "halved: \nheads_mm: "),  # as make_used_by.py has it
+    "tests/pinned/used_by.txt": ("_heads_mm: ", "halved: \nheads_mm: "),  # as make_used_by.py has it
 }
 
 # The script of the table, then pytest with the arguments.

@@ -132,7 +132,7 @@ def experts(tokens: int, count: int, slots: int, inputs: int, between: int):
 
 def attention(tokens: int, keys: int, heads: int, key_heads: int):
     k, v = (_values(1, key_heads, keys, 128) for _ in range(2))
-    return OPS.attention(_values(1, heads, tokens, 128), k, v, 0.1)
+    return OPS.cached_attention(_values(1, heads, tokens, 128), k, v, 0.1)
 
 
 def recurrence(tokens: int, key_heads: int, heads: int):
@@ -142,7 +142,7 @@ def recurrence(tokens: int, key_heads: int, heads: int):
 
 def of_heads(tokens: int, transposed: bool):
     x = _values(1, tokens, 32, 192 if transposed else 512, dtype=torch.bfloat16)
-    return OPS.heads_quantized(x, *_matrices(32, 192, 512), transposed=transposed)
+    return OPS._heads_quantized(x, *_matrices(32, 192, 512), transposed=transposed)
 
 
 ESTIMATED = (
@@ -256,7 +256,7 @@ def experts_arguments(shared_gate: torch.Tensor):
 
 def attention_arguments(keys: int, **options):
     q, k, v = normal(2, 4, TOKENS, 32), normal(2, 2, keys, 32), normal(2, 2, keys, 48)
-    return {"query": q, "key": k, "value": v, "scale": 0.2, **options}
+    return {"q": q, "k": k, "v": v, "scale": 0.2, **options}
 
 
 MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
@@ -277,11 +277,11 @@ MASK = torch.ones(TOKENS, 200).tril(30).bool()[None, None].expand(2, 1, -1, -1)
             },
             6,
         ),
-        ("attention", lambda: attention_arguments(TOKENS), 3),
-        ("attention", lambda: attention_arguments(200, window=70, softcap=5.0), 3),
-        ("attention", lambda: attention_arguments(200, attn_mask=MASK, sinks=normal(4)), 3),
+        ("cached_attention", lambda: attention_arguments(TOKENS), 3),
+        ("cached_attention", lambda: attention_arguments(200, window=70, softcap=5.0), 3),
+        ("cached_attention", lambda: attention_arguments(200, attn_mask=MASK, sinks=normal(4)), 3),
         (
-            "_attention_step",
+            "_cached_attention",
             lambda: (
                 attention_arguments(200, key_range=torch.tensor([[3, 200], [60, 180]]).int())
                 | {"gate": normal(2, TOKENS, 4, 48)}

@@ -183,9 +183,9 @@ def test_formats(device, case):
 
 # Integers that are compared with others, and are no size, count of steps or place in memory.
 ANY_SIZE = {
-    ("attention", "window"),
-    ("attention", "lookahead"),
-    *(("_attention_step", each) for each in ("window", "lookahead", "tail_rate", "position")),
+    ("cached_attention", "window"),
+    ("cached_attention", "lookahead"),
+    *(("_cached_attention", each) for each in ("window", "lookahead", "tail_rate", "position")),
     ("_index_topk", "top_k"),
     ("sample", "top_k"),
     ("_sample_with_flags", "top_k"),

@@ -9,8 +9,8 @@ from support.oracles_operators import checked
 from support.sweep import in_sweep
 from support.values import DTYPES, EACH_DTYPE, far_apart, numbers
 
-from torch_moe_mps.ops.families.attention import _attention_step
-from torch_moe_mps.ops.families.attention import attention as attend
+from torch_moe_mps.ops.families.attention import _cached_attention
+from torch_moe_mps.ops.families.attention import cached_attention as attend
 from torch_moe_mps.quantization import quantize
 
 
@@ -40,21 +40,23 @@ def test_8_bits(device, dtype):
         (3, 1, 1, 9, 512, 512, (64, 64)),
     ):
         q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
-        caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, key=k, value=v).items()}
+        caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, k=k, v=v).items()}
         options = {"window": 30, "dtype": "float32"}
-        assert checked("_attention_step", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
+        assert (
+            checked("_cached_attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
+        )
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_what_kernels_count_in_32_bits_may_lie_further_apart(device, dtype):
     """Scales and biases of two heads of keys, rows of a mask."""
     q, k, v = tensors("cpu", dtype, 1, 4, 2, 2, 20, 32)
-    caches = in_8_bits(device, (32, 32), key=k, value=v)
-    groups = far_apart(torch.stack((caches["key_scales"], caches["key_biases"])), 2)
+    caches = in_8_bits(device, (32, 32), k=k, v=v)
+    groups = far_apart(torch.stack((caches["k_scales"], caches["k_biases"])), 2)
     q, k, v = (tensor.to(device) for tensor in (q, k, v))
-    checked("attention", q, scale=0.2, **caches | {"key_scales": groups[0], "key_biases": groups[1]})
+    checked("cached_attention", q, scale=0.2, **caches | {"k_scales": groups[0], "k_biases": groups[1]})
     mask = numbers(1, 1, 2, 20) > 0.0
-    checked("attention", q, k, v, 0.2, attn_mask=far_apart(mask.to(device), 2))
+    checked("cached_attention", q, k, v, 0.2, attn_mask=far_apart(mask.to(device), 2))
 
 
 @pytest.fixture
@@ -91,7 +93,9 @@ def test_prompts_that_fill_the_gpu(one_core, dtype, options):
         if "key_range" in given:
             given["key_range"] = torch.tensor([[5, keys - 3]], dtype=torch.int32, device="mps")
         with one_core.trace() as commands:
-            checked("_attention_step" if "gate" in given else "attention", q, k, v, width**-0.5, **given)
+            checked(
+                "_cached_attention" if "gate" in given else "cached_attention", q, k, v, width**-0.5, **given
+            )
         assert any(kernel in str(command) for command in commands), kernel
 
 
@@ -101,7 +105,7 @@ def test_float32_and_masks_have_no_blocks_of_32_queries(one_core, masked):
     q, k, v = tensors("mps", dtype, 1, 8, 4, 40, 40, 64)
     mask = torch.ones(1, 1, 40, 40, dtype=torch.bool, device="mps").tril() if masked else None
     with one_core.trace() as commands:
-        checked("attention", q, k, v, 0.125, attn_mask=mask)
+        checked("cached_attention", q, k, v, 0.125, attn_mask=mask)
     assert any("attention16_64" in str(command) for command in commands)
 
 
@@ -109,7 +113,7 @@ def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)
     for sinks in (None, numbers(2).to(device)):
-        out = checked("attention", q, k, v, 1.0, sinks=sinks)
+        out = checked("cached_attention", q, k, v, 1.0, sinks=sinks)
         assert (exact(out[:, :2]) == 0.0).all()
 
 
@@ -147,7 +151,7 @@ def test_ranges(device, dtype, window):
                 cache[row, :, : max(first, 0)], cache[row, :, max(end, 0) :] = torch.nan, torch.nan
         sinks = numbers(heads).to(device) if sinks else None
         options = {"window": window, "key_range": ranges(device), "sinks": sinks, "softcap": 9.0}
-        checked("attention", q, k, v, 0.3, **options)
+        checked("cached_attention", q, k, v, 0.3, **options)
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -155,8 +159,8 @@ def test_ranges_of_a_long_cache(device, dtype):
     """Chunks before a range, after it, and those in which it ends; in 8 bits and in 16."""
     of = [[1000, 2**31 - 1], [0, 130], [1199, 1200]]
     q, k, v = tensors(device, dtype, 3, 2, 1, 2, 1200, 32)
-    for caches in ({"key": k, "value": v}, in_8_bits(device, (32, 32), key=k, value=v)):
-        checked("attention", q, scale=0.3, key_range=ranges(device, of), **caches)
+    for caches in ({"k": k, "v": v}, in_8_bits(device, (32, 32), k=k, v=v)):
+        checked("cached_attention", q, scale=0.3, key_range=ranges(device, of), **caches)
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -164,9 +168,7 @@ def test_keys_outside_of_a_range_are_not_read(simulated, dtype):
     """In one chunk, and in several."""
     for keys, of in ((200, [[150, 200], [0, 30]]), (640, [[600, 2**31 - 1], [0, 30]])):
         q, k, v = tensors("mps", dtype, 2, 4, 1, 1, keys, 64)
-        read = bytes_read(
-            simulated, {"query": q, "key": k, "value": v}, scale=0.3, key_range=ranges("mps", of)
-        )
+        read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, key_range=ranges("mps", of))
         assert read == [sum(min(end, keys) - first for first, end in of) * 64 * dtype.itemsize] * 2
 
 
@@ -194,13 +196,21 @@ def test_a_static_cache(device, kind, keys):
     unseen = ~seen.any(2)[:, 0]
     for cache in (k, v):
         cache.masked_fill_(unseen[:, None, :, None].to(device), torch.nan)
-    checked("attention", q, k, v, 0.3, attn_mask=as_kind(seen, kind).to(device), sinks=numbers(4).to(device))
+    checked(
+        "cached_attention",
+        q,
+        k,
+        v,
+        0.3,
+        attn_mask=as_kind(seen, kind).to(device),
+        sinks=numbers(4).to(device),
+    )
 
 
 def bytes_read(simulated, tensors_of, buffers=(1, 2), **options) -> list[int]:
     """Bytes of keys and values that the kernel reads."""
     with simulated.counters() as dispatches:
-        _attention_step(**tensors_of, **options)
+        _cached_attention(**tensors_of, **options)
     return [dispatches[0].buffers[i].bytes_read for i in buffers]
 
 
@@ -209,7 +219,7 @@ def test_hidden_keys_are_not_read(simulated, dtype):
     q, k, v = tensors("mps", dtype, 1, 4, 1, 1, 640, 64)
     mask = (torch.arange(640) < 40).view(1, 1, 1, -1).to("mps")
     assert (
-        bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, attn_mask=mask)
+        bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, attn_mask=mask)
         == [40 * 64 * dtype.itemsize] * 2
     )
 
@@ -220,7 +230,7 @@ def test_each_key_is_read_once(simulated, heads, tokens, width, dtype):
     """For all queries of its head, up to 16, or 8 where the head is wide; in chunks and in none."""
     for keys in (130, 520):
         q, k, v = tensors("mps", dtype, 1, 2 * heads, 2, tokens, keys, width)
-        read = bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3)
+        read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3)
         assert read == [k.nbytes, v.nbytes]
 
 
@@ -230,14 +240,13 @@ def test_keys_of_a_prompt(simulated, dtype):
     q, k, v = tensors("mps", dtype, 1, 4, 1, 64, 64, 64)
     tokens = [4 * (block + 1) for block in range(16)]  # the keys of a block of 4 tokens x 4 heads
     assert (
-        bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3)
-        == [sum(tokens) * 64 * dtype.itemsize] * 2
+        bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3) == [sum(tokens) * 64 * dtype.itemsize] * 2
     )
     windowed = [min(4 + 10 - 1, n) for n in tokens]
-    read = bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, window=10)
+    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10)
     assert read == [sum(windowed) * 64 * dtype.itemsize] * 2
     two_sided = [min(n + 5, 64) - max(n - 4 - 9, 0) for n in tokens]
-    read = bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, window=10, lookahead=5)
+    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10, lookahead=5)
     assert read == [sum(two_sided) * 64 * dtype.itemsize] * 2
 
 
@@ -252,32 +261,29 @@ def test_indices_read_what_they_select(simulated):
     for cache in (k, v):
         cache[:, :, unread.to("mps")] = torch.nan
     assert torch.equal(attend(q, k, v, 0.3, indices=indices), expected)
-    assert (
-        bytes_read(simulated, {"query": q, "key": k, "value": v}, scale=0.3, indices=indices)
-        == [2 * 64 * 4] * 2
-    )
+    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, indices=indices) == [2 * 64 * 4] * 2
     strided = indices.repeat(1, 1, 1, 2)[..., ::2].transpose(2, 3).contiguous().transpose(2, 3)
     assert strided.stride(3) != 1
     both = torch.tensor([3, 997], dtype=torch.int32).to("mps").expand(1, 1, 2, 2)
-    checked("attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], 0.3)
+    checked("cached_attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], 0.3)
     assert attend(q, k, v, 0.3, indices=both).isfinite().all()
 
 
 def test_a_token_reads_what_it_sees_of_a_tail(simulated):
     q, k, v = tensors("mps", torch.float32, 1, 8, 1, 1, 100, 64)
-    _, key_tail, value_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
+    _, k_tail, v_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
     seen = {"window": 20, "tail_rate": 4, "position": 7}  # and so two keys of the tail
-    options = seen | {"key_tail": key_tail, "value_tail": value_tail}
-    expected = _attention_step(q, k, v, 0.3, **options)
+    options = seen | {"k_tail": k_tail, "v_tail": v_tail}
+    expected = _cached_attention(q, k, v, 0.3, **options)
     for cache, unseen in (
         (k, slice(0, 80)),
         (v, slice(0, 80)),
-        (key_tail, slice(2, 50)),
-        (value_tail, slice(2, 50)),
+        (k_tail, slice(2, 50)),
+        (v_tail, slice(2, 50)),
     ):
         cache[:, :, unseen] = torch.nan
-    assert torch.equal(_attention_step(q, k, v, 0.3, **options), expected)
-    read = bytes_read(simulated, {"query": q, "key": k, "value": v}, (1, 2, 7, 9), scale=0.3, **options)
+    assert torch.equal(_cached_attention(q, k, v, 0.3, **options), expected)
+    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, (1, 2, 7, 9), scale=0.3, **options)
     assert read == [20 * 64 * 4] * 2 + [2 * 64 * 4] * 2
 
 
@@ -298,7 +304,7 @@ def test_large_scores(device):
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 1, 100, 16)
     for scale, sink in ((1e4, 0.0), (-1e4, 0.0), (1e-3, 1e5), (1.0, -torch.inf)):
         sinks = torch.full((2,), sink, device=device)
-        out = checked("attention", q, k, v, scale, sinks=sinks)
+        out = checked("cached_attention", q, k, v, scale, sinks=sinks)
         highest = exact(q)[0, :, 0] @ exact(k)[0, 0].T * scale
         if scale == 1e-3:
             assert (exact(out) == 0.0).all()
@@ -334,17 +340,17 @@ def test_torch_computes_what_it_has_on_a_cpu(monkeypatch):
         {"attn_mask": mask},
         {"attn_mask": torch.where(mask, 0.5, -torch.inf)},
     ):
-        checked("attention", q, k, v, 0.2, **options)
-    checked("attention", q[:, :, :1], k, v, 0.2)
+        checked("cached_attention", q, k, v, 0.2, **options)
+    checked("cached_attention", q[:, :, :1], k, v, 0.2)
     assert finite == [True] * 5
     sinks = numbers(8)
     for options in ({"window": 9}, {"softcap": 5.0}, {"sinks": sinks}):
-        checked("attention", q, k, v, 0.2, **options)
+        checked("cached_attention", q, k, v, 0.2, **options)
     assert len(finite) == 5
     mask[0, :, 1] = False
     mask[..., 7] = False
     k[:, :, 7], v[:, :, 7] = torch.nan, torch.inf
-    out = checked("attention", q, k, v, 0.2, attn_mask=mask)
+    out = checked("cached_attention", q, k, v, 0.2, attn_mask=mask)
     assert finite[5:] == [False] and out.isfinite().all() and (out[0, 1] == 0.0).all()
 
 
@@ -360,7 +366,7 @@ def test_keys_and_values_in_8_bits_are_read_once(simulated, dtype):
     for keys in (200, 1000):
         q, *_ = tensors("mps", dtype, 1, 16, 2, 1, 1, 128)
         k, v = (torch.zeros(1, 2, keys, 32, dtype=torch.int32, device="mps") for _ in range(2))
-        names = ("key_scales", "key_biases", "value_scales", "value_biases")
+        names = ("k_scales", "k_biases", "v_scales", "v_biases")
         groups = {name: torch.ones(1, 2, keys, 2, dtype=dtype, device="mps") for name in names}
         with simulated.counters() as dispatches:
             attend(q, k, v, 0.1, **groups)
@@ -388,7 +394,7 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
     memory = numbers(2 * 5 * 3 * width + 1, dtype=dtype, scale=4.0).to(device)
     states = memory[1:].view(2, 5, 3, width).transpose(1, 2)  # not on 16 bytes
     cache = cache_of(states, 9, group, device)
-    torch.ops.moe_mps.write_cache_quantized_(states, *cache, 2)
+    torch.ops.moe_mps._write_cache_quantized_(states, *cache, 2)
     values = dequantise(*(tensor.cpu() for tensor in cache), f"affine8_{group}")
     off = abs(values[:, :, 2:7] - exact(states)).reshape(2, 3, 5, -1, group).max(-1)
     step = exact(cache[1])[:, :, 2:7]
@@ -408,7 +414,7 @@ def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
     states[:, :, 0], states[:, :, 1] = 0.3, 0.0
     states[0, 0, 2, 5], states[0, 0, 3, 40] = float("inf"), float("nan")
     cache = cache_of(states, 4, 32, device)
-    torch.ops.moe_mps.write_cache_quantized_(states.to(device), *cache, 0)
+    torch.ops.moe_mps._write_cache_quantized_(states.to(device), *cache, 0)
     with np.errstate(invalid="ignore"):
         values = dequantise(*(tensor.cpu() for tensor in cache), "affine8_32")[0, 0].reshape(4, 2, 32)
     assert (values[0] == exact(states)[0, 0, 0, 0]).all() and (values[1] == 0.0).all()

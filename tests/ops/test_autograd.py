@@ -12,7 +12,7 @@ from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 NUMBERS_OF_TOKENS = ("moe_bucket", "moe_compute_ids_tpe", "_index_topk", "sample", "_sample_with_flags")
 WITH_NUMBERS = [name for name in OPERATORS if name not in NUMBERS_OF_TOKENS]
 # One tensor, several, with integers among them, none; backward declared for some arguments.
-EACH_KIND = ("rms_norm", "rope", "moe_router", "write_cache_quantized_", "expert_qmm")
+EACH_KIND = ("rms_norm", "rope", "moe_router", "_write_cache_quantized_", "expert_qmm")
 
 
 def floating_arguments(name: str, device: str) -> tuple[dict, list[str]]:

@@ -45,7 +45,7 @@ class Layer(torch.nn.Module):
             for name in ("cos", "sin")
         )
         q, k = ops.rope(heads, heads[:, :, :2], cos, sin, rotary_dim=H // 4)
-        attended = ops.attention(q, k, k, 0.5, window=3, sinks=self.bias[:4])
+        attended = ops.cached_attention(q, k, k, 0.5, window=3, sinks=self.bias[:4])
         next_input = next_input + attended.flatten(2)[0]
         ops.weighted_sum_residual_stacked_(updated, out.unsqueeze(1), weights[:, :1])
         return updated, next_input, total, order, offsets

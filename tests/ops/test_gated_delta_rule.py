@@ -7,7 +7,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, far_apart, numbers
 
-from torch_moe_mps.ops.families.gated_delta_rule import _gated_delta_rule_step_, gated_delta_rule_
+from torch_moe_mps.ops.families.gated_delta_rule import _gated_delta_rule_, gated_delta_rule_
 
 
 def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=0, wide=False):
@@ -25,7 +25,7 @@ RULE = {"l2norm_eps": 1e-6, "decay_form": "softplus", "beta_activation": "sigmoi
 def check(arguments, device, **options):
     arguments = [None if tensor is None else tensor.clone().to(device) for tensor in arguments]
     options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
-    name = "_gated_delta_rule_step_" if "gate" in options else "gated_delta_rule_"
+    name = "_gated_delta_rule_" if "gate" in options else "gated_delta_rule_"
     result = checked(name, *arguments, arguments[0].shape[-1] ** -0.5, **options)
     assert result.dtype == arguments[2].dtype
 
@@ -157,7 +157,7 @@ def test_tokens_that_are_pending(device, options, wide):
         *heads, decay, strength = (each[rows, step, taken] for each in tokens)
         more = {"beta": strength, "l2norm_eps": 1e-6, **options}
         decay = None if options else decay
-        return _gated_delta_rule_step_(*heads, decay, *states, 0.2, **more, **pending)
+        return _gated_delta_rule_(*heads, decay, *states, 0.2, **more, **pending)
 
     pending = torch.full((2, 2, 5, 20 + 16 + 2 + (20 if wide else 1)), float("nan"), device=device)
     Steps(device).check([state.to(device)], pending, call)
@@ -176,7 +176,7 @@ def test_pending_tokens_that_leave_no_room_for_those_of_the_call(device):
         *of_heads, strength = tokens
         counts = torch.tensor([[count]], dtype=torch.int32, device=device)
         kept = {"pending_": pending, "counts": counts, "keep": strength.shape[1] > 1}
-        found.append(_gated_delta_rule_step_(*of_heads, own, 0.2, beta=strength, l2norm_eps=1e-6, **kept))
+        found.append(_gated_delta_rule_(*of_heads, own, 0.2, beta=strength, l2norm_eps=1e-6, **kept))
     assert torch.equal(torch.cat(found, 1).cpu(), expected.cpu()) and torch.equal(own.cpu(), whole.cpu())
 
 
@@ -186,9 +186,9 @@ def test_a_call_of_no_tokens_takes_in_those_that_are_pending(device):
     pending, right = torch.zeros(1, 2, 8, 39, device=device), state.clone()
     two, none = (torch.tensor([[n]], dtype=torch.int32, device=device) for n in (2, 0))
     gated_delta_rule_(q[:, :2], k[:, :2], v[:, :2], g[:, :2], right, 0.2, beta=beta[:, :2])
-    _gated_delta_rule_step_(q, k, v, g, state, 0.2, beta=beta, pending_=pending, counts=none, keep=True)
+    _gated_delta_rule_(q, k, v, g, state, 0.2, beta=beta, pending_=pending, counts=none, keep=True)
     empty = (tensor[:, :0] for tensor in (q, k, v, g))
-    out = _gated_delta_rule_step_(*empty, state, 0.2, beta=beta[:, :0], pending_=pending, counts=two)
+    out = _gated_delta_rule_(*empty, state, 0.2, beta=beta[:, :0], pending_=pending, counts=two)
     assert out.shape == (1, 0, 2, 16) and torch.equal(state, right)
 
 

@@ -239,7 +239,7 @@ def test_only_operators_that_write_have_the_name():
 
 
 # One tensor, several, none.
-EACH_KIND = ("rms_norm", "rope", "write_cache_quantized_")
+EACH_KIND = ("rms_norm", "rope", "_write_cache_quantized_")
 
 
 @pytest.mark.on("mps")

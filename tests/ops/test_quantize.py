@@ -1,4 +1,4 @@
-"""quantize_by_importance on the device, beside its reference and its oracle."""
+"""_quantize_by_importance on the device, beside its reference and its oracle."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from support.oracles_operators import checked
 from support.quantized_layers import WEIGHED
 from support.values import DTYPES, awkward_weights
 
-from torch_moe_mps.ops.families.quantize import quantize_by_importance
+from torch_moe_mps.ops.families.quantize import _quantize_by_importance
 
 
 def given(dtype, experts=3, columns=256):
@@ -26,8 +26,8 @@ def given(dtype, experts=3, columns=256):
 def test_as_good_as_the_reference(device, format, dtype):
     """Sums in another order decide otherwise where two scales are equally good."""
     weight, importance = given(dtype)
-    ours = checked("quantize_by_importance", weight.to(device), importance.to(device), format)
-    ours, theirs = [x.cpu() for x in ours], quantize_by_importance(weight, importance, format)
+    ours = checked("_quantize_by_importance", weight.to(device), importance.to(device), format)
+    ours, theirs = [x.cpu() for x in ours], _quantize_by_importance(weight, importance, format)
     assert (ours[0] == theirs[0]).float().mean() > 0.93
     size = group_sums(importance.double()[:, None].numpy() * weight.double().numpy() ** 2, format)
     with np.errstate(all="ignore"):
@@ -38,10 +38,10 @@ def test_as_good_as_the_reference(device, format, dtype):
 
 def test_what_is_not_finite_stays_in_its_group(device):
     weight, importance = (tensor.to(device) for tensor in given(torch.float16))
-    plain = quantize_by_importance(weight, importance, "affine4_64")
+    plain = _quantize_by_importance(weight, importance, "affine4_64")
     spoilt = weight.clone()
     spoilt[0, 3, 70], spoilt[2, 16, 255] = torch.nan, torch.inf
-    found = quantize_by_importance(spoilt, importance, "affine4_64")
+    found = _quantize_by_importance(spoilt, importance, "affine4_64")
     whole = torch.ones(3, 17, 256, dtype=torch.bool)
     whole[0, 3, 64:128] = whole[2, 16, 192:] = False
     for before, after in zip(plain, found, strict=True):

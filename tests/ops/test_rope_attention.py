@@ -1,11 +1,11 @@
-"""_rope_attention_: as _rope_cache_ and _attention_step one after the other."""
+"""_rope_attention_: as _rope_cache_ and _cached_attention one after the other."""
 
 import pytest
 import torch
 from support.oracles_operators import checked
 from support.values import EACH_DTYPE, random
 
-from torch_moe_mps.ops.families.attention import _attention_step, _rope_attention_
+from torch_moe_mps.ops.families.attention import _cached_attention, _rope_attention_
 from torch_moe_mps.ops.families.rope import _rope_cache_
 
 TURNED = ("attention_turned", "attention_merge")
@@ -31,7 +31,7 @@ def check_turned(given: dict) -> None:
     before = {n: given[n]._base.clone() for n in ("keys_", "values_")}
     turned = _rope_cache_(**turning)
     options = {n: given[n] for n in OF_ATTENTION if n in given}
-    two = _attention_step(turned, given["keys_"], given["values_"], given["scale"], **options).cpu()
+    two = _cached_attention(turned, given["keys_"], given["values_"], given["scale"], **options).cpu()
     after = {n: given[n]._base.cpu() for n in before}
     for name, value in before.items():
         given[name]._base.copy_(value)

@@ -108,7 +108,7 @@ FAULTS = {
         "gated_delta_rule_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"
     ),
     "tokens that are pending": Fault(
-        "_gated_delta_rule_step_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
+        "_gated_delta_rule_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
     ),
     "tokens of a selective scan that are pending": Fault(
         "selective_scan_", "rows[t * width + 2 * k", "rows[0 * width + 2 * k", at_size=False

@@ -223,7 +223,7 @@ def test_plans_for_the_sizes_of_models_have_kernels_that_were_compared(simulated
             assert planned(ops._plan_linear, many, rows) <= linears
         return
     for heads, key_heads, *head in ATTENTION:
-        attention = compared("attention", tuple(head))
+        attention = compared("cached_attention", tuple(head))
         for many in tokens:
             assert planned(ops._plan_attention, 1, many, heads, key_heads, 4096 + many, *head) <= attention
 
@@ -379,7 +379,7 @@ def test_results_of_a_check_are_numbers_in_float16(format):
 
 def test_heads_that_no_operator_takes(new_machine):
     """A module may have an attribute of that name which means something else."""
-    wide = [calls.Subject("attention", torch.float32, None, (1000, 1000))]
+    wide = [calls.Subject("cached_attention", torch.float32, None, (1000, 1000))]
     odd = [calls.Subject("rope", torch.float32, None, (15, 15))]
     assert once.first_failures(once.checks_of(wide + odd)) == ({}, set())
 

@@ -29,7 +29,7 @@ def test_every_call_is_right(simulated):
             "_mlp_quantized",
             "moe_router",
             "rms_norm",
-            "attention",
+            "cached_attention",
         )
     }
 

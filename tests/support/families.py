@@ -73,8 +73,15 @@ def check_routers(own, model, report) -> None:
 
 
 # Operators of some calls alone: of few tokens, of more keys than are chosen, or of captured tokens.
-IN_SOME_CALLS = {"_index_topk", "_pool_window_", "attention", "heads_mm", "_rope_cache_", "router_logits"}
-IN_SOME_CALLS |= {"_attention_step", "_sample_with_flags"}
+IN_SOME_CALLS = {
+    "_index_topk",
+    "_pool_window_",
+    "cached_attention",
+    "_heads_mm",
+    "_rope_cache_",
+    "router_logits",
+}
+IN_SOME_CALLS |= {"_cached_attention", "_sample_with_flags"}
 # {operator: architectures of which a prompt of text runs no layer with it: those of images, or that rotate}
 NOT_OF_TEXT = {
     "layer_norm": (

@@ -392,11 +392,11 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   return output;
 }
 
-Tensor attention(const AttentionArguments& given) {
+Tensor cached_attention(const AttentionArguments& given) {
   return attend(given);
 }
 
-Tensor _attention_step(AttentionArguments given, const Gate& gate, const Tail& tail,
+Tensor _cached_attention(AttentionArguments given, const Gate& gate, const Tail& tail,
                        std::optional<std::string_view> dtype) {
   given.gate = gate;
   given.tail = tail;
@@ -452,7 +452,7 @@ bool is_long(double products) {
   return is_too_long(kSlotsOfAttention * products / 2);
 }
 
-void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
+void _write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
                             const Tensor& biases_, int64_t start) {
   if (states_.numel() == 0) return;
   const Tensor states = vector_rows(states_);
@@ -485,9 +485,9 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 }  // namespace
 
 MOE_FUNCTION("_is_long(float products) -> bool", is_long)
-MOE_OPERATOR(attention)
-MOE_OPERATOR(_attention_step)
+MOE_OPERATOR(cached_attention)
+MOE_OPERATOR(_cached_attention)
 MOE_OPERATOR(_rope_attention_)
-MOE_OPERATOR(write_cache_quantized_)
+MOE_OPERATOR(_write_cache_quantized_)
 
 }  // namespace moe_mps

@@ -204,13 +204,13 @@ Tensor gated_delta_rule_(const DeltaRule& rule) {
   return run(rule);
 }
 
-Tensor _gated_delta_rule_step_(const DeltaRule& rule, const OutputGate& out, const Pending& pending) {
+Tensor _gated_delta_rule_(const DeltaRule& rule, const OutputGate& out, const Pending& pending) {
   return run(rule, out, pending);
 }
 
 }  // namespace
 
 MOE_OPERATOR(gated_delta_rule_)
-MOE_OPERATOR(_gated_delta_rule_step_)
+MOE_OPERATOR(_gated_delta_rule_)
 
 }  // namespace moe_mps

@@ -82,7 +82,7 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
   return out;
 }
 
-Tensor heads_mm(const Tensor& x, const Tensor& weight, bool transposed, const OptionalTensor& tail) {
+Tensor _heads_mm(const Tensor& x, const Tensor& weight, bool transposed, const OptionalTensor& tail) {
   const int64_t between = rows_between_heads(weight);
   if (between == 0) warn_of_copy(weight);
   MatrixStack matrix{{"experts", weight.scalar_type()},
@@ -109,7 +109,7 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
   return matrix;
 }
 
-Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
+Tensor _heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                        const OptionalTensor& biases, std::string_view format, bool transposed,
                        const OptionalTensor& tail, std::optional<std::string_view> output_dtype) {
   const auto wanted = output_dtype ? dtype_named(*output_dtype) : x.scalar_type();
@@ -122,7 +122,7 @@ Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scal
 
 }  // namespace
 
-MOE_OPERATOR(heads_mm)
-MOE_OPERATOR(heads_quantized)
+MOE_OPERATOR(_heads_mm)
+MOE_OPERATOR(_heads_quantized)
 
 }  // namespace moe_mps

@@ -43,7 +43,7 @@ int64_t mixing_groups(const HyperParams& params) {
   return ceil_div(params.width, 4 * kHyperThreads);
 }
 
-Tensor hyper_update(const Tensor& streams, const Tensor& out, const Tensor& post,
+Tensor _hyper_update(const Tensor& streams, const Tensor& out, const Tensor& post,
                     const OptionalTensor& comb) {
   const Tensor updated = at::empty(streams.sizes(), streams.options());
   if (updated.numel() == 0) return updated;
@@ -57,7 +57,7 @@ Tensor hyper_update(const Tensor& streams, const Tensor& out, const Tensor& post
   return updated;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> hyper_connection(
+std::tuple<Tensor, Tensor, Tensor, Tensor> _hyper_connection(
     const Tensor& streams, const Tensor& fn_, const Tensor& base_, const Tensor& scale_,
     const OptionalTensor& out, const OptionalTensor& post, const OptionalTensor& comb, double norm_eps,
     double eps, int64_t iterations, double post_factor, double post_eps) {
@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hyper_connection(
 
 }  // namespace
 
-MOE_OPERATOR(hyper_update)
-MOE_OPERATOR(hyper_connection)
+MOE_OPERATOR(_hyper_update)
+MOE_OPERATOR(_hyper_connection)
 
 }  // namespace moe_mps

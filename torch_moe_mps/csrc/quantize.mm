@@ -15,7 +15,7 @@ using at::Tensor;
 
 constexpr double kSlotsOfWeight = 200;  // by the cost model
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& weight_,
+std::tuple<Tensor, Tensor, Tensor, Tensor> _quantize_by_importance(const Tensor& weight_,
                                                                   const Tensor& importance_,
                                                                   std::string_view to) {
   const WeightFormat& format = weight_format(to);
@@ -50,6 +50,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& 
 
 }  // namespace
 
-MOE_OPERATOR(quantize_by_importance)
+MOE_OPERATOR(_quantize_by_importance)
 
 }  // namespace moe_mps

@@ -9,8 +9,7 @@ from pkgutil import iter_modules
 
 from . import families
 from ._registry import OPERATORS as OPERATORS
-from .families.attention import attention as attention
-from .families.attention import write_cache_quantized_ as write_cache_quantized_
+from .families.attention import cached_attention as cached_attention
 from .families.causal_conv1d import causal_conv1d_update_ as causal_conv1d_update_
 from .families.combine import expert_activation as expert_activation
 from .families.combine import moe_weighted_reduce as moe_weighted_reduce
@@ -21,10 +20,6 @@ from .families.combine import weighted_sum_stacked as weighted_sum_stacked
 from .families.experts import expert_mm as expert_mm
 from .families.experts import moe_experts as moe_experts
 from .families.gated_delta_rule import gated_delta_rule_ as gated_delta_rule_
-from .families.heads import heads_mm as heads_mm
-from .families.heads import heads_quantized as heads_quantized
-from .families.hyper_connection import hyper_connection as hyper_connection
-from .families.hyper_connection import hyper_update as hyper_update
 from .families.linear import embedding_quantized as embedding_quantized
 from .families.linear import linear_quantized as linear_quantized
 from .families.linear import mlp_quantized as mlp_quantized
@@ -38,7 +33,6 @@ from .families.norms import fused_residual_norm_scalar as fused_residual_norm_sc
 from .families.norms import layer_norm as layer_norm
 from .families.norms import rms_norm as rms_norm
 from .families.norms import rms_norm_gated as rms_norm_gated
-from .families.quantize import quantize_by_importance as quantize_by_importance
 from .families.quantized import expert_qmm as expert_qmm
 from .families.quantized import moe_experts_quantized as moe_experts_quantized
 from .families.rope import rope as rope

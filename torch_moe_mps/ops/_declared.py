@@ -11,7 +11,7 @@ and dtype or as the name of an argument. A result's size may also be an integer 
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int64": (torch.int64,),
 }
 _TENSOR = re.compile(r"(\w*)((?:\|?\[[^\]]*\])*)(?::(\w+))?")
+_BETWEEN = re.compile(r" (?![^\[]*\])")  # tensors
 _SIZE = re.compile(r"([^<>]+)(?:([<>])=(\d+))?")
 
 
@@ -126,6 +127,18 @@ class Declared:
         self.allowed = allowed
         self.dependences = [Dependence(text) for text in dependences]
 
+    def of(self, arguments: Container[str]) -> "Declared":
+        """The declaration of an operator that has these of the arguments."""
+        texts, arrow, results = self.line.partition(" ->")
+        tensors = [text for text in _BETWEEN.split(texts) if re.split(r"\W", text)[0] in arguments]
+        allowed = {name: what for name, what in self.allowed.items() if name in arguments}
+        rules = [
+            text
+            for text, rule in zip(self.texts, self.dependences, strict=True)
+            if rule.other in arguments and any(name in arguments for name in rule.arguments)
+        ]
+        return Declared(" ".join(tensors) + arrow + results, allowed, rules, self.doubles)
+
     def check(self, check: Check, given: dict[str, Any]) -> None:
         """Refuses arguments whose dtype, shape, value or combination is not the declared one."""
         for argument, shapes, kind in self.tensors:
@@ -207,7 +220,7 @@ class Declared:
 
 
 def tensors_in(line: str) -> list[tuple[str, list[Shape], str]]:
-    result = [_TENSOR.fullmatch(text) for text in re.split(r" (?![^\[]*\])", line.strip()) if text]
+    result = [_TENSOR.fullmatch(text) for text in _BETWEEN.split(line.strip()) if text]
     assert all(result), line
     return [
         (name, [Shape(text) for text in re.findall(r"\[(.*?)\]", shapes)], kind or "")

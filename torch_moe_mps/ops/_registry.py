@@ -22,6 +22,7 @@ Arguments = ParamSpec("Arguments")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
 DECLARED: dict[str, Declared] = {}
+_OPERATORS: "dict[str, Operator]" = {}
 WITH_BACKWARD: dict[str, "Backward"] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
@@ -134,6 +135,30 @@ def operator(
     return register
 
 
+def door(
+    private: Callable[..., Any], derived: Callable[..., dict[str, Any]] | None = None
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Register the decorated reference as the public operator that has some arguments of a private one.
+
+    The declaration and the checks are those of `private`, whose other arguments have their defaults, or what
+    `derived` makes of a Check and the arguments.
+    """
+    whole = _OPERATORS[private.__name__]
+
+    def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        names = inspect.signature(reference).parameters
+        others = {name: default for name, default in whole.defaults.items() if name not in names}
+
+        def meta(check: Check, **given: Any) -> Outputs:
+            more = {} if derived is None else derived(check, **given)
+            return None if whole.own_meta is None else whole.own_meta(check, **others | given | more)
+
+        made = Operator(reference, meta, whole.declared.of(names), None).register()
+        return cast(Callable[Arguments, Result], made)
+
+    return register
+
+
 class Operator:
     """Kernels of an operator, and the checks in front of them.
 
@@ -169,7 +194,7 @@ class Operator:
     def register(self) -> Callable:
         """Gives torch its kernels, and returns what calls the operator."""
         OPERATORS.append(self.name)
-        DECLARED[self.name] = self.declared
+        DECLARED[self.name], _OPERATORS[self.name] = self.declared, self
         if self.backward is not None:
             WITH_BACKWARD[self.name] = self.backward
         LIBRARY.impl(self.name, self.checked_reference, "CPU")

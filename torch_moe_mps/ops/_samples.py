@@ -18,21 +18,21 @@ from .families.quantize import judged_by_importance
 FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in module.CALLS}
 CALLS: Calls = {name: call for family in FAMILIES.values() for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in FAMILIES.values() for name, make in family.CHANGES.items()}
-LINEAR_ATTENTION = ("gated_delta_rule_", "_gated_delta_rule_step_")
+LINEAR_ATTENTION = ("gated_delta_rule_", "_gated_delta_rule_")
 # {operator: (argument giving the width of a head's keys, argument giving that of its values)}; `states` in 8
 # bits have packed codes of four elements.
 OF_HEADS = {
-    **dict.fromkeys(("attention", "_attention_step"), ("query", "value")),
+    **dict.fromkeys(("cached_attention", "_cached_attention"), ("q", "v")),
     "rope": ("q", "q"),
     "rope_heads": ("x", "x"),
     "_rope_cache_": ("k", "v"),
     "_rope_attention_": ("q", "v"),
     **dict.fromkeys(LINEAR_ATTENTION, ("q", "v")),
-    "write_cache_quantized_": ("states", "states"),
+    "_write_cache_quantized_": ("states", "states"),
 }
 # Where several results are right: what of them must agree, of the arguments and the results.
 JUDGED: dict[str, Callable[[dict[str, Any], list[Tensor]], list[Tensor]]] = {
-    "quantize_by_importance": judged_by_importance
+    "_quantize_by_importance": judged_by_importance
 }
 
 

@@ -24,7 +24,7 @@ from ..ops._formats import (
     pack,
     unpack,
 )
-from ..ops.families.quantize import CHUNK, chunks, quantize_by_importance
+from ..ops.families.quantize import CHUNK, _quantize_by_importance, chunks
 from .superblocks import quantize_superblocks
 
 SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them
@@ -184,7 +184,7 @@ def _by_search(
         *tensors, sums = quantize_superblocks(chunk.float(), weights, format, format.integers)
     else:
         assert importance is not None  # formats without integers are searched by importance alone
-        *tensors, sums = quantize_by_importance(chunk, importance, format.name)
+        *tensors, sums = _quantize_by_importance(chunk, importance, format.name)
     if errors is not None:
         errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
     packed, scales, biases = tensors

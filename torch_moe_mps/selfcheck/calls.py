@@ -34,10 +34,10 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 FORMATS = tuple(NAMED_FORMATS.values())
 LINEARS = ("linear_quantized", "_mlp_quantized")
 DENSE = ("expert_mm", "_moe_experts")
-CACHE = "write_cache_quantized_"
+CACHE = "_write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
-WITH = {"attention": ("key_scales", "indices"), "_attention_step": ("key_scales", "indices", "key_tail")}
-_APART = {"key_scales", "key_tail"}  # refused beside each other
+WITH = {"cached_attention": ("k_scales", "indices"), "_cached_attention": ("k_scales", "indices", "k_tail")}
+_APART = {"k_scales", "k_tail"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe", "_expert_slots")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
@@ -150,11 +150,11 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     if name in OF_HEADS:
         widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
         q, v = widths[0], widths[-1]
-        head = (q, v if arguments.get("value_scales") is None else 4 * v)
+        head = (q, v if arguments.get("v_scales") is None else 4 * v)
     result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "_moe_experts_quantized" and arguments["logits"] is not None:
         result += subjects_of("moe_router", arguments)  # it may choose in a launch of its own
-    if name == "_gated_delta_rule_step_" and arguments["norm_weight"] is not None:
+    if name == "_gated_delta_rule_" and arguments["norm_weight"] is not None:
         result.append(Subject("rms_norm_gated", dtype))  # prompts of few heads have it in one of its own
     return result
 
@@ -237,7 +237,7 @@ def _products(
         yield from _normed(sample(tokens=1), sample(tokens=T), odd)
     if name == "_moe_experts_quantized":
         yield from _chosen(sample(tokens=1), odd)
-    if name == "heads_quantized":
+    if name == "_heads_quantized":
         yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)
     # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
     with planned_for(1):

@@ -88,12 +88,12 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
 def _attended(model: Model, s: Sample, before: int, tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The last tokens of a prompt, `before` already in the cache."""
     cache = f"[1, {model.key_heads}, {before + tokens}, {model.width}]"
-    heads = s.of(f"query[1, {model.heads}, {tokens}, {model.width}] key{cache} value{cache}")
+    heads = s.of(f"q[1, {model.heads}, {tokens}, {model.width}] k{cache} v{cache}")
     heads["sinks"] = s.values(model.heads) if model.has_sinks else None
     for window in dict.fromkeys((None, model.window)):
         where = f"{before + tokens} keys" if window is None else f"{window} of {before + tokens} keys"
         called = {**heads, "scale": model.width**-0.5, "window": window}
-        yield f"attention of {_tokens(tokens)} to {where}", "attention", called
+        yield f"attention of {_tokens(tokens)} to {where}", "cached_attention", called
 
 
 def _tokens(count: int) -> str:

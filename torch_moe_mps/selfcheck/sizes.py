@@ -53,7 +53,7 @@ def _far_keys(s: Sample) -> dict[str, Any]:
     """Rows are repeated: numbers of that many keys would take longer than the call."""
     period = 1021
     k, v = (s.values(1, 1, period, w).repeat(1, 1, -(-FAR // period), 1)[:, :, :FAR] for w in (s.D, s.V))
-    return {"query": s.values(1, 1, 1, s.D), "key": k, "value": v, "sinks": None, "scale": s.D**-0.5}
+    return {"q": s.values(1, 1, 1, s.D), "k": k, "v": v, "sinks": None, "scale": s.D**-0.5}
 
 
 def _far_mask() -> dict[str, Any]:
@@ -75,20 +75,20 @@ def _masks(s: Sample) -> list[dict[str, Any]]:
 
 
 def _attention(s: Sample) -> list[dict[str, Any]]:
-    """Changes to the sample of `attention` for branches that only these sizes and values take."""
+    """Changes to the sample of `cached_attention` for branches that only these sizes and values take."""
     steep = 30 * s.D**-0.5  # scores of 30
     blocks = torch.tensor([[[[4, 1, -1]] * s.T]] * 2, dtype=torch.int32)
-    many = s.of("key[2, 2, 300, D] value[2, 2, 300, V]")
-    odd = {"key": s.values(2, 2, 9, s.D + 1)[..., 1:], "value": s.values(2, 2, 9, s.V + 1)[..., 1:]}
+    many = s.of("k[2, 2, 300, D] v[2, 2, 300, V]")
+    odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
     bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
     changes = [
         {"softcap": 20.0, "scale": steep, "sinks": None},
         {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
         {"indices": blocks, "index_block": 2},
-        many | s.of("query[2, 4, 20, D]", window=250),
+        many | s.of("q[2, 4, 20, D]", window=250),
         many | {"attn_mask": bits},
         odd,
-        s.of("query[2, 4, T, 7] key[2, 2, 9, 7] value[2, 2, 9, 5]"),
+        s.of("q[2, 4, T, 7] k[2, 2, 9, 7] v[2, 2, 9, 5]"),
         *_masks(s),
     ]
     if max(s.D, s.V) <= WIDEST_FAR:
@@ -420,8 +420,8 @@ def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
 
 
 SIZES: Changes = {
-    "attention": _attention,
-    "write_cache_quantized_": _written,
+    "cached_attention": _attention,
+    "_write_cache_quantized_": _written,
     **dict.fromkeys(("rms_norm", "layer_norm", "rms_norm_gated", "fused_norm_add"), _weights_of_norm),
     "fused_norm_add_scalar": _scalars,
     **dict.fromkeys(
@@ -449,12 +449,12 @@ SIZES: Changes = {
     "_expert_qmm_transposed": lambda s: _transposed(s, s.E),
     "_linear_quantized_transposed": _transposed,
     "_moe_experts": _experts,
-    "heads_mm": _heads_mm,
-    "hyper_connection": _streams,
+    "_heads_mm": _heads_mm,
+    "_hyper_connection": _streams,
     "_index_topk": _index_topk,
     **dict.fromkeys(("sample", "_sample_with_flags"), _sample),
-    "hyper_update": lambda s: [s.of("streams[1, 3, 2052]")],
-    "heads_quantized": _quantized_heads,
+    "_hyper_update": lambda s: [s.of("streams[1, 3, 2052]")],
+    "_heads_quantized": _quantized_heads,
     "embedding_quantized": lambda s: [
         s.quantized("", 300, _quantized_columns(s, 512), ())
         | {"tokens": s.integers(300, 5, 1, dtype=torch.int32)}

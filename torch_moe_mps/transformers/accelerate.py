@@ -46,7 +46,7 @@ from .modules.stacked_experts import restore_form, run_form
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
 from .trials.comparing import on_the_cpu
 
-ATTENTION = Done("attention")
+ATTENTION = Done("cached_attention")
 # Operators in place of modules that traces recognise: each model has such modules.
 _TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "_mlp_quantized", "moe_router", "_pointwise"}
 _ROUTERS = {"router", "gate"}  # names of routers in blocks

@@ -145,7 +145,7 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     dtypes = _dtypes(model)
     names = [name for dtype in dtypes for name in cache_libraries(model, DTYPES[dtype])]
     compile_libraries(names, strict=False)
-    result, _ = _failing(model, [CACHE, "attention"], options=[("key_scales",)])
+    result, _ = _failing(model, [CACHE, "cached_attention"], options=[("k_scales",)])
     for finding in result.values():
         warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
     return 16 if result else bits

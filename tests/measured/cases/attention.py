@@ -59,10 +59,9 @@ class Attention(Case):
         return given
 
     def call(self, t):
-        of_caches = {"k_": "key_", "v_": "value_"}
-        others = {of_caches.get(n[:2], n[:2]) + n[2:]: tensor for n, tensor in t.items() if n not in "qkv"}
+        others = {name: tensor for name, tensor in t.items() if name not in "qkv"}
         v = t["k"][..., : self.value_width] if self.latent else t["v"]
-        attention = ops()._attention_step if self.gated else ops().attention
+        attention = ops()._cached_attention if self.gated else ops().cached_attention
         return attention(t["q"], t["k"], v, self.scale, **others)
 
     @property

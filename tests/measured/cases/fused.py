@@ -195,7 +195,7 @@ class ActivatedLinear(Linear):
 class Hyper(OperatorCase, fields="group tokens width dtype"):
     """Four streams after a block."""
 
-    operator = "hyper_connection"
+    operator = "_hyper_connection"
     tensors = (
         "streams[tokens, 4, width] block_out[tokens, width] post[tokens, 4]:f32 comb[tokens, 4, 4]:f32"
         " base[24]:f32 fn_scale[3]:f32"
@@ -224,7 +224,7 @@ class Logits(OperatorCase, fields="group rows experts width dtype"):
 class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
     """The delta rule with its norm, heads of one width."""
 
-    operator = "_gated_delta_rule_step_"
+    operator = "_gated_delta_rule_"
     tensors = (
         "q[1, tokens, key_heads, width] v[1, tokens, heads, width] g[1, tokens, heads] beta[1, tokens, heads]"
         " A_log[heads]:f32 gate[1, tokens, heads, width] norm_weight[width]"
@@ -264,7 +264,7 @@ class DraftedDelta(Drafted, Delta):
 class DraftedScan(Drafted, OperatorCase, fields="group tokens key_heads heads states width dtype"):
     """Mamba-2."""
 
-    operator = "_gated_delta_rule_step_"
+    operator = "_gated_delta_rule_"
     tensors = (
         "q[1, tokens, key_heads, states] v[1, tokens, heads, width] beta[1, tokens, heads] A_log[heads]:f32"
         " dt_bias[heads]:f32 skip[heads]:f32 pending_[1, heads, 8, inputs]:f32"
@@ -342,7 +342,7 @@ class Pointwise(OperatorCase, fields="group tokens width dtype"):
 class Quantise(OperatorCase, fields="group tokens width to dtype"):
     """By importance; tokens are rows."""
 
-    operator = "quantize_by_importance"
+    operator = "_quantize_by_importance"
     tensors = "weight[1, tokens, width]"
 
     @property
@@ -388,15 +388,15 @@ class PoolWindow(OperatorCase, fields="group tokens width rate overlap dtype"):
 class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"):
     """To a window of 128 tokens and to keys that stand for four each: to all, or to `top_k` of them."""
 
-    operator = "_attention_step"
+    operator = "_cached_attention"
 
     @property
     def name(self):
         return f"tailed {super().name}"
 
     def inputs(self, values):
-        shapes = {"query": (self.heads, self.tokens), "key": (1, 127 + self.tokens)}
-        shapes["key_tail"] = 1, self.entries
+        shapes = {"q": (self.heads, self.tokens), "k": (1, 127 + self.tokens)}
+        shapes["k_tail"] = 1, self.entries
         dtype, selected = DTYPES[self.dtype], (1, 1, self.tokens, self.top_k)
         tensors = {name: values.normal(1, *shape, self.width, dtype=dtype) for name, shape in shapes.items()}
         if self.top_k:
@@ -404,7 +404,7 @@ class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"
         return tensors
 
     def given(self, t):
-        both = {"value": t["key"], "value_tail": t["key_tail"], "scale": self.width**-0.5, "window": 128}
+        both = {"v": t["k"], "v_tail": t["k_tail"], "scale": self.width**-0.5, "window": 128}
         return t | both | {"tail_rate": 4, "position": 4 * self.entries - self.tokens}
 
 
@@ -447,7 +447,7 @@ class RopeThenAttention(RopeAttention):
     def call(self, t):
         given = self.given(t)
         turned = ops()._rope_cache_(**{name: value for name, value in given.items() if name != "scale"})
-        return ops().attention(turned, t["keys_"], t["values_"], given["scale"])
+        return ops().cached_attention(turned, t["keys_"], t["values_"], given["scale"])
 
 
 # Heads, heads of keys, width and keys: Qwen3-30B-A3B, gpt-oss, GLM-4.5, Qwen3-Next.

@@ -18,12 +18,12 @@ from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._sample import T
 
 # Options that depend on each other: draw_* gives all that is no required tensor.
-WHOLE = ("attention", "_attention_step")
+WHOLE = ("cached_attention", "_cached_attention")
 STEP = (
     "gate",
     "gate_activation",
-    "key_tail",
-    "value_tail",
+    "k_tail",
+    "v_tail",
     "tail_rate",
     "position",
     "dtype",
@@ -47,11 +47,11 @@ def key_range(d, batch: int, keys: int) -> Tensor:
     return torch.tensor([[d.one(*numbers), d.one(*numbers)] for _ in range(batch)]).int().view(batch, 2)
 
 
-def draw_attention(d):
-    return {name: value for name, value in draw__attention_step(d, False).items() if name not in STEP}
+def draw_cached_attention(d):
+    return {name: value for name, value in draw__cached_attention(d, False).items() if name not in STEP}
 
 
-def draw__attention_step(d, may_have_tail: bool = True):
+def draw__cached_attention(d, may_have_tail: bool = True):
     batch, key_heads, group = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 8)
     tokens, keys = d.one(1, 2, 5, 0), d.one(9, 1, 40, 130, 0)
     width, value_width = d.one((64, 64), (24, 40), (7, 1), (96, 32))
@@ -76,9 +76,9 @@ def draw__attention_step(d, may_have_tail: bool = True):
         most = keys // block if kind == "indices" else tail
         indices = torch.randint(-1, most + 2, shape, generator=d.generator).int()
     return {
-        "query": d.values(batch, heads, tokens, width, dtype=dtype),
-        **draw_cache(d, "key", (batch, key_heads, keys, width), dtype, quantised),
-        **draw_cache(d, "value", (batch, key_heads, keys, value_width), dtype, quantised),
+        "q": d.values(batch, heads, tokens, width, dtype=dtype),
+        **draw_cache(d, "k", (batch, key_heads, keys, width), dtype, quantised),
+        **draw_cache(d, "v", (batch, key_heads, keys, value_width), dtype, quantised),
         "scale": d.one(width**-0.5, 1.0),
         "attn_mask": mask,
         "window": d.one(None, 1, 4, 128) if kind in ("order", "tail") else None,
@@ -96,12 +96,12 @@ def draw__attention_step(d, may_have_tail: bool = True):
 
 
 def tail_of(d, shape: tuple[int, ...], widths: tuple[int, int], dtype) -> dict[str, Any]:
-    names = zip(("key_tail", "value_tail"), widths, strict=True)
+    names = zip(("k_tail", "v_tail"), widths, strict=True)
     tail = {name: d.values(*shape, width, dtype=dtype) for name, width in names}
     return {**tail, "tail_rate": d.one(4, 1, 128), "position": d.one(30, 0, 3, 5000)}
 
 
-def draw_write_cache_quantized_(d):
+def draw__write_cache_quantized_(d):
     batch, heads, tokens, width = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 0), d.one(64, 32, 192)
     room, group, dtype = tokens + d.one(2, 0, 5), d.one(32, 64 if width % 64 == 0 else 32), d.dtype()
     packed = torch.randint(-(2**31), 2**31, (batch, heads, room, width // 4), generator=d.generator)
@@ -150,9 +150,9 @@ def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
 
 def with_tail(a, seen: np.ndarray) -> np.ndarray:
     """How often a token sees the keys, [1, T, S], and those of the tail: [B, Hk or 1, T, S + N]."""
-    batch, _, tokens, _ = a.query.shape
+    batch, _, tokens, _ = a.q.shape
     shape = (batch, 1, tokens) if a.indices is None else a.indices.shape[:3]
-    of_tail = np.zeros((*shape, a.key_tail.shape[2]))
+    of_tail = np.zeros((*shape, a.k_tail.shape[2]))
     for place in np.ndindex(*shape):
         complete = min((a.position + place[2] + 1) // a.tail_rate, of_tail.shape[3])
         selected = range(complete) if a.indices is None else a.indices[place].tolist()
@@ -162,14 +162,14 @@ def with_tail(a, seen: np.ndarray) -> np.ndarray:
     return np.concatenate((np.broadcast_to(seen[:, None], (*shape, seen.shape[-1])), of_tail), -1)
 
 
-def expected_attention(a):
-    return expected__attention_step(SimpleNamespace(**vars(a), **dict.fromkeys(STEP)))
+def expected_cached_attention(a):
+    return expected__cached_attention(SimpleNamespace(**vars(a), **dict.fromkeys(STEP)))
 
 
-def expected__attention_step(a):
-    tokens, keys = a.query.shape[2], a.key.shape[2]
+def expected__cached_attention(a):
+    tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
-    if a.indices is not None and a.key_tail is None:
+    if a.indices is not None and a.k_tail is None:
         seen = np.zeros((*a.indices.shape[:3], keys))
         for place in np.ndindex(*a.indices.shape):
             first = a.indices[place].item() * a.index_block
@@ -184,14 +184,14 @@ def expected__attention_step(a):
     else:
         seen = (a.attn_mask > torch.finfo(a.attn_mask.dtype).min).numpy()
         added = np.where(seen, exact(a.attn_mask), 0.0)
-    k, k_size = cached(a.key, a.key_scales, a.key_biases)
-    v, v_size = cached(a.value, a.value_scales, a.value_biases)
-    if a.key_tail is not None:
+    k, k_size = cached(a.k, a.k_scales, a.k_biases)
+    v, v_size = cached(a.v, a.v_scales, a.v_biases)
+    if a.k_tail is not None:
         seen = with_tail(a, seen)
-        k, v = (np.concatenate((x, exact(t)), 2) for x, t in ((k, a.key_tail), (v, a.value_tail)))
+        k, v = (np.concatenate((x, exact(t)), 2) for x, t in ((k, a.k_tail), (v, a.v_tail)))
         k_size, v_size = abs(k), abs(v)
     options = (a.sinks, a.scale, seen, added, a.softcap, (k_size, v_size))
-    value, error = oracles_sequence.attention(a.query, k, v, *options)
+    value, error = oracles_sequence.attention(a.q, k, v, *options)
     if a.gate is not None:
         x = exact(a.gate)
         factor = np.logaddexp(0.0, x) if a.gate_activation == "softplus" else oracles.sigmoid(x)
@@ -200,7 +200,7 @@ def expected__attention_step(a):
     return [Expected(value, error)]
 
 
-def expected_write_cache_quantized_(a):
+def expected__write_cache_quantized_(a):
     rows = slice(a.start, a.start + a.states.shape[2])
     packed, scales, biases = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.biases_)
     known = np.ones(packed.shape, bool)
@@ -231,13 +231,13 @@ def expected__rope_attention_(a):
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
     named = dict(
         zip(
-            ("query", "key", "value"),
+            ("q", "k", "v"),
             (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)),
             strict=True,
         )
     )
-    none = ("attn_mask", "indices", "key_tail", "key_scales", "key_biases", "value_scales", "value_biases")
-    (out,) = expected__attention_step(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
+    none = ("attn_mask", "indices", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
+    (out,) = expected__cached_attention(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
     errors = (oracles.spacing(x, a.q.dtype) + each.error for x, each in ((q, turned), (k, keys), (v, values)))
     q_error, k_error, v_error = (np.broadcast_to(e, x.shape) for e, x in zip(errors, (q, k, v), strict=True))
     group = q.shape[1] // k.shape[1]
@@ -258,16 +258,16 @@ def invalid__rope_attention_(zeros):
     ]
 
 
-def invalid_attention(zeros):
+def invalid_cached_attention(zeros):
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
-        **{"query": zeros(2, 4, T, 32), "key_scales": scales, "key_biases": scales},
-        **{"value": zeros(2, 2, 9, 8, dtype=torch.int32), "value_scales": scales, "value_biases": scales},
+        **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
+        **{"v": zeros(2, 2, 9, 8, dtype=torch.int32), "v_scales": scales, "v_biases": scales},
     }
     mask = zeros(1, 1, T, 9)
     indices = zeros(2, 1, T, 4, dtype=torch.int32)
     return [
-        wrong("value's head dimension must be between 1 and 512, got 513", value=zeros(2, 2, 9, 513)),
+        wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
         wrong("between 1 and 1024", index_block=0, indices=indices),
         wrong("1 without indices", index_block=2),
         wrong("None beside indices, which hold it", window=4, indices=indices),
@@ -276,27 +276,27 @@ def invalid_attention(zeros):
         wrong("0 beside a mask or indices, which hold it", lookahead=1, indices=indices),
         wrong("above 0 and finite", softcap=0.0),
         wrong(
-            "key_scales must be of a last dimension of 16 / 32 or 64 or 128",
-            key=zeros(2, 2, 9, 4, dtype=torch.int32),
+            "k_scales must be of a last dimension of 16 / 32 or 64 or 128",
+            k=zeros(2, 2, 9, 4, dtype=torch.int32),
             **eight_bits,
         ),
     ]
 
 
-def invalid__attention_step(zeros):
-    beside = {"key_tail": zeros(2, 2, 5, 16), "value_tail": zeros(2, 2, 5, 8)}
+def invalid__cached_attention(zeros):
+    beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
     indices = zeros(2, 1, T, 4, dtype=torch.int32)
     return [
-        *invalid_attention(zeros),
-        wrong("key_tail must be None unless keys and values have a tail", key_tail=zeros(2, 2, 5, 16)),
-        wrong("value_tail must be None unless keys and values have a tail", value_tail=zeros(2, 2, 5, 8)),
+        *invalid_cached_attention(zeros),
+        wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
+        wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
         wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
         wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
         wrong("index_block must be between 1 and 1 beside a tail", index_block=2, **beside, indices=indices),
     ]
 
 
-def invalid_write_cache_quantized_(zeros):
+def invalid__write_cache_quantized_(zeros):
     return [
         wrong("of a last dimension of 64 / 32 or 64 or 128", scales_=zeros(2, 2, T + 5, 4)),
         wrong("between 0 and 5", start=6),

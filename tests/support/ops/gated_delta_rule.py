@@ -13,18 +13,18 @@ from support.oracles_operators import Expected
 from torch_moe_mps.ops._sample import T
 
 # Options that depend on each other: draw_* gives all that is no required tensor.
-WHOLE = ("gated_delta_rule_", "_gated_delta_rule_step_")
+WHOLE = ("gated_delta_rule_", "_gated_delta_rule_")
 # Arguments of the latter alone.
 NORM = ("gate", "gate_activation", "norm_weight", "norm_eps", "norm_weight_offset")
 PENDING = ("pending_", "counts", "keep")
 
 
 def draw_gated_delta_rule_(d):
-    drawn = draw__gated_delta_rule_step_(d)
+    drawn = draw__gated_delta_rule_(d)
     return {name: value for name, value in drawn.items() if name not in NORM + PENDING}
 
 
-def draw__gated_delta_rule_step_(d):
+def draw__gated_delta_rule_(d):
     batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
     heads, scale = key_heads * group, key_width**-0.5
@@ -60,10 +60,10 @@ def draw__gated_delta_rule_step_(d):
 
 
 def expected_gated_delta_rule_(a):
-    return expected__gated_delta_rule_step_(SimpleNamespace(**vars(a), **dict.fromkeys(NORM + PENDING)))
+    return expected__gated_delta_rule_(SimpleNamespace(**vars(a), **dict.fromkeys(NORM + PENDING)))
 
 
-def expected__gated_delta_rule_step_(a):
+def expected__gated_delta_rule_(a):
     value, state, pending = oracles_sequence.recurrence(a)
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
     error = 200 * FLOAT32_EPS * largest
@@ -101,7 +101,7 @@ def invalid_gated_delta_rule_(zeros):
     ]
 
 
-def invalid__gated_delta_rule_step_(zeros):
+def invalid__gated_delta_rule_(zeros):
     kept = {"counts": zeros(2, 1, dtype=torch.int32), "keep": True}
     return [
         *invalid_gated_delta_rule_(zeros),

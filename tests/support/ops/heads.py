@@ -24,14 +24,14 @@ def draw_heads(d, columns) -> tuple[tuple[int, int, int], dict[str, Any]]:
     return (heads_, rows, columns), {"x": x, "transposed": transposed, "appended": tail}
 
 
-def draw_heads_mm(d):
+def draw__heads_mm(d):
     shape, around = draw_heads(d, d.width())
     x = around["x"]
     dtype = x.dtype if around["transposed"] or x.dtype != torch.float32 else d.dtype()
     return {**around, "weight": d.values(*shape, dtype=dtype, scale=shape[2] ** -0.5 if shape[2] else 1.0)}
 
 
-def draw_heads_quantized(d):
+def draw__heads_quantized(d):
     form = d.format()
     (heads_, rows, columns), around = draw_heads(d, d.one(*columns_of(form)))
     dtype = None if around["transposed"] else d.maybe(d.dtype)
@@ -59,20 +59,20 @@ def heads(a, matrices, dtype) -> list[Expected]:
     return [estimated(Estimate(value, deviation))]
 
 
-def expected_heads_mm(a):
+def expected__heads_mm(a):
     return heads(a, exact(a.weight), a.weight.dtype)
 
 
-def expected_heads_quantized(a):
+def expected__heads_quantized(a):
     return heads(a, dense(a), a.x.dtype if a.dtype is None else getattr(torch, a.dtype))
 
 
-def invalid_heads_quantized(zeros):
+def invalid__heads_quantized(zeros):
     plain = {"transposed": False, "appended": None}
     return [wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain)]
 
 
-def invalid_heads_mm(zeros):
+def invalid__heads_mm(zeros):
     plain = {"transposed": False, "appended": None}
     return [
         wrong("of a last dimension of 40, the columns of a matrix", x=zeros(2, T, 4, 16), **plain),

@@ -16,11 +16,11 @@ def of_streams(d) -> Tensor:
     return d.values(*d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028))
 
 
-def draw_hyper_update(d):
+def draw__hyper_update(d):
     return {"streams": of_streams(d)}
 
 
-def draw_hyper_connection(d):
+def draw__hyper_connection(d):
     streams, parts, f32 = of_streams(d), d.one(3, 1, 2), torch.float32
     *leading, count, width = streams.shape
     rows = (count, 2 * count, 2 * count + count * count)[parts - 1]
@@ -40,7 +40,7 @@ def draw_hyper_connection(d):
     }
 
 
-def expected_hyper_update(a):
+def expected__hyper_update(a):
     out, post, streams = (exact(t) for t in (a.block_out, a.post, a.streams))
     mixed, size = streams, abs(streams)
     if a.comb is not None:
@@ -50,10 +50,10 @@ def expected_hyper_update(a):
     return [Expected(added + mixed, 4 * FLOAT32_EPS * (abs(added) + size))]
 
 
-def expected_hyper_connection(a):
+def expected__hyper_connection(a):
     streams, updated, shift = exact(a.streams), EMPTY, 0.0
     if a.block_out is not None:
-        (updated,) = expected_hyper_update(a)
+        (updated,) = expected__hyper_update(a)
         streams = oracles.round_to(updated.value, a.streams.dtype)
         shift = updated.error + oracles.spacing(streams, a.streams.dtype)  # it may be rounded the other way
     *leading, count, width = streams.shape
@@ -82,7 +82,7 @@ def expected_hyper_connection(a):
     return [Expected(x, slack.sum(-2)), post, comb, updated]
 
 
-def invalid_hyper_update(zeros):
+def invalid__hyper_update(zeros):
     return [
         wrong(
             "of rows of a multiple of 4 elements, got 62",
@@ -92,7 +92,7 @@ def invalid_hyper_update(zeros):
     ]
 
 
-def invalid_hyper_connection(zeros):
+def invalid__hyper_connection(zeros):
     return [
         wrong(
             "fn must be of N, 2 N or (2 + N) N = 4, 8 or 24 rows, got 5",

@@ -15,7 +15,7 @@ from torch_moe_mps.quantization import Format
 from torch_moe_mps.quantization.formats import quantize_stack
 
 
-def draw_quantize_by_importance(d):
+def draw__quantize_by_importance(d):
     to, experts, rows = d.weighed_format(), d.one(2, 1, 0, 5), d.one(3, 1, 0, 17)
     columns = d.one(2, 1, 0, 5) * group_of(to)
     weight = d.values(experts, rows, columns, scale=d.one(1.0, 1e-3, 30.0))
@@ -36,7 +36,7 @@ def group_sums(values: np.ndarray, format: str) -> np.ndarray:
     return values.reshape(*values.shape[:-1], values.shape[-1] // group, group).sum(-1)
 
 
-def expected_quantize_by_importance(a):
+def expected__quantize_by_importance(a):
     """Any codes and scales whose error is not over that of MLX's rule."""
     packed, scales, biases, _ = a.results
     found = packed, scales, biases
@@ -56,7 +56,7 @@ def expected_quantize_by_importance(a):
     ]
 
 
-def invalid_quantize_by_importance(zeros):
+def invalid__quantize_by_importance(zeros):
     return [
         wrong(
             "C, the last dimension of weight, must be a multiple of 32, got 40",

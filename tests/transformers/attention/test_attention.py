@@ -124,7 +124,7 @@ def test_soft_caps(device, window):
         for mask in (described, own.float().to(device)):
             given = [module, *(t.to(device) for t in (q, k, v)), mask]
             run = lambda given=given: attention(*given, scaling=0.9, softcap=2.0)  # noqa: E731
-            out, weights = by_operators(run, "attention")
+            out, weights = by_operators(run, "cached_attention")
             assert weights is None
             torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-6, atol=1e-6)
     without, _ = gemma2.eager_attention_forward(module, q, k, v, own.float(), scaling=0.9)
@@ -159,14 +159,14 @@ def test_a_config_that_asks_for_weights():
     model.set_attn_implementation("eager")
     expected = model(ids, output_attentions=True).attentions
     torch_moe_mps.accelerate(model)
-    assert "attention" in operators_of(lambda: output(model, ids))
+    assert "cached_attention" in operators_of(lambda: output(model, ids))
     for weights, own in zip(model(ids, output_attentions=True).attentions, expected, strict=True):
         assert_close(weights, own, 1e-5)
     model.config.output_attentions = True
     for weights, own in zip(model(ids).attentions, expected, strict=True):
         assert torch.equal(weights, own)
     model.config.output_attentions = False
-    assert "attention" in operators_of(lambda: output(model, ids))
+    assert "cached_attention" in operators_of(lambda: output(model, ids))
 
 
 @pytest.mark.slow("imports torch's compiler")
@@ -191,7 +191,7 @@ def test_masks_of_key_heads():
     def call(query):
         return attention(module, query, k, v, mask, scaling=0.3, s_aux=module.sinks)[0].detach()
 
-    ours = by_operators(lambda: call(q), "attention")
+    ours = by_operators(lambda: call(q), "cached_attention")
     torch.testing.assert_close(call(q.clone().requires_grad_()), ours, rtol=1e-5, atol=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_several_tokens_without_a_mask_are_the_first(device):
     module = layer().to(device)
     q, k, v = inputs(device, torch.float32, 5, 12)
     options = {"scaling": 0.3, "sliding_window": 3, "s_aux": module.sinks}
-    out, _ = by_operators(lambda: attention(module, q, k, v, None, **options), "attention")
+    out, _ = by_operators(lambda: attention(module, q, k, v, None, **options), "cached_attention")
     shown = [t[:, :, :5].cpu() for t in (q, k, v)]
     expected, _ = gpt_oss.eager_attention_forward(
         module.cpu(), *shown, additive(5, 5, 3, torch.float32), scaling=0.3
@@ -240,7 +240,7 @@ def test_generate(device, registered, cache, padded):
     model.set_attn_implementation(NAME)
     model.to(device)
     options |= {"attention_mask": mask.to(device)}
-    actual = by_operators(lambda: model.generate(ids.to(device), **options), "attention")
+    actual = by_operators(lambda: model.generate(ids.to(device), **options), "cached_attention")
     assert torch.equal(actual.sequences.cpu(), expected.sequences)
     for ours, own in zip(actual.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours.cpu(), own, rtol=1e-4, atol=1e-4)
@@ -390,7 +390,7 @@ def test_cross_attention_beside_soft_caps(device):
 
     expected = run()
     torch_moe_mps.accelerate(model)
-    torch.testing.assert_close(by_operators(run, "attention"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_operators(run, "cached_attention"), expected, rtol=1e-4, atol=1e-4)
 
 
 def in_windows(model, ids) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ def test_models(simulated, name):
     model = model.to("mps")
     report = torch_moe_mps.accelerate(model)
     layers = layers_of(model)
-    assert str(report).count("latents (heads_mm)") > 0
+    assert str(report).count("latents (_heads_mm)") > 0
     results = []
     launched = kernels(simulated, lambda: results.extend(in_parts(model, IDS.to("mps"), 1, 3)))
     logits, cache = results
@@ -64,7 +64,7 @@ def test_quantised_weights(simulated):
     with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
         model = tiny_model("deepseek_v3").to("mps")
     report = torch_moe_mps.accelerate(model, 4, 32)
-    assert "latents (heads_quantized)" in str(report)
+    assert "latents (_heads_quantized)" in str(report)
     results = []
     launched = kernels(simulated, lambda: results.append(logits_of(model)))
     assert sum(name.startswith("heads_") for name in launched) == 4

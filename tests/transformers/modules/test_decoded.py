@@ -237,7 +237,7 @@ def test_some_rows_of_each_head_are_rows_of_the_layer(decodings):
     expected = torch.einsum("bthc,hrc->bthr", x.double(), layer.weight[:].double().view(4, 6, 256)[:, :2])
     del decodings[:]
     for _ in range(2):
-        product = partial(torch.ops.moe_mps.heads_quantized, x, *rows, "affine4_64")
+        product = partial(torch.ops.moe_mps._heads_quantized, x, *rows, "affine4_64")
         out = _decoded.with_cache(product, layer, *layer.weights()[:3])
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     assert len(decodings) == 1

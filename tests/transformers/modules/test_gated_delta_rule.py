@@ -24,7 +24,7 @@ from torch_moe_mps.transformers.modules.rules.norms import NormCall, rewrite_nor
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
-STEP = {"causal_conv1d_update_": 1, "_gated_delta_rule_step_": 1, "rms_norm_gated": 1}
+STEP = {"causal_conv1d_update_": 1, "_gated_delta_rule_": 1, "rms_norm_gated": 1}
 
 
 @pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, ("qwen3_5_moe",)))
@@ -35,7 +35,7 @@ def test_step_by_step(architecture):
     torch_moe_mps.accelerate(model)
     results = []
     used = operators_of(lambda: results.append(decoded(model)))
-    assert used["_gated_delta_rule_step_"] == used["causal_conv1d_update_"] == 5  # the prompt, too
+    assert used["_gated_delta_rule_"] == used["causal_conv1d_update_"] == 5  # the prompt, too
     ((result, ours),) = results
     assert_close(result, expected, 1e-5)
     assert_close(ours, states, 1e-5)
@@ -180,7 +180,7 @@ def test_a_given_state_stays_as_it_is(function):
     before, expected = state.clone(), function(q, k, v, **options)
     results = []
     assert operators_of(lambda: results.extend(rules.delta_rule(function, q, k, v, **options))) == {
-        "_gated_delta_rule_step_": 1
+        "_gated_delta_rule_": 1
     }
     assert torch.equal(state, before)
     assert_close(results, expected, 1e-5)
@@ -200,7 +200,7 @@ def test_a_state_of_another_dtype():
             logits = []
             token = {"input_ids": torch.full((2, 1), 5), **cache_argument(model, cache), "use_cache": True}
             used = operators_of(lambda: logits.append(model(**token).logits))  # noqa: B023
-        assert "_gated_delta_rule_step_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
+        assert "_gated_delta_rule_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
         assert used.get("causal_conv1d_update_", 0) == accelerated
         results += logits
     assert_close(results[1], results[0], 1e-4)

@@ -11,7 +11,7 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 
-MIX = "hyper_connection"
+MIX = "_hyper_connection"
 ARCHITECTURES = ("deepseek_v4", "glm5_next", "hy_v4")
 MOST_TOKENS = 8  # of the first piece
 

@@ -102,7 +102,7 @@ def test_report_counts_what_runs_on_a_cpu(as_shipped, architecture, last):
     table = lines[2 : lines.index("")]
     cells = [line.partition(" (on mps")[0] for line in table if "eager code (" not in line]
     assert len(cells) < len(table)
-    named = {name for name in ("attention", "moe_experts", "rope", "rms_norm") if name in str(cells)}
+    named = {name for name in ("cached_attention", "moe_experts", "rope", "rms_norm") if name in str(cells)}
     assert named == {name.removeprefix("_") for name in called(accelerated)}
 
 

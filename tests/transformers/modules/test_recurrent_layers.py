@@ -16,7 +16,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES, recurrent_layers
 from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
-CONV, SCAN, NORM = "causal_conv1d_update_", "_gated_delta_rule_step_", "rms_norm_gated"
+CONV, SCAN, NORM = "causal_conv1d_update_", "_gated_delta_rule_", "rms_norm_gated"
 SCANS = (SCAN, "selective_scan_")
 # What makes a layer of an architecture linear, and the operators of a step of it.
 FORMS = {

@@ -110,7 +110,7 @@ def test_an_operator_that_fails_is_not_used(new_machine, monkeypatch, fault, kin
         assert line.startswith("torch_moe_mps: on this machine (Simulated Apple GPU, macOS none, torch ")
         assert f") {operator} (float32) {kind}" in line and COMMAND in line
     attention = next(row for row in report.rows if row.cls == "Qwen3MoeAttention")
-    assert attention.replaced_by == "attention"
+    assert attention.replaced_by == "cached_attention"
     assert attention.reason == "rope fails the self-check on this GPU"
     assert any(row.kind == "experts" for row in report.replaced)
     assert " operators agree with the CPU on this GPU (" in str(report)
@@ -134,8 +134,8 @@ def logits_of(model):
 @pytest.mark.parametrize(
     ("kernel", "operator", "loads"),
     [
-        ("write_cache_quantized", "write_cache_quantized_", False),
-        pytest.param("attention8_64_affine8", "attention", True, marks=pytest.mark.sweep),
+        ("write_cache_quantized", "_write_cache_quantized_", False),
+        pytest.param("attention8_64_affine8", "cached_attention", True, marks=pytest.mark.sweep),
     ],
 )
 def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
@@ -169,7 +169,7 @@ def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
 
 @pytest.mark.parametrize(("kernel", "before"), [("attention8_64_f32", False), ("rope_f32", True)])
 def test_keys_and_values_in_8_bits_where_another_operator_fails(new_machine, kernel, before):
-    """Asked for in this call, or in one before. Without the operator `attention`, torch's gets them dense."""
+    """Asked for in this call, or in one before. Without `cached_attention`, torch's gets them dense."""
     model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
     expected, _ = logits_of(model)

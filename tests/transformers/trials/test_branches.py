@@ -18,7 +18,7 @@ from torch_moe_mps.transformers.trials.branches import Branches
 from torch_moe_mps.transformers.trials.draws import eager as recorded
 from torch_moe_mps.transformers.trials.draws import in_each_draw, normal
 
-SCAN, ROPE = "_gated_delta_rule_step_", "rope"
+SCAN, ROPE = "_gated_delta_rule_", "rope"
 
 
 def bamba(**changed):

@@ -217,4 +217,4 @@ def test_a_renamed_cache_stays_the_cache(tmp_path, architecture):
         torch_moe_mps.accelerate(model)
         asked = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         counts.append(Counter(operators_of(lambda: model.generate(prompt(1), **asked))))  # noqa: B023
-    assert counts[0] == counts[1] and counts[0]["_gated_delta_rule_step_"] >= 4
+    assert counts[0] == counts[1] and counts[0]["_gated_delta_rule_"] >= 4

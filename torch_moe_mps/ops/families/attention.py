@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._weight_formats import GROUP_SIZES
 from .._checks import NAMED_DTYPES, PACKED_DTYPES, Check
 from .._formats import Format, dequantize_values, pack
-from .._registry import operator
+from .._registry import door, operator
 from .._sample import Calls, Changes, Sample, whole_groups
 from .rope import PAIRS, WRITTEN, _rope_cache_, check_rope_cache
 
@@ -23,7 +23,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softp
 MAX_INDEX_BLOCK = 1024  # keys of an index
 MAX_POSITION = 2**31 - 1
 WORD = 32  # keys of a mask of bits
-SCALES = ("key_scales", "key_biases", "value_scales", "value_biases")
+SCALES = ("k_scales", "k_biases", "v_scales", "v_biases")
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -64,52 +64,48 @@ def _check_quantized(
     return columns
 
 
-def _check_keys(
-    check: Check, query: Tensor, key: Tensor, value: Tensor, scales: tuple[Tensor | None, ...]
-) -> int:
+def _check_keys(check: Check, q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor | None, ...]) -> int:
     """The elements of a head of values."""
     heads, width = check.dims("Hq D")
-    key_columns, value_width = width, value.shape[3]
+    key_columns, value_width = width, v.shape[3]
     if all(tensor is None for tensor in scales):
-        check.dtype("key", key, (query.dtype,))
-        check.dtype("value", value, (query.dtype,))
+        check.dtype("k", k, (q.dtype,))
+        check.dtype("v", v, (q.dtype,))
     else:
         key_columns = width * CACHE_BITS // 32
-        columns = _check_quantized(check, ("key", "key_scales", "key_biases"), key, *scales[:2])
+        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, *scales[:2])
         if columns != width:
-            check.fail("key", f"of {key_columns} words a key, for D = {width}", tuple(key.shape))
-        value_width = _check_quantized(check, ("value", "value_scales", "value_biases"), value, *scales[2:])
-    check.shape("key", key, (*key.shape[:3], key_columns), "[B, Hk, S, D]")
-    if heads % key.shape[1]:
-        check.fail("key", f"of a number of heads that divides Hq = {heads}", tuple(key.shape))
-    check.between("value's head dimension", value_width, 1, MAX_VALUE_HEAD)
+            check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
+        value_width = _check_quantized(check, ("v", "v_scales", "v_biases"), v, *scales[2:])
+    check.shape("k", k, (*k.shape[:3], key_columns), "[B, Hk, S, D]")
+    if heads % k.shape[1]:
+        check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
+    check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
     return value_width
 
 
 def _check_tailed(
-    check: Check, query: Tensor, indices: Tensor | None, lookahead: int, index_block: int, position: int
+    check: Check, q: Tensor, indices: Tensor | None, lookahead: int, index_block: int, position: int
 ) -> None:
     """Refuses options that attention with a tail of entries lacks."""
     if lookahead != 0:
         check.fail("lookahead", "0 beside a tail", lookahead)
-    check.between("position", position, 0, MAX_POSITION - query.shape[2])
+    check.between("position", position, 0, MAX_POSITION - q.shape[2])
     _check_indices(check, indices, index_block)
     check.between("index_block", index_block, 1, 1, " beside a tail")
 
 
-def _meta_attention_step(
-    check, query, key, value, attn_mask, indices, key_tail, value_tail, lookahead, gate, **given
-):
+def _meta_cached_attention(check, q, k, v, attn_mask, indices, k_tail, v_tail, lookahead, gate, **given):
     """The checked output [B, T, Hq, Dv] of attention of a step."""
-    value_width = _check_keys(check, query, key, value, tuple(given[name] for name in SCALES))
+    value_width = _check_keys(check, q, k, v, tuple(given[name] for name in SCALES))
     if attn_mask is not None:
-        _check_mask(check, attn_mask, query, key)
-    if key_tail is None or value_tail is None:
-        check.none("unless keys and values have a tail", True, key_tail=key_tail, value_tail=value_tail)
+        _check_mask(check, attn_mask, q, k)
+    if k_tail is None or v_tail is None:
+        check.none("unless keys and values have a tail", True, k_tail=k_tail, v_tail=v_tail)
         order = {name: given[name] for name in ("window", "key_range")}
         _check_indices(check, indices, given["index_block"], attn_mask=attn_mask, **order)
     else:
-        _check_tailed(check, query, indices, lookahead, given["index_block"], given["position"])
+        _check_tailed(check, q, indices, lookahead, given["index_block"], given["position"])
     if lookahead > 0 and not (indices is None and attn_mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
     softcap, dtype = given["softcap"], given["dtype"]
@@ -117,14 +113,10 @@ def _meta_attention_step(
         check.fail("softcap", "above 0 and finite", softcap)
     if gate is not None and gate.shape[3] != 1:
         check.shape("gate", gate, (*gate.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
-    wanted = query.dtype if dtype is None else NAMED_DTYPES[dtype]
-    wider = () if query.dtype == torch.float32 else (torch.float32,)
-    check.among_dtypes("dtype", wanted, (query.dtype, *wider))
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value_width), dtype=wanted)
-
-
-def _meta_attention(check, **given):
-    return _meta_attention_step(check, **given, **dict.fromkeys(("gate", "key_tail", "value_tail", "dtype")))
+    wanted = q.dtype if dtype is None else NAMED_DTYPES[dtype]
+    wider = () if q.dtype == torch.float32 else (torch.float32,)
+    check.among_dtypes("dtype", wanted, (q.dtype, *wider))
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=wanted)
 
 
 def seen_in_order(
@@ -137,13 +129,13 @@ def seen_in_order(
     lookahead: int = 0,
 ) -> Tensor:
     """[B or 1, 1, T, S], True where a token sees a key; the last of the T tokens is the key before `end`."""
-    key = torch.arange(keys, device=device)
-    distance = torch.arange(end - tokens, end, device=device)[:, None] - key
+    k = torch.arange(keys, device=device)
+    distance = torch.arange(end - tokens, end, device=device)[:, None] - k
     before = distance >= -lookahead
     seen = (before if window is None else before & (distance < window))[None, None]
     if key_range is not None:
         first, last = key_range[:, :, None, None, None].unbind(1)
-        seen = seen & (key >= first) & (key < last)
+        seen = seen & (k >= first) & (k < last)
     return seen
 
 
@@ -167,9 +159,9 @@ def _seen_of_tail(
 
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
-    key = torch.arange(keys, device=mask.device)
-    packed = mask.index_select(-1, key // WORD)  # nobody asks for their count while a token is captured
-    return torch.bitwise_right_shift(packed, (key % WORD).int()) & 1 != 0
+    k = torch.arange(keys, device=mask.device)
+    packed = mask.index_select(-1, k // WORD)  # nobody asks for their count while a token is captured
+    return torch.bitwise_right_shift(packed, (k % WORD).int()) & 1 != 0
 
 
 def _added(mask: Tensor) -> Tensor:
@@ -203,26 +195,25 @@ def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: floa
     return out.reshape(batch, heads, tokens, width_of_values).transpose(1, 2)
 
 
-KEYS_AND_QUERIES = (
-    f"query[B, Hq, T, D<={MAX_HEAD}] key[B, Hk>=1, S, _]:any value[B, Hk, S, Dv]:any "
-    "attn_mask[_, _, T, _]:mask key_range[B, 2]:int32 sinks[Hq] indices[B, 1, T, K]|[B, Hk, T, K]:int32 "
-    "key_scales[B, Hk, S, _]:query key_biases[B, Hk, S, _]:query value_scales[B, Hk, S, _]:query "
-    "value_biases[B, Hk, S, _]:query"
-)
-_LEAST: dict[str, Any] = {"window": 1, "lookahead": 0}
-_APART = "window key_range not beside attn_mask (beside a mask, which holds it)"
-
-
 @operator(
-    f"{KEYS_AND_QUERIES} gate[B, T, Hq, _]:query key_tail[B, Hk, N, D]:key value_tail[B, Hk, N, Dv]:value",
-    _meta_attention_step,
-    allowed=_LEAST | {"gate_activation": tuple(GATES), "tail_rate": range(1, MAX_POSITION + 1)},
-    dependences=("attn_mask key_range key_scales not beside key_tail (beside a tail)", _APART),
+    f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any attn_mask[_, _, T, _]:mask "
+    "key_range[B, 2]:int32 sinks[Hq] indices[B, 1, T, K]|[B, Hk, T, K]:int32 k_scales[B, Hk, S, _]:q "
+    "k_biases[B, Hk, S, _]:q v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q gate[B, T, Hq, _]:q "
+    "k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v",
+    _meta_cached_attention,
+    allowed={
+        **{"window": 1, "lookahead": 0},
+        **{"gate_activation": tuple(GATES), "tail_rate": range(1, MAX_POSITION + 1)},
+    },
+    dependences=(
+        "attn_mask key_range k_scales not beside k_tail (beside a tail)",
+        "window key_range not beside attn_mask (beside a mask, which holds it)",
+    ),
 )
-def _attention_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+def _cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     scale: float,
     *,
     attn_mask: Tensor | None = None,
@@ -233,72 +224,72 @@ def _attention_step(
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
     index_block: int = 1,
-    key_scales: Tensor | None = None,
-    key_biases: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    value_biases: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    k_biases: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    v_biases: Tensor | None = None,
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
-    key_tail: Tensor | None = None,
-    value_tail: Tensor | None = None,
+    k_tail: Tensor | None = None,
+    v_tail: Tensor | None = None,
     tail_rate: int = 1,
     position: int = 0,
     dtype: str | None = None,
 ) -> Tensor:
-    """`attention` with what models join to it in one dispatch. Private: it may change in any release.
+    """`cached_attention` with what models join to it in one dispatch. Private: it may change in any release.
 
     out *= gate_activation(gate), where there is a gate
 
     Args:
-        query, key, value, scale, attn_mask, window, lookahead, key_range, softcap, sinks, indices,
-            index_block, key_scales, key_biases, value_scales, value_biases: as for `attention`.
-        gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `query`; any strides.
+        q, k, v, scale, attn_mask, window, lookahead, key_range, softcap, sinks, indices,
+            index_block, k_scales, k_biases, v_scales, v_biases: as for `cached_attention`.
+        gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `q`; any strides.
         gate_activation: "sigmoid" or "softplus".
-        key_tail, value_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `query`, strides free: further
+        k_tail, v_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `q`, strides free: further
             keys and values, each of which stands for `tail_rate` neighbouring tokens, as DeepSeek-V4
             compresses them. A token sees a key of the tail if it comes after all of these tokens or is the
-            last of them, and the same keys of `key` as without a tail. `indices`, if there are some, select
-            keys of the tail and not of `key`. Not beside a mask, a `key_range`, or keys of 8 bits.
+            last of them, and the same keys of `k` as without a tail. `indices`, if there are some, select
+            keys of the tail and not of `k`. Not beside a mask, a `key_range`, or keys of 8 bits.
         tail_rate: at least 1.
         position: the number of tokens before the new ones. New token t sees the first
-            (position + t + 1) // tail_rate keys of the tail, however many of them `key` still holds.
-        dtype: of the result: "float32", or the name of the dtype of `query` (also None).
+            (position + t + 1) // tail_rate keys of the tail, however many of them `k` still holds.
+        dtype: of the result: "float32", or the name of the dtype of `q` (also None).
 
     Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
     """
-    tokens, keys = query.shape[2], key.shape[2]
-    keys_, values = values_in(key, key_scales, key_biases), values_in(value, value_scales, value_biases)
-    own = (window, key_range, softcap, sinks, indices, key_tail)
-    is_torchs = query.is_cpu and all(option is None for option in own)
-    if indices is not None and key_tail is None:
+    tokens, keys = q.shape[2], k.shape[2]
+    keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
+    own = (window, key_range, softcap, sinks, indices, k_tail)
+    is_torchs = q.is_cpu and all(option is None for option in own)
+    if indices is not None and k_tail is None:
         bias = _times_selected(indices, index_block, keys).log_()
     else:
         mask = attn_mask
         if mask is None:
-            mask = seen_in_order(tokens, keys, keys, window, key_range, query.device, lookahead)
+            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device, lookahead)
         elif mask.dtype == torch.int32:
             mask = bits_as_bool(mask, keys)
         bias = _added(mask)
-    if key_tail is not None and value_tail is not None:
-        seen = _seen_of_tail(indices, tokens, key_tail.shape[2], tail_rate, position, query.device)
+    if k_tail is not None and v_tail is not None:
+        seen = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
         shape = torch.broadcast_shapes(bias.shape[:3], seen.shape[:3])
         bias = torch.cat((bias.expand(*shape, -1), seen.expand(*shape, -1)), 3)
-        keys_, values = torch.cat((keys_, key_tail.float()), 2), torch.cat((values, value_tail.float()), 2)
-    out = _by_torch(query, keys_, values, bias, scale) if is_torchs else None
+        keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
+    out = _by_torch(q, keys_, values, bias, scale) if is_torchs else None
     if out is None:
-        out = _attended(query, keys_, values, bias, scale, softcap, sinks)
+        out = _attended(q, keys_, values, bias, scale, softcap, sinks)
     if gate is not None:
         out = out * GATES[gate_activation](gate.float())
-    return out.to(query.dtype if dtype is None else NAMED_DTYPES[dtype])
+    return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
-@operator(KEYS_AND_QUERIES, _meta_attention, allowed=_LEAST, dependences=(_APART,))
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+@door(_cached_attention)
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     scale: float,
     *,
     attn_mask: Tensor | None = None,
@@ -309,16 +300,16 @@ def attention(
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
     index_block: int = 1,
-    key_scales: Tensor | None = None,
-    key_biases: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    value_biases: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    k_biases: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    v_biases: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention over a KV cache, with windows, sinks, soft caps and sparse keys.
 
-    score[s] = cap(scale * query . key[s]) + attn_mask[s]
+    score[s] = cap(scale * q . k[s]) + attn_mask[s]
     cap(x) = softcap * tanh(x / softcap) where it is given
-    out = sum_s exp(score[s]) * value[s] / (exp(sink) + sum_s exp(score[s])), without sinks: no exp(sink)
+    out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without sinks: no exp(sink)
 
     For one new token over a long cache, for a few, and for a prompt: no tensor of T x S is made. Keys and
     values are read once for all the queries of a key head while these are up to 16 (8 where the values have
@@ -326,10 +317,10 @@ def attention(
     h // (Hq / Hk). Arithmetic is in float32, rounded once; the same input gives the same bits.
 
     Args:
-        query: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
-        key: [B, Hk, S, D] in the dtype of `query`; Hk divides Hq. Strides are free: a slice of a cache is
+        q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
+        k: [B, Hk, S, D] in the dtype of `q`; Hk divides Hq. Strides are free: a slice of a cache is
             read where it lies.
-        value: [B, Hk, S, Dv] in the dtype of `query`, Dv up to 512. A value that is infinite or NaN may give
+        v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 512. A value that is infinite or NaN may give
             NaN to tokens of the call that do not see it, as it does in torch's attention.
         scale: of the scores.
         attn_mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes,
@@ -351,36 +342,22 @@ def attention(
             place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
             a row up. One that occurs twice counts twice. None beside attn_mask, window and key_range.
         index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
-        key_scales, key_biases: [B, Hk, S, D / group] in the dtype of `query`, for keys of 8 bits in groups of
+        k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of
             32, 64 or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode
-            "affine". Then `key` is [B, Hk, S, D / 4] int32 or uint32.
-        value_scales, value_biases: the same for the values, which are quantised where the keys are.
+            "affine". Then `k` is [B, Hk, S, D / 4] int32 or uint32.
+        v_scales, v_biases: the same for the values, which are quantised where the keys are.
 
-    Returns: [B, T, Hq, Dv] in the dtype of `query`. A token that sees no key gets zeros.
+    Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap or device that does not fit.
 
     Example:
         >>> q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)  # two new tokens, three keys
         >>> v = torch.tensor([0.0, 2.0, 4.0]).view(1, 1, 3, 1)
-        >>> ops.attention(q, k, v, scale=0.5).flatten().tolist()
+        >>> ops.cached_attention(q, k, v, scale=0.5).flatten().tolist()
         [1.0, 2.0]
     """
-    return inspect.unwrap(_attention_step)(
-        *(query, key, value, scale),
-        attn_mask=attn_mask,
-        window=window,
-        lookahead=lookahead,
-        key_range=key_range,
-        softcap=softcap,
-        sinks=sinks,
-        indices=indices,
-        index_block=index_block,
-        key_scales=key_scales,
-        key_biases=key_biases,
-        value_scales=value_scales,
-        value_biases=value_biases,
-    )
+    return inspect.unwrap(_cached_attention)(**locals())
 
 
 def _attended(
@@ -417,8 +394,8 @@ def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
     turned = check_rope_cache(check, q, k, v, keys_, values_, **given)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = dict.fromkeys((*SCALES, "attn_mask", "indices", "key_tail", "value_tail", "dtype"))
-    return _meta_attention_step(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
+    none = dict.fromkeys((*SCALES, "attn_mask", "indices", "k_tail", "v_tail", "dtype"))
+    return _meta_cached_attention(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
 
 
 @operator(
@@ -455,7 +432,7 @@ def _rope_attention_(
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
 ) -> Tensor:
-    """`_rope_cache_`, then `_attention_step` of its queries to the caches that it has written. Private.
+    """`_rope_cache_`, then `_cached_attention` of its queries to the caches that it has written. Private.
 
     For one token behind up to 4,096 keys, on Metal, both are one dispatch (and a merge, for many keys) if a
     block has all queries of a key head, up to 16, and the inputs can be read as vectors.
@@ -463,7 +440,7 @@ def _rope_attention_(
     Args:
         q, k, v, keys_, values_, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, pairs,
             rotary_dim, rotary_last, norm_v, v_norm_weight: as for `_rope_cache_`.
-        scale, window, key_range, softcap, sinks, gate, gate_activation: as for `_attention_step`.
+        scale, window, key_range, softcap, sinks, gate, gate_activation: as for `_cached_attention`.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`, contiguous.
 
@@ -478,7 +455,7 @@ def _rope_attention_(
         norm_v=norm_v,
         v_norm_weight=v_norm_weight,
     )
-    return _attention_step(
+    return _cached_attention(
         turned,
         keys_,
         values_,
@@ -506,14 +483,14 @@ def _check_write(check, states, packed_, scales_, biases_, start):
     "-> packed_ scales_ biases_",
     _check_write,
 )
-def write_cache_quantized_(
+def _write_cache_quantized_(
     states: Tensor,
     packed_: Tensor,
     scales_: Tensor,
     biases_: Tensor,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantises keys or values of new tokens to 8 bits, into a cache as `attention` reads it.
+    """Quantises keys or values of new tokens to 8 bits, into a cache as `cached_attention` reads it.
 
         bias = the lowest number of a group; scale = (the highest - bias) / 254, rounded to the dtype
         code = min(round((x - bias) / scale), 255), 0 where scale is 0
@@ -533,13 +510,6 @@ def write_cache_quantized_(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     In models whose cache holds 8 bits.
-
-    Example:
-        >>> states = torch.tensor([0.0, 254.0]).repeat(1, 1, 1, 16)  # one token, a group of 32
-        >>> packed, scales, biases = torch.zeros(1, 1, 2, 8, dtype=torch.int32), *torch.zeros(2, 1, 1, 2, 1)
-        >>> packed, scales, biases = ops.write_cache_quantized_(states, packed, scales, biases, start=1)
-        >>> packed.view(torch.uint8)[0, 0, :, :2].tolist(), scales.flatten().tolist()
-        ([[0, 0], [0, 254]], [0.0, 1.0])
     """
     if states.numel() == 0:
         return packed_, scales_, biases_
@@ -560,8 +530,8 @@ def write_cache_quantized_(
 
 
 def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
-    arguments = {"query": s.values(2, heads, tokens, whole_groups(s.D))}
-    for name, width in (("key", whole_groups(s.D)), ("value", whole_groups(s.V))):
+    arguments = {"q": s.values(2, heads, tokens, whole_groups(s.D))}
+    for name, width in (("k", whole_groups(s.D)), ("v", whole_groups(s.V))):
         arguments[name] = s.codes(2, 2, keys, width // 4)
         arguments[f"{name}_scales"] = s.values(2, 2, keys, width // 32) / 128
         arguments[f"{name}_biases"] = s.values(2, 2, keys, width // 32)
@@ -573,41 +543,41 @@ def _selected(s: Sample) -> Tensor:
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
-    """Changes to the sample of `attention` that take its other kernels."""
+    """Changes to the sample of `cached_attention` that take its other kernels."""
     selected = _selected(s)
     return [
         {"sinks": None, "window": 4, "softcap": 20.0},
         {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=s.device)},
-        s.of("query[2, 4, 9, D]", window=3, lookahead=2),
+        s.of("q[2, 4, 9, D]", window=3, lookahead=2),
         s.of("attn_mask[2, 1, T, 9]"),
         {"attn_mask": s.values(1, 1, s.T, 9) > 0.0},
         {"attn_mask": s.integers(512, 2, 2, s.T, 1, dtype=torch.int32)},
         {"indices": selected},
-        s.of("query[2, 36, T, D]", indices=selected, sinks=None),
+        s.of("q[2, 36, T, D]", indices=selected, sinks=None),
         {"indices": selected, **_in_8_bits(s, s.T, 9)},
         {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
-        s.of("query[2, 4, 20, D] key[2, 2, 300, D] value[2, 2, 300, V]"),
-        s.of("query[1, 32, 1, D] key[1, 2, 9, D] value[1, 2, 9, V]", sinks=None),
+        s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V]"),
+        s.of("q[1, 32, 1, D] k[1, 2, 9, D] v[1, 2, 9, V]", sinks=None),
         _in_8_bits(s, s.T, 9),
         _in_8_bits(s, 20, 300),
     ]
 
 
 def _more_steps(s: Sample) -> list[dict[str, Any]]:
-    """Changes to the sample of `_attention_step`: gates, tails, 8 bits."""
+    """Changes to the sample of `_cached_attention`: gates, tails, 8 bits."""
     selected = _selected(s)
-    compressed = s.of("key_tail[2, 2, 6, D] value_tail[2, 2, 6, V]", tail_rate=2, position=7)
+    compressed = s.of("k_tail[2, 2, 6, D] v_tail[2, 2, 6, V]", tail_rate=2, position=7)
     one_gate = {"gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"}
     return [
         s.of("attn_mask[2, 1, T, 9] gate[2, T, 4, V]", dtype="float32"),
         {"attn_mask": s.values(1, 1, s.T, 9) > 0.0, **one_gate},
-        s.of("query[2, 4, 20, D] key[2, 2, 300, D] value[2, 2, 300, V] gate[2, 20, 4, V]"),
+        s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V] gate[2, 20, 4, V]"),
         {"indices": selected, **one_gate},
-        s.of("query[2, 36, T, D]", indices=selected, sinks=None),
+        s.of("q[2, 36, T, D]", indices=selected, sinks=None),
         compressed,
         compressed | {"indices": selected, "position": 20},  # 8 is no key of the tail
-        compressed | s.of("query[2, 36, T, D]", sinks=None),
-        compressed | s.of("query[2, 36, T, D]", indices=selected, sinks=None, window=2),
+        compressed | s.of("q[2, 36, T, D]", sinks=None),
+        compressed | s.of("q[2, 36, T, D]", indices=selected, sinks=None, window=2),
         _in_8_bits(s, s.T, 9) | one_gate,
         _in_8_bits(s, 20, 300) | {"gate": s.values(2, 20, 4, whole_groups(s.V))},
         {"indices": selected, **_in_8_bits(s, s.T, 9), **one_gate},
@@ -616,8 +586,8 @@ def _more_steps(s: Sample) -> list[dict[str, Any]]:
 
 
 def _attended_sample(s: Sample) -> dict[str, Any]:
-    caches = f"key[2, 2, {s.T + 6}, D] value[2, 2, {s.T + 6}, V] sinks[4]"
-    return s.of(caches, query=s.q.transpose(1, 2), scale=0.25)
+    caches = f"k[2, 2, {s.T + 6}, D] v[2, 2, {s.T + 6}, V] sinks[4]"
+    return s.of(caches, q=s.q.transpose(1, 2), scale=0.25)
 
 
 def _written(s: Sample) -> dict[str, Any]:
@@ -640,9 +610,9 @@ def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, 
 
 CALLS: Calls = {
     "_rope_attention_": lambda s: turned(s, s.T),
-    "_attention_step": _attended_sample,
-    "attention": _attended_sample,
-    "write_cache_quantized_": _written,
+    "_cached_attention": _attended_sample,
+    "cached_attention": _attended_sample,
+    "_write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
     "_rope_attention_": lambda s: [
@@ -653,9 +623,9 @@ CHANGES: Changes = {
         )
         | {"window": 3, "softcap": 20.0},
     ],
-    "_attention_step": _more_steps,
-    "attention": _more_attention,
-    "write_cache_quantized_": lambda s: [
+    "_cached_attention": _more_steps,
+    "cached_attention": _more_attention,
+    "_write_cache_quantized_": lambda s: [
         {"states": s.values(2, s.T, 2, max(64, whole_groups(s.D))).transpose(1, 2)},
     ],
 }

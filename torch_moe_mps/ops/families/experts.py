@@ -3,6 +3,7 @@
 T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k: token t, slot k.
 """
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .._activations import Activation
 from .._checks import MAX_EXPERTS, MAX_TOP_K, options_in, wide
-from .._registry import Backward, Like, operator
+from .._registry import Backward, Like, door, operator
 from .._sample import Calls, Changes
 from .combine import ADDED, ExpertSum
 from .norms import InputNorm
@@ -391,14 +392,7 @@ def _moe_experts(
     return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around, has_identity)
 
 
-def _check_public(check, x, gate_up, down, gate_up_bias, transposed, **given):
-    _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **ExpertSum()._asdict(), **given)
-
-
-@operator(
-    f"x[..., H] {ROUTED} gate_up[E, _, _]:x down[E, _, _]:x gate_up_bias[E, _] down_bias[E, H] -> x",
-    _check_public,
-)
+@door(_moe_experts)
 def moe_experts(
     x: Tensor,
     topk_weights: Tensor,
@@ -458,21 +452,7 @@ def moe_experts(
         >>> ops.moe_experts(x, topk_weights, topk_ids, gate_up, down, activation="relu").tolist()
         [[12.0, 12.0, 12.0, 12.0]]
     """
-    return _moe_experts(
-        x,
-        topk_weights,
-        topk_ids,
-        gate_up,
-        down,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
-        gated=gated,
-        interleaved=interleaved,
-        transposed=transposed,
-    )
+    return inspect.unwrap(_moe_experts)(**locals())
 
 
 def _layer(s):

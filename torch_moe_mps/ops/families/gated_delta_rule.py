@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._activations import sigmoid_anywhere, softplus_anywhere
 from .._pending import MAX_PENDING, PENDING, check_keep, counts
-from .._registry import operator
+from .._registry import door, operator
 from .._sample import Calls, Changes, Sample
 from .norms import GATE_ACTIVATIONS, rms_norm_gated
 
@@ -111,7 +111,7 @@ _DECAY = (
     allowed=_CHOICES | {"gate_activation": GATE_ACTIVATIONS},
     dependences=(*_DECAY, "gate only with norm_weight", PENDING),
 )
-def _gated_delta_rule_step_(
+def _gated_delta_rule_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -195,7 +195,7 @@ def _gated_delta_rule_step_(
     return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_weight_offset, gate_activation)
 
 
-@operator(f"{_TOKENS} -> v", _check_gated_delta_rule, allowed=_CHOICES, dependences=_DECAY)
+@door(_gated_delta_rule_)
 def gated_delta_rule_(
     q: Tensor,
     k: Tensor,
@@ -253,7 +253,7 @@ def gated_delta_rule_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
 
-    In models, `_gated_delta_rule_step_` replaces it.
+    In models, `_gated_delta_rule_` replaces it.
 
     Example:
         >>> q = k = torch.ones(1, 3, 1, 1)  # the delta rule without decay: the last value replaces the others
@@ -264,18 +264,7 @@ def gated_delta_rule_(
         >>> state.item()
         3.0
     """
-    return inspect.unwrap(_gated_delta_rule_step_)(
-        *(q, k, v, g, state_, scale),
-        beta=beta,
-        l2norm_eps=l2norm_eps,
-        decay_form=decay_form,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        beta_activation=beta_activation,
-        beta_min=beta_min,
-        skip=skip,
-    )
+    return inspect.unwrap(_gated_delta_rule_)(**locals())
 
 
 def _pending(s: Sample, is_wide: bool = False) -> dict[str, Any]:
@@ -300,14 +289,14 @@ def _times_beta(s: Sample) -> dict[str, Any]:
     return steps | {"l2norm_eps": None, "scale": 1.0}
 
 
-CALLS: Calls = dict.fromkeys(("_gated_delta_rule_step_", "gated_delta_rule_"), _called)
+CALLS: Calls = dict.fromkeys(("_gated_delta_rule_", "gated_delta_rule_"), _called)
 CHANGES: Changes = {
     "gated_delta_rule_": lambda s: [
         _log_decays(s),
         s.of("g[2, T, 4, D] dt_bias[4, D]", decay_form="sigmoid", lower_bound=-5.0),
         _times_beta(s) | {"beta_min": 0.1},
     ],
-    "_gated_delta_rule_step_": lambda s: [
+    "_gated_delta_rule_": lambda s: [
         _log_decays(s),
         s.of("gate[2, T, 4, V] norm_weight[V]", norm_weight_offset=1.0),
         s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay_form="sigmoid")

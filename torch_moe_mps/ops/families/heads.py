@@ -47,7 +47,7 @@ def _meta_heads_mm(check, x, weight, transposed, appended):
     _meta_heads_mm,
     dependences=("appended not unless transposed",),
 )
-def heads_mm(
+def _heads_mm(
     x: Tensor, weight: Tensor, *, transposed: bool = False, appended: Tensor | None = None
 ) -> Tensor:
     """Matrix product for each head: weight[h] @ x[b, t, h], or weight[h]^T @ x[b, t, h] and what is appended.
@@ -56,9 +56,9 @@ def heads_mm(
     become factors of its queries and its results.
 
     Args:
-        x: [B, T, Hq, C] in float32, such as the results of `attention` in that dtype, or in the dtype of
-            `weight`, which costs a copy on mps; with `transposed` [B, T, Hq, R] in the dtype of `weight`. Any
-            strides.
+        x: [B, T, Hq, C] in float32, such as the results of `cached_attention` in that dtype, or in the dtype
+            of `weight`, which costs a copy on mps; with `transposed` [B, T, Hq, R] in the dtype of `weight`.
+            Any strides.
         weight: [Hq, R, C], float32, float16 or bfloat16. The rows of all heads may be some of each head's
             rows in a matrix, `matrix.view(Hq, -1, C)[:, first:last]`: they are read where they lie. With
             other strides they are copied in each call.
@@ -69,12 +69,6 @@ def heads_mm(
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `weight`; accumulated in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
-
-    Example:
-        >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])  # one token, two heads
-        >>> weight = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]])  # [Hq, R, C] = [2, 1, 2]
-        >>> ops.heads_mm(x, weight).tolist()
-        [[[[1.0], [7.0]]]]
     """
     return _product(x, weight.float(), transposed, appended, weight.dtype)
 
@@ -95,7 +89,7 @@ def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, 
     _meta_heads_quantized,
     dependences=("appended not unless transposed",),
 )
-def heads_quantized(
+def _heads_quantized(
     x: Tensor,
     packed: Tensor,
     scales: Tensor,
@@ -106,29 +100,23 @@ def heads_quantized(
     appended: Tensor | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """heads_mm with quantised weights, whose groups lie along C for both directions.
+    """_heads_mm with quantised weights, whose groups lie along C for both directions.
 
     Args:
         x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides. On
             mps only float32 is read without a copy unless transposed. On Metal an infinite element may give
             NaN where the formula gives infinity, as in expert_qmm.
-        packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of heads_mm it may be
+        packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of _heads_mm it may be
             some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
         scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
-        transposed, appended: as for heads_mm.
+        transposed, appended: as for _heads_mm.
         dtype: of the result: "float32", "float16" or "bfloat16"; None: the dtype of `x`, as always with
             `transposed`.
 
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in `dtype`; dequantised and accumulated in float32.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
-
-    Example:
-        >>> from torch_moe_mps.quantization import quantize
-        >>> w = quantize(torch.stack([torch.eye(32), 2 * torch.eye(32)]), mode="mxfp4")  # two heads
-        >>> ops.heads_quantized(torch.ones(1, 1, 2, 32), *w, "mxfp4")[..., 0].tolist()
-        [[[1.0, 2.0]]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]
@@ -136,17 +124,17 @@ def heads_quantized(
 
 
 CALLS: Calls = {
-    "heads_quantized": lambda s: {
+    "_heads_quantized": lambda s: {
         **s.of("x[2, T, 4, I]", **s.quantized("", s.I, s.H, (4,)), format=s.format.name),
         **s.of("appended[2, T, 4, 6]", transposed=True),
     },
-    "heads_mm": lambda s: s.of("x[2, T, 4, 16] weight[4, 16, 40] appended[2, T, 4, 6]", transposed=True),
+    "_heads_mm": lambda s: s.of("x[2, T, 4, 16] weight[4, 16, 40] appended[2, T, 4, 6]", transposed=True),
 }
 CHANGES: Changes = {
-    "heads_quantized": lambda s: [
+    "_heads_quantized": lambda s: [
         s.of("x[1, T, 4, H]:float32", dtype=dtype_name(s.dtype), transposed=False, appended=None),
     ],
-    "heads_mm": lambda s: [
+    "_heads_mm": lambda s: [
         s.of("x[1, T, 4, 40]:float32", transposed=False, appended=None),
         s.of("x[1, 1, 4, 40]", transposed=False, appended=None),
         s.of("x[1, 1, 4, 16]", appended=None),

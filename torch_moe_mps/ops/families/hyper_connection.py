@@ -23,7 +23,7 @@ def _check_update(check, streams, **_):
 
 
 @operator(f"{UPDATE} -> streams", _check_update)
-def hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
+def _hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
     """Streams of a hyper-connection after a block: its output plus a mixture of the streams.
 
         result[n] = post[n] * block_out + sum_m comb[m, n] * streams[m]
@@ -39,11 +39,6 @@ def hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor 
     Returns: [..., N, H] in the dtype of `streams`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
-
-    Example:
-        >>> streams, block_out = torch.tensor([[1.0], [3.0]]).expand(1, 2, 4), torch.ones(1, 4)
-        >>> ops.hyper_update(streams, block_out, post=torch.tensor([[10.0, 20.0]]))[..., 0].tolist()
-        [[11.0, 23.0]]
     """
     rows = streams.float()
     if comb is not None:
@@ -73,7 +68,7 @@ def _meta_hyper_connection(check, streams, fn, fn_scale, block_out, **_):
     allowed={"iterations": range(1, MAX_ITERATIONS + 1)},
     dependences=("post only with block_out", "comb not without block_out"),
 )
-def hyper_connection(
+def _hyper_connection(
     streams: Tensor,
     fn: Tensor,
     base: Tensor,
@@ -90,7 +85,7 @@ def hyper_connection(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A block's input, mixed from the streams of a hyper-connection, and their update (mHC of DeepSeek-V4).
 
-        streams = hyper_update(streams, block_out, post, comb)          where `block_out` is given
+        streams = _hyper_update(streams, block_out, post, comb)          where `block_out` is given
         m = fn flat(streams) * rsqrt(mean(flat(streams)^2) + norm_eps)  in parts of N, N and N * N rows
         pre = sigmoid(m_0 * fn_scale_0 + base_0) + mix_eps
         post' = post_factor * sigmoid(m_1 * fn_scale_1 + base_1) + post_eps
@@ -108,7 +103,7 @@ def hyper_connection(
         base: [R], any of the three dtypes.
         fn_scale: [1], [2] or [3], any of the three dtypes.
         block_out: [..., H] in the dtype of `streams`: what the block before this one gives, or None.
-        post, comb: as hyper_update takes them; `post` is given with `block_out`, and only then.
+        post, comb: as _hyper_update takes them; `post` is given with `block_out`, and only then.
         norm_eps: of the mean of squares.
         mix_eps: added to the weights and to the sums that divide them, see above.
         iterations: how often columns are normed, 1 to 1024.
@@ -121,16 +116,10 @@ def hyper_connection(
         streams: [..., N, H] in the dtype of `streams`, empty without `block_out`.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
-
-    Example:
-        >>> streams = torch.tensor([[1.0], [3.0]]).expand(1, 2, 4)  # N = 2, H = 4
-        >>> fn, base, fn_scale = torch.zeros(2, 8), torch.zeros(2), torch.ones(1)  # pre = sigmoid(0)
-        >>> ops.hyper_connection(streams, fn, base, fn_scale, mix_eps=0.0)[0].tolist()
-        [[2.0, 2.0, 2.0, 2.0]]
     """
     updated = streams.new_empty(0)
     if block_out is not None and post is not None:
-        streams = updated = hyper_update(streams, block_out, post, comb)
+        streams = updated = _hyper_update(streams, block_out, post, comb)
     *leading, count, _ = streams.shape
     flat = streams.flatten(-2).float()
     mixed = flat @ fn.float().mT * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
@@ -152,16 +141,16 @@ def hyper_connection(
 
 
 CALLS: Calls = {
-    "hyper_update": lambda s: {"streams": s.values(s.T, 2, s.H)},
-    "hyper_connection": lambda s: {
+    "_hyper_update": lambda s: {"streams": s.values(s.T, 2, s.H)},
+    "_hyper_connection": lambda s: {
         **s.of("streams[T, 4, H] base[24]:float32 fn_scale[3]:float32 block_out[T, H] post[T, 4]:float32"),
         "fn": s.values(24, 4 * s.H, dtype=torch.float32) / 16,
         "comb": s.values(s.T, 4, 4, dtype=torch.float32).softmax(-1),
     },
 }
 CHANGES: Changes = {
-    "hyper_update": lambda s: [{"comb": None, "block_out": s.strided}],
-    "hyper_connection": lambda s: [
+    "_hyper_update": lambda s: [{"comb": None, "block_out": s.strided}],
+    "_hyper_connection": lambda s: [
         {"block_out": None, "post": None, "comb": None, "iterations": 3},
         {"fn": s.values(8, 4 * s.H) / 16, "fn_scale": s.values(2), "comb": None}
         | {"post_eps": 1e-3, "post_factor": 0.5},

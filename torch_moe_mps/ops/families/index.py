@@ -76,14 +76,14 @@ def _index_topk(
         top_k: how many blocks a token chooses at most, at least 1.
         scale: of the products.
         key_range: [B, 2] int32: the first key that the tokens of a batch entry may choose, and the one behind
-            the last, as `attention` takes it. None where rows of k are pooled.
+            the last, as `cached_attention` takes it. None where rows of k are pooled.
         reduce: "heads" or "keys".
         block: so many neighbouring keys are chosen together, up to 1024; `block` of them from a multiple of
             `block` on.
         tail: with "keys": so many blocks up to the token's own are chosen first. With "heads", 0 or 1: with 1
             a token also chooses its own block while that is incomplete, which has no score yet.
         keys: S, where rows of k are pooled: the keys of S // block blocks. Else 0.
-        as_bits: the result is a mask of bits, as `attention` takes it.
+        as_bits: the result is a mask of bits, as `cached_attention` takes it.
 
     Returns: [B, T, min(top_k, rows)] int32, one more with a tail of pooled rows; with "keys"
         [B, Hi, T, min(top_k, blocks)]: the chosen blocks in ascending order, then -1 where a token may choose

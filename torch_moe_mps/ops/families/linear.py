@@ -1,5 +1,6 @@
 """Linear layers, dense MLPs and embeddings with weights in the formats of _weight_formats.py."""
 
+import inspect
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from .._activations import POINTWISE, Activation
 from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide
 from .._decoded import in_blocks
 from .._formats import TENSORS, Format, QuantizedWeight
-from .._registry import Backward, operator
+from .._registry import Backward, door, operator
 from .._sample import Calls, Changes
 from .norms import InputNorm
 
@@ -264,7 +265,7 @@ def _mlp_quantized(
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
-@operator(f"x[..., H] {packed_mlp()} -> x", _check_mlp)
+@door(_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
@@ -317,24 +318,7 @@ def mlp_quantized(
         >>> out[0, :2].tolist()  # relu(3) * 3
         [9.0, 9.0]
     """
-    return _mlp_quantized(
-        x,
-        gate_up_packed,
-        gate_up_scales,
-        gate_up_biases,
-        down_packed,
-        down_scales,
-        down_biases,
-        format,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        activation=activation,
-        alpha=alpha,
-        limit=limit,
-        gated=gated,
-        interleaved=interleaved,
-        down_format=down_format,
-    )
+    return inspect.unwrap(_mlp_quantized)(**locals())
 
 
 def _meta_embedding_quantized(check, tokens, packed, scales, biases, format, dtype):

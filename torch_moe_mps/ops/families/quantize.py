@@ -35,7 +35,7 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
     _meta_quantize_by_importance,
     allowed={"format": tuple(name for name, to in FORMATS.items() if to.is_affine and to.bits > 1)},
 )
-def quantize_by_importance(
+def _quantize_by_importance(
     weight: Tensor, importance: Tensor, format: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights quantised to an affine format with an importance matrix, in one dispatch.
@@ -63,12 +63,6 @@ def quantize_by_importance(
     Raises: ValueError for a dtype, shape, format or device that does not fit.
 
     In models while they are quantised with an importance matrix.
-
-    Example:
-        >>> weight, importance = torch.ones(1, 1, 32), torch.ones(1, 32)
-        >>> packed, scales, biases, error = ops.quantize_by_importance(weight, importance, "affine4_32")
-        >>> packed.shape, scales.shape, error.tolist()  # an error of 0, a sum of 32
-        (torch.Size([1, 1, 4]), torch.Size([1, 1, 1]), [[[[0.0, 32.0]]]])
     """
     stored = FORMATS[format]
     if weight.numel() == 0:
@@ -235,9 +229,9 @@ def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 1
     return {"weight": weight, "importance": importance, "format": format.name}
 
 
-CALLS: Calls = {"quantize_by_importance": _weights}
+CALLS: Calls = {"_quantize_by_importance": _weights}
 CHANGES: Changes = {
-    "quantize_by_importance": lambda s: [
+    "_quantize_by_importance": lambda s: [
         _weights(s, FORMATS[to]) for to in ("affine2_128", "affine3_32", "affine5_64", "affine8_32")
     ]
 }

@@ -1,5 +1,7 @@
 """The experts with weights in the formats of _weight_formats.py."""
 
+import inspect
+
 import torch
 from torch import Tensor
 
@@ -7,14 +9,13 @@ from .._activations import CLAMPED, POINTWISE, Activation
 from .._checks import options_in, wide
 from .._decoded import decoded_experts
 from .._formats import TENSORS, Format, QuantizedWeight
-from .._registry import Backward, operator
+from .._registry import Backward, door, operator
 from .._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
     AROUND,
     IDS,
     NO_SHARED,
-    ROUTED,
     Mlp,
     Product,
     combine_experts,
@@ -305,9 +306,10 @@ def _is_gated(gate_up_packed: Tensor, down_packed: Tensor, down: Format) -> bool
     return gate_up_packed.shape[1] == 2 * down.columns(down_packed.shape[2])
 
 
-def _check_public(check, x, gate_up_packed, down_packed, down_format, **arguments):
+def _gated(check, gate_up_packed, down_packed, format, down_format, **arguments):
+    """The argument of `_moe_experts_quantized` that shapes say."""
     down = (
-        Format.named(arguments["format"], check)
+        Format.named(format, check)
         if down_format is None
         else Format.named(down_format, check, "down_format")
     )
@@ -317,11 +319,10 @@ def _check_public(check, x, gate_up_packed, down_packed, down_format, **argument
         check.fail("gate_up_packed", f"of 2I = {2 * inner} rows, or I = {inner} without a gate", shape)
     if not gated and (arguments["activation"] in CLAMPED or arguments["interleaved"]):
         check.fail("gate_up_packed", f"of 2I = {2 * inner} rows for these options", shape)
-    passed = {"gate_up_packed": gate_up_packed, "down_packed": down_packed, "down_format": down_format}
-    check_packed_mlp(check, x.shape[-1], passed | arguments | {"alpha": None, "gated": gated}, stack="E, ")
+    return {"gated": gated}
 
 
-@operator(f"x[..., H] {ROUTED} {packed_mlp('E, ')} -> x", _check_public)
+@door(_moe_experts_quantized, derived=_gated)
 def moe_experts_quantized(
     x: Tensor,
     topk_weights: Tensor,
@@ -373,25 +374,8 @@ def moe_experts_quantized(
         >>> out[0, :2].tolist()  # 1.5 * relu(3) * 3
         [13.5, 13.5]
     """
-    return _moe_experts_quantized(
-        x,
-        topk_weights,
-        topk_ids,
-        gate_up_packed,
-        gate_up_scales,
-        gate_up_biases,
-        down_packed,
-        down_scales,
-        down_biases,
-        format,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        activation=activation,
-        limit=limit,
-        gated=_is_gated(gate_up_packed, down_packed, Format.named(down_format or format)),
-        interleaved=interleaved,
-        down_format=down_format,
-    )
+    gated = _is_gated(gate_up_packed, down_packed, Format.named(down_format or format))
+    return inspect.unwrap(_moe_experts_quantized)(**locals())
 
 
 def _layer(s):

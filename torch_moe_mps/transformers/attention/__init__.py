@@ -1,1 +1,1 @@
-"""The operator `attention` in place of a model's own: masks, latents, keys that are chosen."""
+"""The operator `cached_attention` in place of a model's own: masks, latents, keys that are chosen."""

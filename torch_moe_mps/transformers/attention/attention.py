@@ -1,4 +1,4 @@
-"""The operator `attention` for transformers' AttentionInterface: few new tokens, and prompts that need it.
+"""`cached_attention` for transformers' AttentionInterface: few new tokens, and prompts that need it.
 
 A mask, a layer's window and an indexer's choice tell which keys tokens see: `Visible` is all of it, and only
 `attend` makes arguments of the operator from it. Masks that only express order and window are CausalMask.
@@ -31,7 +31,7 @@ NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 _SPECIAL = frozenset(("cache", "softcap", "s_aux"))  # arguments of `sdpa`, beside its usual
-_ADDED = frozenset(("position_bias", "sinks"))  # arguments of `attention` that the operator lacks
+_ADDED = frozenset(("position_bias", "sinks"))  # arguments of `cached_attention` that the operator lacks
 # Arguments of an attention function behind module, query, key, value and mask that are understood here.
 _UNDERSTOOD = _SPECIAL | _ADDED | {"scaling", "dropout", "is_causal", "sliding_window"}
 _added: dict[Any, frozenset[str]] = {}  # {attention function or class: what is not understood of it}
@@ -39,7 +39,7 @@ _COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Scores(NamedTuple):
-    """Options of the operator `attention` that turn scores of keys into weights.
+    """Options of the operator `cached_attention` that turn scores of keys into weights.
 
     Attributes:
         scaling: None for D ** -0.5.
@@ -307,7 +307,7 @@ def attend(
     scores: Scores,
     dtype: str | None = None,
 ) -> Tensor:
-    """Result of the operator `attention`, [B, T, Hq, Dv] in `dtype` or the queries' dtype.
+    """Result of the operator `cached_attention`, [B, T, Hq, Dv] in `dtype` or the queries' dtype.
 
     Keys that an indexer chooses are chosen here, for some tokens of a prompt at a time.
     """
@@ -325,13 +325,13 @@ def attend(
     asked |= {"softcap": softcap, "sinks": sinks}
     options = {name: arguments for name, arguments in asked.items() if arguments is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
-        options |= {"key_scales": key.scales, "key_biases": key.biases}
-        options |= {"value_scales": value.scales, "value_biases": value.biases}
+        options |= {"k_scales": key.scales, "k_biases": key.biases}
+        options |= {"v_scales": value.scales, "v_biases": value.biases}
         key, value = key.packed, value.packed
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if dtype is None:
-        return torch.ops.moe_mps.attention(query, key, value, scale, **options)
-    return torch.ops.moe_mps._attention_step(query, key, value, scale, **options, dtype=dtype)
+        return torch.ops.moe_mps.cached_attention(query, key, value, scale, **options)
+    return torch.ops.moe_mps._cached_attention(query, key, value, scale, **options, dtype=dtype)
 
 
 def _attend_to_latents(

@@ -30,7 +30,7 @@ class CausalMask(Deferred):
     Attributes:
         seen: the number of keys up to the last token's own; T to S.
         window: the largest number of keys that a token sees, itself included, or None.
-        key_range: what the operator `attention` takes, int32 [B, 2]; None where no key is padding.
+        key_range: what the operator `cached_attention` takes, int32 [B, 2]; None where no key is padding.
         lookahead: how many keys after its own a token sees, too, as encoders' do, whose tokens are all keys.
     """
 

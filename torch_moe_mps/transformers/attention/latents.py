@@ -161,10 +161,10 @@ def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any
         return matrix.view(form.heads, form.key_rows + form.value_rows, matrix.shape[1])[:, rows]
 
     if type(layer) is nn.Linear:
-        return ops.heads_mm(x, of_heads(layer.weight), **options)
+        return ops._heads_mm(x, of_heads(layer.weight), **options)
     packed, scales, biases, _ = layer.weights()
     weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
-    compute = partial(ops.heads_quantized, x, *weight, layer.format.name, **options)
+    compute = partial(ops._heads_quantized, x, *weight, layer.format.name, **options)
     return with_cache(compute, layer, packed, scales, biases) if x.is_cpu else compute()
 
 
@@ -180,13 +180,13 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
 
 def _operator_for(layer: Any) -> str | None:
     """Operator that multiplies by the heads' matrices of a layer; None where its eager code must run."""
-    operator = {nn.Linear: "heads_mm", QuantizedLinear: "heads_quantized"}.get(type(layer))
+    operator = {nn.Linear: "_heads_mm", QuantizedLinear: "_heads_quantized"}.get(type(layer))
     is_plain = operator is not None and layer.bias is None and not is_observed(layer)
     return operator if is_plain else None
 
 
 def use_latents(module: nn.Module) -> list[Done]:
-    """Lets an attention layer that runs on the operator `attention`, and expands latents, attend to these.
+    """Lets an attention layer that runs on `cached_attention`, and expands latents, attend to these.
 
     Returns: the report's addition; nothing for other layers.
     """
@@ -195,7 +195,7 @@ def use_latents(module: nn.Module) -> list[Done]:
     if operator is None:
         return []
     done = [Done(operator, f"latents ({operator})", only_on_mps=True)]
-    done.append(Done("_attention_step", only_on_mps=True))
+    done.append(Done("_cached_attention", only_on_mps=True))
     if refusal(module, done) is not None:
         return []
     state_of(module).expansion = expansion

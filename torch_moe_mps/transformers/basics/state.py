@@ -145,7 +145,7 @@ class State:
         formula: what the module computes, in the words of the rule that recognised it.
         reads: the attributes that its rewritten forward rests on, None before there is one; of an experts
             module, those that its activation rests on.
-        is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
+        is_attention: the implementation "sdpa" of transformers may be the operator `cached_attention` for it.
         reach: what keeps the rows of `upstream/reach.py` in that such a layer needs.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
         adapters: of a call of quantised experts: {projection: those of its stack}.

@@ -16,7 +16,7 @@ state, and its own inputs in place of the old ones (`keep` of the operators); a 
 always accepted, writes the state behind that token, and the count is 0 then. To reject tokens is to lower the
 count, which moves nothing.
 
-Where it stands: the operators `causal_conv1d_update_`, `_gated_delta_rule_step_` and `selective_scan_`
+Where it stands: the operators `causal_conv1d_update_`, `_gated_delta_rule_` and `selective_scan_`
 take `pending_` (the uncommitted inputs), `counts` and `keep`. `basics.tensors` leads modules from a state
 to its arguments. `BatchedCache` sets the counts. `transformers.deferrable` tries which layers of a model
 may defer. `committed` gives a sequence's states for a cache of its own, as prefixes are cached.
@@ -79,7 +79,7 @@ class StateKind(NamedTuple):
         if not self.delta:
             decay = None
             options |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
-        ops._gated_delta_rule_step_(keys, keys, values, decay, state, 1.0, **options)
+        ops._gated_delta_rule_(keys, keys, values, decay, state, 1.0, **options)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""

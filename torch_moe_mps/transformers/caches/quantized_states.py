@@ -1,4 +1,4 @@
-"""Keys or values of a cache in 8 bits, which the operator `attention` reads without decoding."""
+"""Keys or values of a cache in 8 bits, which the operator `cached_attention` reads without decoding."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class QuantizedStates(Deferred):
 
     Attributes:
         packed, scales, biases: [B, Hk, S, D / 4], and twice [B, Hk, S, D / group], as
-            `torch.ops.moe_mps.attention` takes them.
+            `torch.ops.moe_mps.cached_attention` takes them.
     """
 
     packed: Tensor
@@ -94,7 +94,7 @@ class QuantizedStates(Deferred):
             for part, other in zip(self.parts(), states.parts(), strict=True):
                 part.narrow(2, start, states.shape[2]).copy_(other)
         else:
-            torch.ops.moe_mps.write_cache_quantized_(states, *self.parts(), start)
+            torch.ops.moe_mps._write_cache_quantized_(states, *self.parts(), start)
 
     def elements(self) -> Tensor:
         return values_in(*self.parts()).to(self.dtype)

@@ -103,12 +103,12 @@ def attention_of(dtype, heads, key_heads, tokens, keys, width, value_width, bits
         k, v = (
             torch.zeros(1, key_heads, keys, w // 4, dtype=torch.int32).to("mps") for w in (width, value_width)
         )
-        for name, w in (("key", width), ("value", value_width)):
+        for name, w in (("k", width), ("v", value_width)):
             groups |= {
                 f"{name}_{part}": on_device(1, key_heads, keys, w // 64, dtype=dtype)
                 for part in ("scales", "biases")
             }
-    call = functools.partial(torch.ops.moe_mps.attention, q, k, v, 0.1, **groups)
+    call = functools.partial(torch.ops.moe_mps.cached_attention, q, k, v, 0.1, **groups)
     label = f"attention of {heads} heads on {key_heads}, {tokens} tokens, {keys} keys of {width}, {bits} bits"
     return label, call, {k: apple.Work("attention", macs)}, q.numel()
 
@@ -136,10 +136,10 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
     """Over a window of 128 keys and as many of a tail."""
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
     q, k, v, scale = call.args
-    call = functools.partial(torch.ops.moe_mps._attention_step, q, k, v, scale)
-    options = {"key_tail": k.clone(), "value_tail": v.clone(), "tail_rate": 4, "position": 600}
+    call = functools.partial(torch.ops.moe_mps._cached_attention, q, k, v, scale)
+    options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
-    yield f"_attention_step, tailed, {label}", functools.partial(call, **options), work, elements
+    yield f"_cached_attention, tailed, {label}", functools.partial(call, **options), work, elements
 
 
 def cache(dtype: torch.dtype) -> Iterator[Call]:
@@ -147,8 +147,8 @@ def cache(dtype: torch.dtype) -> Iterator[Call]:
         states = on_device(1, 8, 4, width, dtype=dtype)
         packed = torch.zeros(1, 8, 16, width // 4, dtype=torch.int32).to("mps")
         groups = [on_device(1, 8, 16, 1, dtype=dtype) for _ in range(2)]
-        call = functools.partial(torch.ops.moe_mps.write_cache_quantized_, states, packed, *groups, 5)
-        yield f"write_cache_quantized_ of {width}", call, {}, states.numel()
+        call = functools.partial(torch.ops.moe_mps._write_cache_quantized_, states, packed, *groups, 5)
+        yield f"_write_cache_quantized_ of {width}", call, {}, states.numel()
 
 
 def index(dtype: torch.dtype) -> Iterator[Call]:
@@ -207,8 +207,8 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
 def quantising(dtype: torch.dtype) -> Iterator[Call]:
     weight, importance = on_device(1, 8, 1024, dtype=dtype), on_device(1, 1024).square()
     for name in ("affine4_64", "affine8_32"):
-        call = functools.partial(torch.ops.moe_mps.quantize_by_importance, weight, importance, name)
-        yield f"quantize_by_importance to {name}", call, {}, weight.numel()
+        call = functools.partial(torch.ops.moe_mps._quantize_by_importance, weight, importance, name)
+        yield f"_quantize_by_importance to {name}", call, {}, weight.numel()
 
 
 def causal_conv1d(dtype: torch.dtype) -> Iterator[Call]:
@@ -223,7 +223,7 @@ def causal_conv1d(dtype: torch.dtype) -> Iterator[Call]:
 
 def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
-    run, state, per_head = torch.ops.moe_mps._gated_delta_rule_step_, on_device(1, 2, 128, 128), on_device(2)
+    run, state, per_head = torch.ops.moe_mps._gated_delta_rule_, on_device(1, 2, 128, 128), on_device(2)
     norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
     rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay_form": "softplus", "beta_activation": "sigmoid"}
     mamba = {"A_log": per_head, "decay_form": "times_beta", "beta_activation": "softplus"}
@@ -238,7 +238,7 @@ def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
         ):
             options = {"beta": beta} | options
             call = functools.partial(run, q, q, v, decay, state, 0.1, **options)
-            yield f"_gated_delta_rule_step_ of {tokens}, {name}", call, {}, state.numel() * tokens
+            yield f"_gated_delta_rule_ of {tokens}, {name}", call, {}, state.numel() * tokens
 
 
 def selective_scan(dtype: torch.dtype) -> Iterator[Call]:
@@ -255,11 +255,11 @@ def hyper_connection(dtype: torch.dtype) -> Iterator[Call]:
     for tokens in (1, 16):
         streams, out = on_device(tokens, 4, 2048, dtype=dtype), on_device(tokens, 2048, dtype=dtype)
         given = {"block_out": out, "post": on_device(tokens, 4), "comb": on_device(tokens, 4, 4)}
-        call = functools.partial(torch.ops.moe_mps.hyper_connection, streams, fn, base, scale, **given)
+        call = functools.partial(torch.ops.moe_mps._hyper_connection, streams, fn, base, scale, **given)
         work = {fn: apple.Work("products", tokens * fn.numel())}
         yield f"hyper_connection of {tokens}", call, work, out.numel()
-    call = functools.partial(torch.ops.moe_mps.hyper_update, streams, *given.values())
-    yield "hyper_update", call, {}, streams.numel()
+    call = functools.partial(torch.ops.moe_mps._hyper_update, streams, *given.values())
+    yield "_hyper_update", call, {}, streams.numel()
 
 
 def pointwise(dtype: torch.dtype) -> Iterator[Call]:
@@ -352,7 +352,7 @@ def dense(dtype: torch.dtype) -> Iterator[Call]:
         yield layer("dense", tokens, 32, 4, dtype, matrices)
     norm = on_device(HIDDEN, dtype=dtype)
     yield layer("dense, normed", 1, 32, 4, dtype, matrices, norm_weight=norm)
-    yield from of_heads(dtype, torch.ops.moe_mps.heads_mm, matrices(4, 192, 512))
+    yield from of_heads(dtype, torch.ops.moe_mps._heads_mm, matrices(4, 192, 512))
 
 
 def of_heads(dtype: torch.dtype, operator: Callable, matrices: tuple, *format_) -> Iterator[Call]:
@@ -385,7 +385,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, name, norm_weight=norm)
     routed = {"norm_weight": norm, "logits": on_device(1, 32, dtype=dtype), "top_k": 4}
     yield layer(f"{name}, normed, chosen", 1, 32, 4, dtype, stack, name, **routed)
-    yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
+    yield from of_heads(dtype, torch.ops.moe_mps._heads_quantized, stack(4, 192, 512), name)
 
 
 def variants(dtype: torch.dtype) -> Iterator[Call]:

@@ -31,7 +31,7 @@ class Wide(tuple):
 
 def attention(formula: str) -> dict:
     matrix = Sample("cpu", torch.float32).quantized("", 16, 32, (4,)) | {"format": "affine4_32"}
-    weight = matrix if "heads_quantized" in formula else {"weight": (4, 16, 32)}
+    weight = matrix if "_heads_quantized" in formula else {"weight": (4, 16, 32)}
     gate = (2, 3, 4, 32) if "[G]" in formula else (2, 3, 4)
     return {"GATE": gate, "...": (2, 3, 4), "M": weight | {"transposed": False, "appended": None}}
 
@@ -96,7 +96,7 @@ class Row:
                 if isinstance(value, Wide) or (wide and isinstance(value, tuple)):
                     self.wide.add((key, ""))
         if "C" in self._names:
-            self._good_call("hyper_connection", "C")
+            self._good_call("_hyper_connection", "C")
         for key in self.wide:
             self.tensors[key] = self.tensors[key].bfloat16()
         self.calls: list[ast.expr] = []
@@ -179,7 +179,7 @@ class Row:
                 return result
 
             if "C" in self._names:
-                values["C", ""] = ours.hyper_connection(**self._arguments("C", values))
+                values["C", ""] = ours._hyper_connection(**self._arguments("C", values))
             result = self._run(parsed(self.formula), values, step)
             return (result.bfloat16() if cast else result, *others)
 
@@ -224,7 +224,7 @@ class Row:
         """The operators that are left of the formula."""
         forms = [each for each in ast.walk(parsed(self.new)) if isinstance(each, ast.Call)]
         left = Counter(called(each) for each in forms if called(each) != "item")
-        return left + Counter({"hyper_connection": 1} if "C" in self._names else {})
+        return left + Counter({"_hyper_connection": 1} if "C" in self._names else {})
 
     def check(self, fusion: Fusion, function: Callable, tolerance: float = 1e-5) -> tuple[Counter, Counter]:
         """Compares what a graph computes behind a pass. Returns: the operators before and behind it."""

@@ -20,7 +20,7 @@ def gated_delta_rule(x, r, state):
     q, k, v, z = (x.view(1, 1, HEADS, WIDTH) * n for n in range(1, 5))
     beta = r[..., HEADS : 2 * HEADS].sigmoid()
     held = state.clone()
-    out = ops._gated_delta_rule_step_(q, k, v, decay(r[..., :HEADS]), held, 0.25, beta=beta)
+    out = ops._gated_delta_rule_(q, k, v, decay(r[..., :HEADS]), held, 0.25, beta=beta)
     state.copy_(held)
     normed = ops.rms_norm_gated(out.reshape(-1, WIDTH), z.reshape(-1, WIDTH), HEAD_NORM, 1e-6)
     return normed.view(1, 1, -1)
@@ -29,7 +29,7 @@ def gated_delta_rule(x, r, state):
 def _updated(x, state):
     q, held = x.view(1, 1, HEADS, WIDTH), state.clone()
     strengths = x[..., :HEADS]
-    return ops._gated_delta_rule_step_(q, q, q, strengths, held, 0.25, beta=strengths), held
+    return ops._gated_delta_rule_(q, q, q, strengths, held, 0.25, beta=strengths), held
 
 
 def read_before_it_is_back(x, r, state):
@@ -43,19 +43,19 @@ def changed_when_it_is_back(x, r, state):
     """The state that the cache keeps is not the one that changes."""
     out, held = _updated(x, state)
     state.copy_(held)
-    ops._gated_delta_rule_step_(out, out, out, x[..., :HEADS], held, 0.25, beta=x[..., :HEADS])
+    ops._gated_delta_rule_(out, out, out, x[..., :HEADS], held, 0.25, beta=x[..., :HEADS])
     return held * 2
 
 
-COPIED = {"clone": 1, "copy_": 1, "_gated_delta_rule_step_": 1}
+COPIED = {"clone": 1, "copy_": 1, "_gated_delta_rule_": 1}
 
 
 @pytest.mark.parametrize(
     "function,left",
     [
-        (gated_delta_rule, {"mul": 4, "_gated_delta_rule_step_": 1}),
+        (gated_delta_rule, {"mul": 4, "_gated_delta_rule_": 1}),
         (read_before_it_is_back, COPIED | {"mul": 1}),
-        (changed_when_it_is_back, COPIED | {"_gated_delta_rule_step_": 2, "mul": 1}),
+        (changed_when_it_is_back, COPIED | {"_gated_delta_rule_": 2, "mul": 1}),
     ],
 )
 def test_gated_delta_rule(function, left):
@@ -76,7 +76,7 @@ def test_each_pass_is_needed(left_out):
             (
                 gated_delta_rule,
                 (*TOKEN, random(1, HEADS, WIDTH, WIDTH)),
-                {"mul": 4, "_gated_delta_rule_step_": 1},
+                {"mul": 4, "_gated_delta_rule_": 1},
             )
         ],
     )

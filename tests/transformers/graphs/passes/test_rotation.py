@@ -52,7 +52,7 @@ def write(memory: Tensor, new: Tensor) -> Tensor:
 
 def seen(q, k, v, keys, values):
     """Attention of heads that stand first, with new keys and values in a cache."""
-    return ops.attention(q, write(keys, k), write(values, v), 0.25)
+    return ops.cached_attention(q, write(keys, k), write(values, v), 0.25)
 
 
 def latents(x, keys, values):
@@ -135,7 +135,7 @@ def norms_with_weights_behind_a_turn(q, k, v, keys, values):
 def values_first(q, k, v, keys, values):
     q, k = turned(q, k)
     held = write(values, swapped(v))
-    return ops.attention(q, write(keys, k), held, 0.25)
+    return ops.cached_attention(q, write(keys, k), held, 0.25)
 
 
 def queries_scaled_before_the_write(q, k, v, keys, values):
@@ -174,14 +174,14 @@ def not_turned(q, k, v, keys, values):
 def not_turned_and_of_one_memory(q, k, v, keys, values):
     q, k, v = map(swapped, (q, k, v))
     memory = keys.narrow(1, 0, 1)
-    return ops.attention(q[:, :2], write(memory, k[:, :1]), write(memory, v[:, :1]), 0.25)
+    return ops.cached_attention(q[:, :2], write(memory, k[:, :1]), write(memory, v[:, :1]), 0.25)
 
 
 def not_turned_and_made_late(q, k, v, keys, values):
     """Queries that come after the writes."""
     q, k, v = map(swapped, (q, k, v))
     k, v = write(keys, k), write(values, v)
-    return ops.attention(q * 2, k, v, 0.25)
+    return ops.cached_attention(q * 2, k, v, 0.25)
 
 
 def not_turned_and_written_twice(q, k, v, keys, values):
@@ -196,7 +196,7 @@ def changed_behind_the_write(q, k, v, keys, values):
     k, v = write(keys, k), write(values, v)
     row = q[0]
     row.mul_(2)
-    return ops.attention(q, k, v, 0.25)
+    return ops.cached_attention(q, k, v, 0.25)
 
 
 def other_eps(q, k, v, keys, values):
@@ -298,7 +298,7 @@ def cache_read_before_the_write(q, k, v, keys, values):
 def keys_read_before_values_are_made(q, k, v, keys, values):
     q, k = turned(q, k)
     v = swapped(v) * write(keys, k).mean()
-    return ops.attention(q, keys.narrow(2, 0, BEFORE + TOKENS), write(values, v), 0.25)
+    return ops.cached_attention(q, keys.narrow(2, 0, BEFORE + TOKENS), write(values, v), 0.25)
 
 
 def keys_read_elsewhere(q, k, v, keys, values):
@@ -341,16 +341,16 @@ def written_by_index(q, k, v, keys, values):
     q, k = turned(q, k)
     keys.index_copy_(2, torch.arange(TOKENS), k)
     values.index_copy_(2, torch.arange(TOKENS), swapped(v))
-    return ops.attention(q, keys, values, 0.25)
+    return ops.cached_attention(q, keys, values, 0.25)
 
 
-WRITTEN = {"_rope_cache_": 1, "attention": 1}
+WRITTEN = {"_rope_cache_": 1, "cached_attention": 1}
 
 
-NOT_WRITTEN = {"rope": 1, "copy_": 2, "attention": 1}
+NOT_WRITTEN = {"rope": 1, "copy_": 2, "cached_attention": 1}
 
 
-NOT_JOINED = {"rope_heads": 1, "_rope_cache_": 1, "copy_": 1, "attention": 1}
+NOT_JOINED = {"rope_heads": 1, "_rope_cache_": 1, "copy_": 1, "cached_attention": 1}
 
 
 POLAR = {"ones_like": 1, "polar": 1, "clone": 1}
@@ -375,10 +375,10 @@ ROTATIONS: dict[Callable | str, dict[str, int]] = {
     begins_of_normed_heads: WRITTEN,
     not_turned: WRITTEN,
     "seen(*map(swapped, (q, k, v)), keys, values)": WRITTEN,
-    not_turned_and_of_one_memory: {"copy_": 2, "attention": 1},
-    not_turned_and_made_late: {"copy_": 2, "attention": 1, "mul": 1},
-    not_turned_and_written_twice: {"copy_": 3, "attention": 1},
-    changed_behind_the_write: {"copy_": 2, "attention": 1, "clone": 1, "mul_": 1},
+    not_turned_and_of_one_memory: {"copy_": 2, "cached_attention": 1},
+    not_turned_and_made_late: {"copy_": 2, "cached_attention": 1, "mul": 1},
+    not_turned_and_written_twice: {"copy_": 3, "cached_attention": 1},
+    changed_behind_the_write: {"copy_": 2, "cached_attention": 1, "clone": 1, "mul_": 1},
     other_eps: WRITTEN | {"rms_norm": 1},
     offset_of_keys_and_values: WRITTEN | {"rms_norm": 1},
     norm_of_all_heads: WRITTEN | {"rms_norm": 1},
@@ -408,7 +408,7 @@ ROTATIONS: dict[Callable | str, dict[str, int]] = {
     "(turned(q), turned(k.half()))": {"rope_heads": 2, "_to_copy": 1},
     "seen(*turned(q, k), swapped(v[:, :, :1]), keys, values)": NOT_WRITTEN,
     "seen(*turned(q, k), swapped(v).double(), keys, values)": NOT_WRITTEN | {"_to_copy": 1},
-    written_by_index: {"rope": 1, "arange": 1, "index_copy_": 2, "attention": 1},
+    written_by_index: {"rope": 1, "arange": 1, "index_copy_": 2, "cached_attention": 1},
 }
 
 

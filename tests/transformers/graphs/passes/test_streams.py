@@ -16,24 +16,24 @@ LARGE, MIXING = random(514, H) / 8, (random(24, H) / 8, random(24), random(3))
 def mixed_streams(x, r, turned=True):
     """As DeepSeek-V4 computes them."""
     streams = x.view(1, 1, 4, -1)
-    _, post, comb, _ = ops.hyper_connection(streams, *MIXING)
+    _, post, comb, _ = ops._hyper_connection(streams, *MIXING)
     mixed = torch.matmul(comb.transpose(-1, -2) if turned else comb, streams)
     return post.unsqueeze(-1) * r[..., : H // 4].unsqueeze(-2) + mixed
 
 
 def streams_between_layers(x, r):
     streams = mixed_streams(x, r)
-    return ops.hyper_connection(streams, *MIXING)[0], streams
+    return ops._hyper_connection(streams, *MIXING)[0], streams
 
 
 def streams_read_before_the_next_layer(x, r):
     streams = mixed_streams(x, r)
-    return streams * 2, ops.hyper_connection(streams, *MIXING)[0]
+    return streams * 2, ops._hyper_connection(streams, *MIXING)[0]
 
 
 CASES: dict[Callable | str, dict[str, int]] = {
-    streams_between_layers: {"hyper_connection": 2},
-    streams_read_before_the_next_layer: {"hyper_connection": 2, "hyper_update": 1, "mul": 1},
+    streams_between_layers: {"_hyper_connection": 2},
+    streams_read_before_the_next_layer: {"_hyper_connection": 2, "_hyper_update": 1, "mul": 1},
 }
 
 

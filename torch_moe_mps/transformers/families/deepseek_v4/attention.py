@@ -92,13 +92,13 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
             weights = indexer.scorer.weights_proj(x)
             chosen = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, cache_layer)
             indices = chosen.unsqueeze(1)
-    out = ops._attention_step(
+    out = ops._cached_attention(
         *(q, keys, keys, layer.scaling),
         window=layer.sliding_window,
         sinks=layer.sinks,
         indices=indices,
-        key_tail=entries,
-        value_tail=entries,
+        k_tail=entries,
+        v_tail=entries,
         tail_rate=compressor.compress_rate,
         position=position,
     )
@@ -228,5 +228,8 @@ def _is_same(module: Any, forward: Callable) -> bool:
 
 
 _LAYER = Tried(
-    _may_be, compressed_layer, _is_same, (Done("_pool_window_"), Done("rope_heads"), Done("_attention_step"))
+    _may_be,
+    compressed_layer,
+    _is_same,
+    (Done("_pool_window_"), Done("rope_heads"), Done("_cached_attention")),
 )

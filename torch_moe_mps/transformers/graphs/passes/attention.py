@@ -38,7 +38,7 @@ turn_in_attention = Fusion(
             f"{name}(_rope_cache_(Q, K, V, KEYS, VALUES, COS, SIN, *R), CACHED_K, CACHED_V, *A)",
             "_rope_attention_(Q, K, V, CACHED_K, CACHED_V, COS, SIN, *R, *A)",
         )
-        for name in ("attention", "_attention_step")
+        for name in ("cached_attention", "_cached_attention")
     ),
     where=_is_of_one_token,
 )
@@ -58,19 +58,19 @@ def _ends_with(cache: fx.Node, place: fx.Node) -> bool:
 
 
 _TILED = (
-    "attention(Q, repeat(K, [1, N, 1, 1]), repeat(V, [1, N, 1, 1]), SCALE, attn_mask=MASK, key_range=RANGE,"
-    " softcap=CAP)"
+    "cached_attention(Q, repeat(K, [1, N, 1, 1]), repeat(V, [1, N, 1, 1]), SCALE, attn_mask=MASK,"
+    " key_range=RANGE, softcap=CAP)"
 )
 
 
 def repeats_as_tokens(graph: fx.Graph) -> None:
-    """attention(Q, repeat(K), repeat(V)) of one token -> attention(Q, K, V) of a token for each repetition
+    """cached_attention(Q, repeat(K), repeat(V)) of one token -> that of K and V, a token for each repetition
 
     Repeated, key heads take turns: head h reads key head h % Hk, where the operator reads h // (Hq / Hk). N
     tokens of Hk heads do so, in the same memory, if each of them sees the last key.
     """
-    for call in calls(graph, ours.attention):
-        repeats = [arguments(call)[name] for name in ("key", "value")]
+    for call in calls(graph, ours.cached_attention):
+        repeats = [arguments(call)[name] for name in ("k", "v")]
         bound = match(_TILED, call)
         if bound is None or not all(is_call(repeat, aten.repeat) for repeat in repeats):
             continue
@@ -84,7 +84,7 @@ def repeats_as_tokens(graph: fx.Graph) -> None:
         if rows is None:
             continue
         turned = put(call, aten.transpose.int, tensor_of(rows).transpose(1, 2), rows, 1, 2)
-        new = {"query": turned, "key": keys, "value": values}
+        new = {"q": turned, "k": keys, "v": values}
         if mask is None:
             new["lookahead"] = count - 1
         else:

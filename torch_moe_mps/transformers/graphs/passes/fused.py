@@ -60,28 +60,30 @@ streams_in_update = Fusion(
     "streams_in_update",
     (
         f"{_UPDATED} + bmm(transpose(item(C, 2), -1, -2)[B, N, N], STREAMS[B, N, H])",
-        "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1), item(C, 2))",
+        "_hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1), item(C, 2))",
     ),
-    (f"{_UPDATED} + STREAMS", "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
+    (f"{_UPDATED} + STREAMS", "_hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
 )
 _GATE = 'gate=GATE[{}], gate_activation="{}"'
-_BACK = ("heads_mm", "heads_quantized")
+_BACK = ("_heads_mm", "_heads_quantized")
 # One number for a head may be a factor of what the head's matrix makes of latents: a product is linear.
 gate_in_attention = Fusion(
     "gate_in_attention",
     *(
         row
-        for name, attention in itertools.product(("sigmoid", "softplus"), ("attention", "_attention_step"))
+        for name, attention in itertools.product(
+            ("sigmoid", "softplus"), ("cached_attention", "_cached_attention")
+        )
         for row in (
-            (f"{name}(GATE)[G] * {attention}(*A[S])[G]", f"_attention_step(*A, {_GATE.format('S', name)})"),
+            (f"{name}(GATE)[G] * {attention}(*A[S])[G]", f"_cached_attention(*A, {_GATE.format('S', name)})"),
             (
                 f"{name}(GATE)[..., 1] * {attention}(*A[S])[S]",
-                f"_attention_step(*A, {_GATE.format('..., 1', name)})",
+                f"_cached_attention(*A, {_GATE.format('..., 1', name)})",
             ),
             *(
                 (
                     f"{name}(GATE)[..., 1] * {heads}({attention}(*A)[I], *M[S])[S]",
-                    f"{heads}(_attention_step(*A, {_GATE.format('..., 1', name)})[I], *M)",
+                    f"{heads}(_cached_attention(*A, {_GATE.format('..., 1', name)})[I], *M)",
                 )
                 for heads in _BACK
             ),
@@ -93,9 +95,9 @@ gate_in_attention = Fusion(
 gates_in_gated_delta_rule = Fusion(
     "gates_in_gated_delta_rule",
     (
-        "_gated_delta_rule_step_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
+        "_gated_delta_rule_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
         " beta=sigmoid(B))",
-        '_gated_delta_rule_step_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
+        '_gated_delta_rule_(Q, K, V, A, *O, beta=B, decay_form="softplus", beta_activation="sigmoid",'
         " A_log=A_LOG, dt_bias=DT_BIAS)",
     ),
 )
@@ -108,8 +110,8 @@ input_in_convolution = Fusion(
 norm_in_gated_delta_rule = Fusion(
     "norm_in_gated_delta_rule",
     (
-        "rms_norm_gated(_gated_delta_rule_step_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
-        "_gated_delta_rule_step_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
+        "rms_norm_gated(_gated_delta_rule_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
+        "_gated_delta_rule_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
         " norm_weight_offset=OFFSET)",
     ),
 )

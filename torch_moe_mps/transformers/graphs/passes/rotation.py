@@ -62,12 +62,12 @@ def turn_parts(graph: fx.Graph) -> None:
 
 
 def heads_that_do_not_turn(graph: fx.Graph) -> None:
-    """attention(Q, KEYS, VALUES) -> attention(rope(Q), KEYS, VALUES), and so K in its write; without tables.
+    """cached_attention(Q, KEYS, VALUES) -> the same of rope(Q), and so K in its write; without tables.
 
     As parts of `rope` their norms and the writes into the cache are one dispatch.
     """
     copies = calls(graph, aten.copy_)
-    for call in calls(graph, ours.attention, ours._attention_step):
+    for call in calls(graph, ours.cached_attention, ours._cached_attention):
         q, *cached = list(arguments(call).values())[:3]
         both = [
             [write for write in copies if memory_of(*written(write)) is memory_of(item)] for item in cached

@@ -7,11 +7,11 @@ from ..tracing import ITEM, VALUE
 
 
 def update_in_connections(graph: fx.Graph) -> None:
-    """hyper_connection(hyper_update(S, OUT)) -> hyper_connection(S, block_out=OUT), which gives both"""
-    for call in calls(graph, ours.hyper_connection):
+    """_hyper_connection(_hyper_update(S, OUT)) -> _hyper_connection(S, block_out=OUT), which gives both"""
+    for call in calls(graph, ours._hyper_connection):
         passed = arguments(call)
         update = passed["streams"]
-        if not is_call(update, ours.hyper_update) or passed["block_out"] is not None:
+        if not is_call(update, ours._hyper_update) or passed["block_out"] is not None:
             continue
         if any(user < call for user in update.users):
             continue

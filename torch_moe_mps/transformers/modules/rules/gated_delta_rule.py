@@ -100,7 +100,7 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
         state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
     elif not pending:
         state = state.clone()
-    out = ops._gated_delta_rule_step_(
+    out = ops._gated_delta_rule_(
         *(q, k, v, g, state, q.shape[-1] ** -0.5), beta=beta, l2norm_eps=eps, **pending
     )
     return out, state if options.get("output_final_state") else None
@@ -164,7 +164,7 @@ def is_delta_rule(function: Callable) -> bool:
         options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
         result = tried(eager(function), q, keys, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
-        expected = ops._gated_delta_rule_step_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
+        expected = ops._gated_delta_rule_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
         if not agrees((expected, ours), result, 1e-4):
             return False
     return True
@@ -188,4 +188,4 @@ def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
     takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}
     if not takes or not is_delta_rule(function):
         return None
-    return InPlace(functools.partial(delta_rule, function), Done("_gated_delta_rule_step_"))
+    return InPlace(functools.partial(delta_rule, function), Done("_gated_delta_rule_"))

@@ -40,7 +40,7 @@ def connection_forward(module: nn.Module, hidden_streams: Tensor) -> Any:
     """Input of a block, behind the weights post and comb as far as the module has them."""
     mixing: Mixing = module.__dict__[STATE].formula
     tensors = map(module._parameters.get, mixing.tensors)
-    x, post, comb, _ = ops.hyper_connection(hidden_streams, *tensors, **mixing.numbers)
+    x, post, comb, _ = ops._hyper_connection(hidden_streams, *tensors, **mixing.numbers)
     return x if mixing.parts == 1 else (post, x) if mixing.parts == 2 else (post, comb, x)
 
 
@@ -62,7 +62,7 @@ def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] |
     if mixing is None:
         return None
     state_of(module).formula = mixing
-    return connection_forward, [Done("hyper_connection")]
+    return connection_forward, [Done("_hyper_connection")]
 
 
 def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing:

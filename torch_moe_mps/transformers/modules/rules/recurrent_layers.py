@@ -25,7 +25,7 @@ from ..experts import is_observed
 from .gated_delta_rule import ACTIVATIONS
 
 ops = torch.ops.moe_mps
-SCAN, CONVOLUTION = "_gated_delta_rule_step_", "causal_conv1d_update_"
+SCAN, CONVOLUTION = "_gated_delta_rule_", "causal_conv1d_update_"
 
 
 # Parts that the forwards have in common
@@ -111,7 +111,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
         layer.layer_idx,
         (x.shape[0], heads, width, width),
         x,
-        lambda state: ops._gated_delta_rule_step_(
+        lambda state: ops._gated_delta_rule_(
             *(q, k, v, g.view(of_heads), state, width**-0.5),
             beta=layer.b_proj(x),
             l2norm_eps=1e-6,
@@ -146,7 +146,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
         layer.layer_idx,
         (tokens[0], heads, width, states),
         projected,
-        lambda state: ops._gated_delta_rule_step_(
+        lambda state: ops._gated_delta_rule_(
             q.view(*tokens, groups, states),
             k.view(*tokens, groups, states),
             v.view(*tokens, heads, width),
@@ -233,7 +233,7 @@ def lightning_layer(
     q, k, v = mixed.split_with_sizes([width] * 3, -1)
     form: Any = {"decay_form": "times_beta", "A_log": layer.slope_rate.view(-1).log()}  # steps of 1
     form |= {"beta": x.new_ones(*x.shape[:2], heads), **uncommitted_of(state, x.shape[1])}
-    out, norm = ops._gated_delta_rule_step_(q, k, v, None, state, 1.0, **form).flatten(2), layer.norm
+    out, norm = ops._gated_delta_rule_(q, k, v, None, state, 1.0, **form).flatten(2), layer.norm
     out = ops.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
     if cache is not None and cached is not state:
         cache.set_linear_cache(layer.layer_idx, state)
