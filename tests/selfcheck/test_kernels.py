@@ -118,7 +118,7 @@ def test_kernels_that_only_16_bits_have(simulated):
         if end == "f32":
             kernels |= names_in_source(f"{file}_bf16") - names_in_source(f"{file}_f32")
     assert {"attention32_64", "attention32_128", "matmul_rows_normed_wide"} <= kernels
-    operators = ("attention", "_moe_experts", "_moe_experts_quantized")
+    operators = ("cached_attention", "_moe_experts", "_moe_experts_quantized")
     subjects = calls.subjects(operators, [torch.bfloat16], [AFFINE])
     checks = plain(subject for subject in subjects if not subject.given)
     break_each_kernel(simulated, {f"{name}_bf16" for name in kernels}, checks)
