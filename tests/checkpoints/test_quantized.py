@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from support import tiny_models
 from support.checkpoints import changed, mxfp4_blocks
-from support.models import assert_close, generate, operators_of, output, prompt, quantize_experts, tiny
+from support.models import assert_close, eager, generate, operators_of, output, prompt, quantize_experts, tiny
 from support.sweep import in_sweep
 
 import torch_moe_mps
@@ -408,6 +408,37 @@ def test_rejects_more_experts_a_token_than_a_layer_has(architecture, tmp_path):
     expected = f"^moe_mps::from_pretrained: {name} must be at most 8, the experts of a layer, got 9$"
     with pytest.raises(ValueError, match=expected):
         torch_moe_mps.from_pretrained(tmp_path)
+
+
+def test_more_experts_a_token_than_have_weights(tmp_path):
+    """LongCat's router chooses experts that give their input, too."""
+    sizes = {"n_routed_experts": 4, "zero_expert_num": 4, "moe_topk": 8}
+    model = tiny("longcat_flash", **sizes)
+    model.save_pretrained(tmp_path)
+    assert_close(
+        output(torch_moe_mps.from_pretrained(tmp_path).eval(), prompt()), output(model, prompt()), 1e-5
+    )
+    with changed(tmp_path / "config.json") as content:
+        content["moe_topk"] = 9
+    expected = r"moe_topk must be at most 8, the experts of a layer, got 9$"
+    with pytest.raises(ValueError, match=expected):
+        torch_moe_mps.from_pretrained(tmp_path)
+
+
+def test_experts_of_some_layers_are_quantised(tmp_path):
+    """With GELU no operator computes the clamped ones: config.json names the layers that have codes."""
+    config = copy.deepcopy(tiny("step3p7").config)
+    config.get_text_config().hidden_act = "gelu"
+    model = eager(transformers.Step3p7ForConditionalGeneration(config).eval())
+    with pytest.warns(UserWarning, match="none of the operators' forms of experts"):
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    model.save_pretrained(tmp_path)
+    with changed(tmp_path / "config.json") as content:
+        named = [name for name in content["quantization_config"]["modules"] if name.endswith("mlp.experts")]
+    assert named == ["model.language_model.layers.0.mlp.experts"]
+    loaded = torch_moe_mps.from_pretrained(tmp_path)  # with SiLU, whatever the config says
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):

@@ -52,6 +52,7 @@ _TOKENIZERS = (
 )  # fmt: skip
 # Names that transformers' configs have for the experts of a layer, and for those that a token is routed to.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_IDENTITY = "zero_expert_num"  # of LongCat: a router chooses them, too, and they give their input
 _CHOSEN = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
 )  # fmt: skip
@@ -270,6 +271,7 @@ def _check_routing(config: PreTrainedConfig) -> None:
     """Raises: ValueError for more experts a token than a layer has."""
     experts = [vars(config).get(name) for name in _EXPERTS]
     available = max((number for number in experts if isinstance(number, int)), default=0)
+    available += vars(config).get(_IDENTITY) or 0
     for name in _CHOSEN:
         number = vars(config).get(name)
         if available > 1 and isinstance(number, int) and number > available:  # a model with one has no router

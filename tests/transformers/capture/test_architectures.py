@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.capturing import PROMPT, accelerated, answer, assert_equal, pair, w
 from support.models import Conversation, assert_close, generate, output, prompt, tiny
 from support.sweep import in_sweep, rows_in_sweep
 from transformers import DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
@@ -170,6 +172,25 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog, recwarn):
     said = [text for text in map(str, (warning.message for warning in recwarn)) if "be captured" in text]
     assert len(said) == (reason is not None) and all(text.endswith(f": {reason}") for text in said)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]  # torch's own
+
+
+@torch.no_grad()
+def test_a_model_that_would_make_a_cache_with_a_list_of_states():
+    """MiniMax-01 in `generate`: its tokens are captured. Its cache is of its class, in a pickle as well,
+    and goes on after `restore`."""
+    own = tiny("minimax")
+    model = accelerated("minimax", "cpu")
+    assert torch.equal(generate(model, prompt(1)), generate(own, prompt(1)))
+    assert captures_of(model).reason is None and captures_of(model).programs
+    cache = model(prompt(1), use_cache=True).cache
+    assert isinstance(cache, MiniMaxCache) and not cache.is_croppable
+    own_cache = own(prompt(1), use_cache=True).cache
+    token, cache = prompt(1, 1), pickle.loads(pickle.dumps(cache))
+    for restored in (False, True):
+        if restored:
+            torch_moe_mps.restore(model)
+        expected = own(token, cache=own_cache, use_cache=True).logits
+        assert_close(model(token, cache=cache, use_cache=True).logits, expected, 1e-5)
 
 
 def test_a_model_that_keeps_its_states_runs_module_by_module_and_says_where(simulated):

@@ -18,7 +18,6 @@ from ...transformers.upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weig
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..own.config import QuantizationConfig, is_ours, together
-from ..quantize.target import quantizable
 
 _DESCRIBED = "describing weights"  # the kind of the classes that `_described_class` makes
 
@@ -107,7 +106,9 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     if not formats and not absent:
         return None
     matrices = [f"{name}.{p}" for name, module in experts.items() for p in projections(module)]
-    everything = {*quantizable(model), *matrices, *formats}
+    # Experts that nobody recognised, too: their layers are not among those with a format.
+    parameters = (name for name, _ in model.named_parameters())
+    everything = {name for name, _ in model.named_modules()} | {*parameters, *matrices, *formats}
     modules: dict[str, Format] = {}
     for format in dict.fromkeys(formats.values()):
         names = [name for name, other in formats.items() if other == format]

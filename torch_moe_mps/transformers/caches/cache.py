@@ -19,11 +19,12 @@ from transformers import (
 from ...ops.families.attention import CACHE_BITS
 from ..basics.residency import follow_moved
 from ..basics.state import state_in, state_of
-from ..upstream.calls import cache_among, cache_name, decoder_cache
+from ..upstream.calls import cache_among, cache_argument, cache_name, decoder_cache
 from ..upstream.models import GROWING, CacheLayerMixin
 from .declared import is_in_layers
 from .deferred_states import DeferredLayer
 from .held import HeldEntries
+from .in_layers import cache_class
 from .layers import LayerBase, growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
@@ -54,20 +55,27 @@ def restore_cache(module: nn.Module) -> None:
         del module._forward_pre_hooks_with_kwargs[key]
 
 
-def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def grow_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
 
     Weights that have moved are kept resident again.
+
+    Returns: the arguments of the call where its cache is made here, else None.
     """
+    given = None
     cache = decoder_cache(cache_among(kwargs))
     if cache is None:
-        return
+        if (cache := _cache_in_layers(module, args, kwargs)) is None:
+            return None
+        given = args, kwargs | cache_argument(module, cache)
     quantizes = state_in(module).kv_bits == CACHE_BITS
     is_plain = (type(cache) in GROWING or is_in_layers(cache)) and not cache.offloading
     if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
         _refuse_8_bits(cache)
     if torch.compiler.is_compiling():
-        return
+        return given
     follow_moved()
     if is_plain:
         if (unknown := _grow(cache, CACHE_BITS if quantizes else None)) is not None:
@@ -75,6 +83,17 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
     elif quantizes and not isinstance(cache, QuantizedCache):
         _warn_of_16_bits(cache)
+    return given
+
+
+def _cache_in_layers(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A cache for a call in which the model would make one with a list of states; None for any other call."""
+    uses = kwargs.get("use_cache")
+    uses = getattr(module.config, "use_cache", False) if uses is None else uses
+    if not uses or module.training or torch.compiler.is_compiling() or len(args) > 1:
+        return None
+    cls = cache_class(module)
+    return None if cls is DynamicCache else cls(config=module.config.get_text_config(decoder=True))
 
 
 def _warn_of_16_bits(cache: Any) -> None:

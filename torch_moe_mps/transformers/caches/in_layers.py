@@ -24,10 +24,24 @@ class InLayers(DynamicCache):
         layer: Any = self.layers[layer_idx]
         layer.has_previous_state[0] = True
 
+    def __reduce__(self) -> Any:
+        return _empty, (type(self).__bases__[1],), vars(self)
+
+
+def _empty(cls: type) -> Any:
+    made = _with_layers(cls)
+    return made.__new__(made)
+
 
 def cache_class(model: PreTrainedModel) -> Any:
     """The class of caches for a model whose states all lie in layers; DynamicCache for most."""
-    files = (vars(sys.modules[each.__module__]) for each in type(model).__mro__)
+    cls: Any = type(model)
+    return _class_for(cls)
+
+
+@functools.cache
+def _class_for(model: type) -> Any:
+    files = (vars(sys.modules[each.__module__]) for each in model.__mro__)
     classes = (item for file in files for item in file.values() if isinstance(item, type))
     return next((_with_layers(item) for item in classes if _has_list(item)), DynamicCache)
 
