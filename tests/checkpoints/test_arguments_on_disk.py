@@ -19,8 +19,8 @@ BITS = {"bits": 4, "group_size": 32}
 WEIGHTS = "model.safetensors"
 
 
-def write(folder: Path, seed: int = 0, **overrides) -> None:
-    tiny("qwen3_moe", dtype=torch.bfloat16, seed=seed, **overrides).save_pretrained(folder)
+def write(folder: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+    tiny("qwen3_moe", dtype=dtype, seed=seed).save_pretrained(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +72,13 @@ def test_dtypes(tmp_path):
         check(tmp_path, **{name: torch.float32})
     (tmp_path / on_disk.NAME).unlink()
     check(tmp_path, torch_dtype="float16", dtype="bfloat16")
-    config = tmp_path / "config.json"
+    write(tmp_path / "unnamed", dtype=torch.float32)
+    config = tmp_path / "unnamed" / "config.json"
     about = json.loads(config.read_text())
     del about["dtype"]
     config.write_text(json.dumps(about))
-    (tmp_path / on_disk.NAME).unlink()
-    check(tmp_path)
+    assert logits(tmp_path / "unnamed").dtype == torch.float32
+    check(tmp_path / "unnamed")
 
 
 @pytest.mark.slow("loads four models")
@@ -131,6 +132,7 @@ REFUSED = {
     "max_memory": {0: "1GB"},
     "offload_folder": "somewhere",
     "state_dict": {},
+    "dtype": {"": torch.float32},
     "ignore_mismatched_sizes": True,
     "use_safetensors": False,
     "quantization_config": BitsAndBytesConfig(load_in_8bit=True),

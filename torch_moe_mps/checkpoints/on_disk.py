@@ -150,6 +150,7 @@ def placed(source: Source, recipe: Mapping[str, Any] | None) -> Any:
 
 def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
     """A checkpoint's dense model on the meta device, and its quantizer, which has placed nothing yet."""
+    source.settle_dtype()
     model = source.skeleton()
     return model, quantizer_for(source, model, source.files, recipe)
 

@@ -30,7 +30,7 @@ from ..transformers.modules.experts import NAME
 from ..transformers.upstream.models import auto_class_of, cached_file, get_class_from_dynamic_module
 from ..transformers.upstream.weights import AutoHfQuantizer
 from .gguf.file import stated_config
-from .layouts.files import check_index, checkpoint_files
+from .layouts.files import check_index, checkpoint_files, tensors_in
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
@@ -58,6 +58,8 @@ _CHOSEN = (
 )  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 _FOR_CODE = ("code_revision", "trust_remote_code")
+# Dtypes that a model can have, by their names in files.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Errors of models' code for a config in which a value is missing, or is one that it cannot compute with.
 NO_MODEL = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 
@@ -217,6 +219,14 @@ class Source:
     def _found_files(self) -> list[Path]:
         where = {key: self.others[key] for key in (*_WHERE, "variant") if key in self.others}
         return checkpoint_files(self.path, **where)
+
+    def settle_dtype(self) -> None:
+        """Takes the dtype of the weights, as transformers does, where neither caller nor config has one."""
+        asked = self.others.get("dtype") or "auto"
+        if asked == "auto" and getattr(self.config, "dtype", None) is None and self.gguf is None:
+            names = (dtype for _, _, dtype, _ in tensors_in(self.files[:1]))
+            if (dtype := next((_FLOATS[name] for name in names if name in _FLOATS), None)) is not None:
+                self.others["dtype"] = dtype
 
     def conversions(self, model: PreTrainedModel, quantizer: Any = None) -> list[Any]:
         """transformers' conversions of the weights in the files, for a model of `skeleton`."""

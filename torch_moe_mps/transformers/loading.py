@@ -183,7 +183,8 @@ def _not_known_to_the_disk(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in arguments.items()
-        if name not in _KNOWN_TO_THE_DISK and value is not (name == "use_safetensors")
+        if name not in _KNOWN_TO_THE_DISK or (isinstance(value, dict) and name == "dtype")
+        if value is not (name == "use_safetensors")
     }
 
 
