@@ -395,6 +395,25 @@ def test_a_disk_that_gets_full_keeps_the_last_prompts(tmp_path, monkeypatch, cap
     assert "the disk is full" in caplog.text and capsys.readouterr().err == ""
 
 
+def test_a_full_disk_has_no_room_for_the_days_count_either(tmp_path, monkeypatch):
+    """As files of ours, it makes room; the bytes of a file are counted once."""
+    files, own = Files(tmp_path, 1000, max_written=10_000), os.pwrite
+    names = [f"{number:032x}/{number:032x}.block" for number in range(3)]
+
+    def full(descriptor, data, place):
+        if len([*tmp_path.glob("*/*")]) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return own(descriptor, data, place)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for name in names:
+        files.write(name, b"a" * 100)
+    assert files.names() == {*names[1:]} and (tmp_path / names[2]).read_bytes() == b"a" * 100
+    (marker,) = (path for path in tmp_path.iterdir() if path.is_file())
+    assert marker.read_text().split()[1] == "300"
+    files.close()
+
+
 def test_folders_that_are_refused(tmp_path):
     """Of somebody else, of another server, and one that is none."""
     (tmp_path / "notes").mkdir()

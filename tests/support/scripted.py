@@ -18,7 +18,7 @@ from tokenizers import decoders
 from support.checkpoints import tokenizer_of
 from torch_moe_mps.serving.engine.job import Counts, Job
 from torch_moe_mps.serving.http.app import Access, Server
-from torch_moe_mps.serving.http.connections import bounded
+from torch_moe_mps.serving.http.connections import config_of
 from torch_moe_mps.serving.http.reading import RequestReading
 from torch_moe_mps.serving.http.served import Served
 from torch_moe_mps.serving.http.template import ChatTemplate
@@ -159,10 +159,7 @@ def server(context: int = 4096, **access: Any) -> Iterator[Here]:
     served = Served("scripted", model, words, context, generator)
     paths = Server(served, Access(**access))
     listener = socket.create_server(("127.0.0.1", 0))
-    http = uvicorn.Config(paths.application(), log_level="error", access_log=False, lifespan="off")
-    http.load()
-    http.http_protocol_class = bounded(http.http_protocol_class)
-    runs = uvicorn.Server(http)
+    runs = uvicorn.Server(config_of(paths.application(), log_level="error"))
     thread = threading.Thread(target=runs.run, args=([listener],))
     thread.start()
     try:

@@ -63,7 +63,7 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
     import uvicorn
 
     from ..serving.http.app import Access, Server
-    from ..serving.http.connections import bounded
+    from ..serving.http.connections import config_of
 
     class Ending(uvicorn.Server):
         def handle_exit(self, number: int, frame: FrameType | None) -> None:
@@ -76,16 +76,8 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
     origins = ("*",) if options.enable_cors else tuple(options.allow_origin)
     access = Access(tuple(options.allow_host), key, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests
-    config = uvicorn.Config(
-        Server(served, access).application(),
-        log_level=level,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=5,
-    )
-    config.load()
-    config.http_protocol_class = bounded(config.http_protocol_class)
-    return Ending(config)
+    application = Server(served, access).application()
+    return Ending(config_of(application, log_level=level, timeout_graceful_shutdown=5))
 
 
 def sockets_of(host: str, port: int) -> list[socket.socket]:

@@ -7,6 +7,8 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
+import uvicorn
+
 from .reading import client_of
 
 HEADERS = 10.0  # seconds for the headers of a request, at most, from the connection or the last response on
@@ -48,7 +50,15 @@ class Idle:
         transport.close()
 
 
-def bounded(protocol: Any) -> Any:
+def config_of(application: Any, **settings: Any) -> uvicorn.Config:
+    """uvicorn's configuration of an application whose connections are bounded."""
+    config = uvicorn.Config(application, access_log=False, lifespan="off", **settings)
+    config.load()
+    config.http_protocol_class = _bounded(config.http_protocol_class)
+    return config
+
+
+def _bounded(protocol: Any) -> Any:
     """uvicorn's protocol of a connection, with bounds while it has no request."""
     idle = Idle()
 

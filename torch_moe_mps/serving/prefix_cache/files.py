@@ -61,11 +61,13 @@ class Files:
 
         Raises: OSError if that makes no room.
         """
-        if not self._may_write(len(data)):
+        count = self._counted(len(data))
+        if count is None:
             return
         self._make_room(len(data))
         while True:
             try:
+                self._write_count(count)
                 self._write_file(self.folder / name, data)
                 break
             except OSError as error:
@@ -78,10 +80,10 @@ class Files:
         with self._lock:
             self._sizes[name] = len(data)
 
-    def _may_write(self, nbytes: int) -> bool:
-        """True if the day has room for so many bytes more, which are then counted. A line says where not."""
+    def _counted(self, nbytes: int) -> bytes | None:
+        """Count of the day with so many bytes more; None, and a line in the log, if that is too many."""
         if self.max_written is None:
-            return True
+            return b""
         today = int(time.time() // 86400)
         stored = _WRITTEN.fullmatch(os.pread(self._held, 64, 0))
         day, written = map(int, stored.groups()) if stored else (today, 0)
@@ -91,10 +93,13 @@ class Files:
                 self._refused = today
                 bound = f"--prompt-writes allows {self.max_written / 1e9:g} GB a day"
                 log.warning("no prefixes are written to %s until tomorrow (UTC): %s", self.folder, bound)
-            return False
-        text = f"{today} {total}\n".encode()
-        os.ftruncate(self._held, os.pwrite(self._held, text, 0))
-        return True
+            return None
+        return f"{today} {total}\n".encode()
+
+    def _write_count(self, count: bytes) -> None:
+        """Writes the day's count into the marker. Raises: OSError, also for a full disk."""
+        if count:
+            os.ftruncate(self._held, os.pwrite(self._held, count, 0))
 
     def _write_file(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
