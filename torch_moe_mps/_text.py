@@ -1,6 +1,10 @@
 """Model names and error lines, without importing torch."""
 
 import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,3 +57,19 @@ def bytes_in(text: str) -> int | None:
         return None
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")) or None
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None where it is a file, a pipe or a notebook."""
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
+
+
+def fitted(lines: Iterable[str]) -> list[str]:
+    """Lines of text that break between words at the terminal's width; their parts are indented."""
+    width = terminal_width()
+    if width is None:
+        return [*lines]
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [part for line in lines for part in (wrapper.wrap(line) if len(line) > width else [line])]

@@ -1,9 +1,11 @@
 """The command fit: sizes against what loading gives, bounds against arithmetic."""
 
+import io
 import json
 import math
 import re
 import stat
+import sys
 
 import pytest
 import torch
@@ -76,6 +78,41 @@ def qwen3(tmp_path):
 def whole_qwen3(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 48, "num_experts": 128}))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "8 bit from 48 GB, 6 bit from 36 GB, 4 bit from 32 GB, small from 24 GB"),
+        (["--context", "1000000000"], "8 bit from 48 GB, 4 bit from 32 GB"),
+    ],
+)
+def test_what_is_recommended_comes_first(whole_qwen3, capsys, more, said):
+    """The most bits of 8, 6, 4 and `small` with which a Mac holds the context."""
+    assert main(["fit", str(whole_qwen3), *more]) == 0
+    recommended, command, empty, *_ = capsys.readouterr().out.splitlines()
+    tokens = "40,960" if more else "4,096"
+    assert recommended == f"Recommended, with a context of {tokens} tokens: {said}"
+    assert command == f"torch-moe-mps convert {whole_qwen3} DST --bits 8" and not empty
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_width_is_the_terminals(qwen3, monkeypatch):
+    """No number is lost; what is to be pasted stays whole."""
+    shown = []
+    for of_stdout in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stdout", of_stdout)
+        monkeypatch.setenv("COLUMNS", "80")
+        assert main(["fit", str(qwen3)]) == 0
+        shown.append(of_stdout.getvalue())
+    wide, narrow = shown
+    lines = [line for line in narrow.splitlines() if not line.startswith(("sudo ", "torch-moe-mps "))]
+    assert max(map(len, lines)) <= 80 < max(map(len, wide.splitlines()))
+    assert {*wide.split()} == {*narrow.split()}
 
 
 def test_several_macs(qwen3, tmp_path, capsys):

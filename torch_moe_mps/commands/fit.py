@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .._limits import LARGEST_CHUNK
+from .._text import fitted
 from ..checkpoints.layouts.files import checkpoint_files
 from ..checkpoints.mtp import bytes_of_mtp, empty_mtp
 from ..checkpoints.own.config import QuantizationConfig
@@ -50,6 +51,7 @@ from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
 
 BITS = (8, 6, 5, 4, 3, 2)
+_RECOMMENDED = (8, 6, 4)  # the ones that quality hardly suffers from (docs/quality.md)
 _WIDE, _DENSE, _STORED = "32 bit", "16 bit", "as it is"
 _CHECK = Check("fit")
 
@@ -90,12 +92,14 @@ def run(options: argparse.Namespace) -> None:
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, cache)
     else:
-        text, data = report(model, sizes, options.context, mac, options.kv_bits, cache, with_mtp)
+        name = options.model
+        text, data = report(name, model, sizes, options.context, mac, options.kv_bits, cache, with_mtp)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
 
 def report(
+    name: str,
     model: Any,
     sizes: Sequence[Size],
     context: int,
@@ -109,14 +113,16 @@ def report(
     longest = context_of(model.config)
     limits = _limits(mac)
     contexts = {
-        name: [_context(with_mtp, limit - prompt - s.weights - s.speculative, longest) for s in sizes]
-        for name, limit in limits
+        mac_name: [_context(with_mtp, limit - prompt - s.weights - s.speculative, longest) for s in sizes]
+        for mac_name, limit in limits
     }
     usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
     bandwidth = None if mac is None else mac.bandwidth
     on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, limits, bandwidth)
     bounds, numbers_of_bounds = _of_bounds(mac, cache, context, sizes)
     lines = [
+        *_recommended(name, sizes, contexts, min(context, longest)),
+        "",
         f"{type(model).__name__}, {total / 1e9:.2f} billion weights",
         *_of_cache(cache, kv_bits),
         f"a prompt takes at most {prompt / 1e9:.3f} GB for {LARGEST_CHUNK:,} tokens, which are read at once",
@@ -132,14 +138,54 @@ def report(
         "sizes": _numbers_of_sizes(sizes),
         "macs": [
             {
-                "name": name,
+                "name": mac_name,
                 "gpu": limit,
-                "contexts": {size.name: fits for size, fits in zip(sizes, contexts[name], strict=True)},
+                "contexts": {size.name: fits for size, fits in zip(sizes, contexts[mac_name], strict=True)},
             }
-            for name, limit in limits
+            for mac_name, limit in limits
         ],
     }
-    return "\n".join(lines), data | numbers_of_bounds | numbers
+    return _in_terminal(lines), data | numbers_of_bounds | numbers
+
+
+def _in_terminal(lines: Sequence[str]) -> str:
+    """The lines within the terminal's width; a command stays one line, so that it can be pasted."""
+    parts = [part for line in lines for part in line.split("\n")]
+    commands = ("sudo ", "torch-moe-mps ")
+    return "\n".join(
+        shown for part in parts for shown in ([part] if part.startswith(commands) else fitted([part]))
+    )
+
+
+def _recommended(
+    name: str, sizes: Sequence[Size], contexts: Mapping[str, Sequence[int | bool | None]], context: int
+) -> list[str]:
+    """The most bits with which each Mac holds the context, of those that quality hardly suffers from."""
+    stored = [size for size in sizes if size.name == _STORED]
+    asked = {f"{bits} bit": f"--bits {bits}" for bits in _RECOMMENDED} | {"small": "--recipe small"}
+    places = {size.name: i for i, size in enumerate(sizes) if size.name in asked or size in stored}
+    least: dict[str, str] = {}  # {Mac: the first format that fits it and no smaller one}
+    for format in [_STORED] if stored else [each for each in asked if each in places]:
+        for mac, fits in contexts.items():
+            if _holds(fits[places[format]], context):
+                least.setdefault(mac, format)
+                break
+    tokens = f"a context of {context:,} tokens"
+    if not least:
+        lowest = "it" if stored else f"it in {min(_RECOMMENDED)} bits"
+        return [f"Recommended: more memory; none of these Macs holds {lowest} with {tokens}, see below"]
+    macs = ", ".join(
+        f"{'as it is' if stored else format} {'on' if mac.startswith('this') else 'from'} {mac}"
+        for mac, format in least.items()
+    )
+    lines = [f"Recommended, with {tokens}: {macs}"]
+    if not stored:
+        lines.append(f"torch-moe-mps convert {name} DST {asked[next(iter(least.values()))]}")
+    return lines
+
+
+def _holds(fits: int | bool | None, context: int) -> bool:
+    return fits is None or fits is True or (fits is not False and fits >= context)
 
 
 def _limits(mac: Mac | None) -> list[tuple[str, int]]:
@@ -182,7 +228,7 @@ def _of_contexts(
 ) -> list[str]:
     """The table of the contexts that fit on each Mac."""
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
-    lines = ["Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
+    lines = ["Context that fits what macOS lets the GPU have, in tokens, with room to grow:"]
     return [*lines, *aligned([["Mac", "GPU's GB", *(size.name for size in sizes)], *cells], 1)]
 
 
@@ -197,8 +243,9 @@ def _of_bounds(
     bounds = {name: [bound(size, cache, context, gbs) for size in sizes] for name, gbs in chips}
     cells = [[name, *(f"{value:.0f}" for value in values)] for name, values in bounds.items()]
     lines = [
-        f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement: nothing can be",
-        "faster, because each token reads these weights and the KV cache; real speed is lower.",
+        f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement:",
+        "nothing can be faster, because each token reads these weights and the KV cache;",
+        "real speed is lower.",
         *aligned([["chip", *names], *cells], 1),
     ]
     return lines, {"bounds": {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}}
@@ -279,7 +326,7 @@ def spread(
         "",
     ]
     table = aligned([["weights", "layers", "GB", "context that fits"], *cells], 1)
-    return "\n".join([*lines, *table]), {"macs": [*macs], "spread": rows}
+    return _in_terminal([*lines, *table]), {"macs": [*macs], "spread": rows}
 
 
 def _sum(parts: Iterable[object]) -> str:

@@ -91,10 +91,9 @@ def table(
         return [], {}
     head = ["Mac", "weights", "--experts-memory", "in memory", "hits", "MB read for a token", "tokens/s"]
     rows = [[*names, *estimate.cells()] for names, estimate in found.items()]
-    lines = ["", "Larger than memory, with experts on the disk (docs/memory.md). Hits are as others measured"]
-    lines += [
-        "them for Qwen3-30B-A3B. Read is what the page cache beside --experts-memory does not hold, either;"
-    ]
-    lines += [f"tokens/s are an upper bound, of a disk with {DISK / 1e9:.0f} GB/s:"]
+    lines = ["", "Larger than memory, with experts on the disk (docs/memory.md). Hits are as"]
+    lines += ["others measured them for Qwen3-30B-A3B. Read is what the page cache beside"]
+    lines += ["--experts-memory does not hold, either; tokens/s are an upper bound, of a disk"]
+    lines += [f"with {DISK / 1e9:.0f} GB/s:"]
     numbers = [{"mac": mac, "weights": size, **estimate._asdict()} for (mac, size), estimate in found.items()]
     return [*lines, *aligned([head, *rows], 2)], {"on_disk": numbers}

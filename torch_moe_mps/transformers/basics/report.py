@@ -1,10 +1,12 @@
 """Reports of what quantising and accelerating did, module by module."""
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..._text import fitted, terminal_width
 from ...quantization import Format
 
 
@@ -71,8 +73,8 @@ class QuantizationReport:
         if self.modules:
             weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
             weighed += [] if self.activations is None else [self.activations]
-            return "\n".join([*self._table(), *lines, *weighed, self.summary()])
-        return "\n".join(lines) or "Nothing in this model can be quantised."
+            return "\n".join([*self._table(), *fitted([*lines, *weighed, self.summary()])])
+        return "\n".join(fitted(lines)) or "Nothing in this model can be quantised."
 
     def _skipped(self) -> list[str]:
         groups: dict[tuple[str, str], list[str]] = {}
@@ -113,11 +115,50 @@ class QuantizationReport:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The lines of a table; the first `left` columns are aligned to the left, the others to the right."""
+    """The lines of a table; the first `left` columns are aligned to the left, the others to the right.
+
+    A table that is wider than the terminal becomes several, each with the first columns and some others.
+    """
+    lines: list[str] = []
+    for columns in _parts(rows, left):
+        widths = [max(len(row[i]) for row in rows) for i in columns]
+        sides = [str.ljust if i < left else str.rjust for i in columns]
+        cells = (zip(sides, (row[i] for i in columns), widths, strict=True) for row in rows)
+        lines += [""] if lines else []
+        lines += ["  ".join(side(cell, width) for side, cell, width in line).rstrip() for line in cells]
+    return lines
+
+
+def _parts(rows: Sequence[Sequence[str]], left: int) -> list[list[int]]:
+    """The columns of each table into which a wide one is cut."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust] * left + [str.rjust] * (len(widths) - left)
-    lines = (zip(sides, row, widths, strict=True) for row in rows)
-    return ["  ".join(side(cell, width) for side, cell, width in line).rstrip() for line in lines]
+    first, most = [*range(left)], terminal_width() or sum(widths) + 2 * len(widths)
+    parts = [[*first]]
+    for i in range(left, len(widths)):
+        if len(parts[-1]) > left and sum(widths[j] + 2 for j in (*parts[-1], i)) - 2 > most:
+            parts.append([*first])
+        parts[-1].append(i)
+    return parts
+
+
+def with_text(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose last column is text, which stands below the row where it is too wide.
+
+    The first row is the head; the second one is a line below it.
+    """
+    lines, width = aligned(rows, len(rows[0])), terminal_width()
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    rows = [rows[0], *rows[2:]]
+    names = aligned([row[:-1] for row in rows], len(rows[0]) - 1)
+    indented = textwrap.TextWrapper(
+        width, initial_indent="    ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return [
+        part
+        for name, row in zip(names, rows, strict=True)
+        for part in (*fitted([name]), *indented.wrap(row[-1]))
+    ]
 
 
 def any_layer(name: str) -> str:
@@ -221,18 +262,18 @@ class Report:
         """The table of modules, and lines about quantisation, checks, compilation and captured steps."""
         if not self.rows and self.quantization is None and self.small_model is None:
             return "Nothing in this model is replaced; it is left as it is."
-        table = [*aligned(self._table(), 4), ""] if self.rows else []
+        table = [*with_text(self._table()), ""] if self.rows else []
         if self.quantization is not None:
             table += [str(self.quantization), ""]
         lines_about = [self.small_model, self.compiled, self.checked, self.tensor_units]
         lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
-        table += [*about, ""] if about else []
+        table += [*fitted(about), ""] if about else []
         eager, alone = len(self.eager), len(self.left_alone)
         on_cpu = f"{eager} run eager code, which is faster on a CPU, " if eager else ""
         if self.rows:
             replaced = len(self.replaced) - eager
-            table += [f"{replaced} modules run on torch_moe_mps, {on_cpu}{alone} run unmodified."]
+            table += fitted([f"{replaced} modules run on torch_moe_mps, {on_cpu}{alone} run unmodified."])
         return "\n".join(table).rstrip()
 
     def _runs(self, row: Row) -> str:
