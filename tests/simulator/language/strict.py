@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from .. import build
@@ -86,7 +86,8 @@ class StrictTranslator(Translator):
                 self.tokens[i] = token + "_"
             else:
                 self.tokens[i] = ADDRESS_SPACES.get(token, token)
-        instances = "".join(f"template decltype({name}) {name};\n" for _, name, _ in self.instances)
+        names = dict.fromkeys(name for _, name, _ in self.instances)
+        instances = "".join(f"template decltype({name}) {name};\n" for name in names)
         text = "".join(self.tokens)
         header = "metal_strict_tensor.h" if build.TENSORS in text else "metal_strict.h"
         return f'#include "{header}"\n{text}\n{instances}'
@@ -468,16 +469,57 @@ def check_language(preprocessed: str) -> list[str]:
 
 
 def check(source: str, include: tuple = (), name: str = "program_source") -> list[str]:
-    """What is wrong with a shader's source, one text per problem; empty when nothing is.
-
-    The result is kept by the source, or, as what is included may change, by the preprocessed one.
-    """
+    """What is wrong with a shader's source, one text per problem; empty when nothing is."""
     try:
-        all_of_it = build.preprocess(source, include, name) if include else source
-        key = build.digest(all_of_it, name, identity())
-        return build.kept(f"strict-{key}", lambda: problems_of(build.preprocess(source, include, name)))
+        text = build.preprocess(source, include, name)
+        return build.kept(f"strict-{build.digest(text, identity())}", lambda: problems_of(text))
     except ShaderError as error:
         return [str(error)]
+
+
+def check_together(sources: Sequence[str]) -> list[str]:
+    """As `check`, of sources that include nothing. It takes a fraction of the time: see `joined`.
+
+    The result is kept by the sources.
+    """
+
+    def problems() -> list[str]:
+        texts = joined(map(build.preprocess, sources))
+        return [problem for text in texts for problem in problems_of(text)]
+
+    try:
+        return build.kept(f"strict-{build.digest(*sources, identity())}", problems)
+    except ShaderError as error:
+        return [str(error)]
+
+
+# A line at the end of a source that names a type or a number, or makes a kernel of a template.
+ENDING = re.compile(r"\s*(#.*|typedef [^;]*;|constant constexpr [^;\[]*;|template\b.*;)?\s*")
+NAMED = re.compile(r"^(?:typedef [^;]*?|constant constexpr [^;=]*?)\b(\w+)\s*(?:=[^;]*)?;", re.MULTILINE)
+
+
+def joined(texts: Iterable[str]) -> list[str]:
+    """Preprocessed sources that are the same but for their ends as one: what they share is looked at once.
+
+    An end names types and numbers, which get another name in each, and makes kernels of templates.
+    """
+    ends: dict[str, list[str]] = {}
+    for text in texts:
+        lines = text.splitlines(keepends=True)
+        count = len(lines)
+        while count and ENDING.fullmatch(lines[count - 1]):
+            count -= 1
+        ends.setdefault("".join(lines[:count]), []).append("".join(lines[count:]))
+    return [
+        head + "".join(_with_own_names(end, number) for number, end in enumerate(all_ends))
+        for head, all_ends in ends.items()
+    ]
+
+
+def _with_own_names(end: str, number: int) -> str:
+    for name in NAMED.findall(end):
+        end = re.sub(rf"\b{name}\b", f"{name}_{number}", end)
+    return end
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The strict check: what Apple's compiler would refuse is refused here."""
 
 import pytest
+from simulator import build
 from simulator.language import strict, vocabulary
 from simulator.testing import linux_only
 
@@ -80,7 +81,6 @@ def test_good_shader_passes():
     assert problems(GOOD) == ""
 
 
-# One of each kind of problem; the others run in the sweep.
 REFUSED = [
     (KERNEL.format("float* p = x;"), "program_source:3: error: 'p' points to no address space: float *"),
     ("struct S { float* p; };\n", "'p' points to no address space"),
@@ -114,8 +114,6 @@ REFUSED = [
      "program_source:3: error: a loop reads and writes device memory again without a barrier"),
     ("kernel void k(device float* x [[buffer(0)]], threadgroup float* m [[threadgroup(0)]]) {\n"
      "  if (m[0] > 1) return;\n  x[0] = 1;\n}\n", "a return that depends on dynamic threadgroup memory"),
-]  # fmt: skip
-ALSO_REFUSED = [
     (KERNEL.format("do { if (i > 1) ++x[i]; } while (x[i] < 4);"), "a loop reads and writes device memory"),
     ("template <int N> [[kernel, max_total_threads_per_threadgroup(N)]] void k(device float* x [[buffer(0)]])"
      "{ x[0] = N; }\ntemplate [[host_name(\"k\")]] [[kernel]] decltype(k<32>) k<32>;\n",
@@ -162,10 +160,36 @@ ALSO_REFUSED = [
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [*REFUSED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in ALSO_REFUSED)],
+    REFUSED,
 )
 def test_refused(source, message):
     assert message in problems(source)
+
+
+SHARED = """
+template <typename T> [[kernel]] void twice(device T* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  x[i] = 2.0f * x[i];
+}
+"""
+OF_A_TYPE = """
+typedef {0} Element;
+constant constexpr uint kWidth = {1};
+template [[host_name("twice_{0}")]] [[kernel]] decltype(twice<Element>) twice<Element>;
+"""
+
+
+def test_sources_that_end_otherwise_are_checked_as_one():
+    """What is wrong with one of them is found; others with the same code say nothing."""
+    sources = [HEAD + SHARED + OF_A_TYPE.format(name, width) for width, name in enumerate(("float", "half"))]
+    assert strict.check_together(sources) == []
+    texts = [build.preprocess(source) for source in sources]
+    (text,) = strict.joined(texts)
+    assert text.count("2.0f") == 1 and "typedef half Element_1;" in text and "kWidth_0 = 0" in text
+    assert len(strict.joined([*texts, texts[0].replace("2.0f", "3.0f")])) == 2
+    bad = HEAD + SHARED + OF_A_TYPE.format("bfloat", 8)
+    for together in ([*sources, bad], [bad, *sources]):
+        (problem,) = strict.check_together(together)
+        assert "implicit conversion" in problem and [problem] == strict.check(bad)
 
 
 def test_vocabulary_refuses_what_no_accepted_source_has(monkeypatch):

@@ -5,6 +5,6 @@
 #include "matmul/transposed.h"
 
 #define INSTANTIATE_PROMPTS()                                     \
-  INSTANTIATE("expert_combine", expert_combine<Weights::Element>) \
+  INSTANTIATE("expert_combine", expert_combine<MOE_DTYPE>) \
   INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8, false>)     \
   INSTANTIATE("gemm_transposed", gemm_transposed<Weights>)

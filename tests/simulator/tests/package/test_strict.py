@@ -13,7 +13,6 @@ import pytest
 import torch
 from simulator.language import strict
 from simulator.testing import linux_only
-from support.sweep import in_sweep
 
 from torch_moe_mps.commands.check import QUICK
 from torch_moe_mps.ops._formats import FORMATS
@@ -23,6 +22,7 @@ pytestmark = linux_only
 
 PLAIN = [*torch.ops.moe_mps._libraries(), "probe_f32"]
 WITH_TENSORS = torch.ops.moe_mps._libraries(tensor_units=True)
+PARTS = (*libraries.PARTS, "variants_")
 COMMON = "affine4_64"
 QUICK_FORMATS = QUICK["--format"].split(",")
 
@@ -45,7 +45,7 @@ def always() -> set[str]:
     every_part = {f"{part}{format}" for part, format in itertools.product(libraries.PARTS, one_of_each)}
     codes = {f"quantized_{format}_bf16" for format in {*FORMATS, *every_part}}
     codes |= {f"quantized_{format}_{dtype}" for format in one_of_each for dtype in ("f16", "f32")}
-    codes |= {f"quantized_{part}{COMMON}_f16" for part in (*libraries.PARTS, "variants_")}
+    codes |= {f"quantized_{part}{COMMON}_f16" for part in PARTS}
     units = {f"tensor_units_{format}_bf16" for format in (*one_of_each, "dense")}
     units |= {f"tensor_units_{format}_f16" for format in (COMMON, "dense")}
     others = [name for name in PLAIN if not name.startswith("quantized_")]
@@ -55,6 +55,10 @@ def always() -> set[str]:
 
 
 ALWAYS = always()
+LIBRARIES: dict[str, list[str]] = {}  # by what their names begin with: one file has most of their code
+for name in sorted({*PLAIN, *WITH_TENSORS}):
+    part = re.match(rf"quantized_({'|'.join(filter(None, PARTS))})|tensor_units|[a-z]+", name)
+    LIBRARIES.setdefault(part[0].rstrip("_"), []).append(name)
 
 
 def test_the_choice():
@@ -65,6 +69,16 @@ def test_the_choice():
         assert files[0] <= files[1]
 
 
-@pytest.mark.parametrize("library", in_sweep([*PLAIN, *WITH_TENSORS], ALWAYS))
-def test_shaders_pass(library):
-    assert strict.check(torch.ops.moe_mps._library_source(library)) == []
+def problems_of(names: list[str]) -> list[str]:
+    return strict.check_together([torch.ops.moe_mps._library_source(name) for name in names])
+
+
+@pytest.mark.parametrize("file", LIBRARIES)
+def test_shaders_pass(file):
+    assert problems_of([name for name in LIBRARIES[file] if name in ALWAYS]) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("file", LIBRARIES)
+def test_all_shaders_pass(file):
+    assert problems_of(LIBRARIES[file]) == []
