@@ -1,5 +1,6 @@
 """Notes on tensors, values that are made once, tensors without memory of their own, and joined weights."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,21 +129,30 @@ class Deferred(Tensor):
 WEIGHTS = ("packed", "scales", "biases", "bias")  # tensors of a quantised linear layer
 
 
-def may_join(parts: list[Tensor | None]) -> bool:
-    """True if weights may lie in one memory: those that already share one with others stay in it."""
+def may_join(parts: list[Tensor | None], rows: list[int]) -> bool:
+    """True if weights of so many rows may lie in one memory: those that already share one stay in it."""
     present = [part for part in parts if part is not None]
     alone = [part.untyped_storage().nbytes() == part.nbytes for part in present]
     alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)
-    return alike and (all(alone) or (len(present) == len(parts) and _lie_together(present)))
+    return alike and (all(alone) or _joined_before(parts, rows) is not None)
 
 
-def _lie_together(parts: Sequence[Tensor]) -> bool:
-    memory, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place:
-            return False
-        place += part.numel()
-    return True
+def _joined_before(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | None:
+    """The rows of all parts where they lie in one memory, with zeros where there is none; None elsewhere."""
+    places = [*itertools.accumulate(rows, initial=0)]
+    present = [(place, part) for place, part in zip(places, parts, strict=False) if part is not None]
+    place, first = present[0]
+    width, memory = first.shape[1:].numel(), first.untyped_storage()
+    start = first.storage_offset() - place * width
+    if start < 0 or (start + places[-1] * width) * first.element_size() > memory.nbytes():
+        return None
+    for place, part in present:
+        is_same = part.untyped_storage().data_ptr() == memory.data_ptr()
+        if not is_same or part.storage_offset() != start + place * width:
+            return None
+    whole = first.detach().as_strided((places[-1], *first.shape[1:]), first.stride(), start)
+    between = (whole[a:b] for part, a, b in zip(parts, places, places[1:], strict=False) if part is None)
+    return None if any(bool(rest.any()) for rest in between) else whole
 
 
 def joined_rows(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | None:
@@ -154,9 +164,9 @@ def joined_rows(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | Non
     present = [part for part in parts if part is not None]
     if not present:
         return None
+    if (whole := _joined_before(parts, rows)) is not None:
+        return whole
     first, width = present[0], present[0].shape[1:]
-    if len(present) == len(parts) and _lie_together(present):
-        return first.detach().as_strided((sum(rows), *width), first.stride(), first.storage_offset())
     with torch.inference_mode(False), torch.no_grad():
         whole = first.new_zeros((sum(rows), *width))
         for part, view in zip(parts, whole.split(rows), strict=True):

@@ -201,6 +201,31 @@ def test_linears_of_which_another_program_has_joined_some():
         assert_left({"linear_quantized": left}, lambda x, n=count: outputs(x, n), random(1, 1, H))
 
 
+@pytest.mark.parametrize("gap", [0.0, 3.0])
+def test_linears_of_which_one_has_no_bias(gap):
+    """Those of Whisper: a second program finds them joined, unless what lies between is no zero."""
+
+    def parameter(tensor: Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=False)
+
+    matrices = [
+        [parameter(part) for part in (one.packed, one.scales, one.biases)]
+        for one in (quantize(random(H, H), 4, 32) for _ in range(3))
+    ]
+    shared = random(3 * H)
+    shared[H : 2 * H] = gap
+    biases = [parameter(shared[:H]), None, parameter(shared[2 * H :])]
+    if not gap:
+        biases = [None if bias is None else parameter(bias.clone()) for bias in biases]
+
+    def outputs(x: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(matrices, biases, strict=True)
+        return tuple(ops.linear_quantized(x, *matrix, FORMAT, bias=bias) for matrix, bias in pairs)
+
+    for _ in range(2):
+        assert_left({"linear_quantized": 3 if gap else 1}, outputs, random(1, 1, H))
+
+
 @pytest.mark.parametrize("left_out", passes_of("linears"), ids=name_of)
 def test_each_pass_is_needed(left_out):
     """Without it, a pattern above is not found."""

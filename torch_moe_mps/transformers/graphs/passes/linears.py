@@ -251,7 +251,9 @@ def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
     """A group in parts whose weights may lie in one memory: another program may have joined some of them."""
     runs: list[list[fx.Node]] = []
     for call in group:
-        if runs and all(map(may_join, _weights_of([*runs[-1], call]).values())):
+        joined = [*runs[-1], call] if runs else []
+        rows = [tensor_of(each).shape[-1] for each in joined]
+        if runs and all(may_join(parts, rows) for parts in _weights_of(joined).values()):
             runs[-1].append(call)
         else:
             runs.append([call])
