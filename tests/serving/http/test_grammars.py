@@ -79,6 +79,11 @@ def test_the_grammar_begins_where_the_content_begins(here, family):
             assert allowed(here, text) is fits, text
         assert asked(here, f"{before}{BLUE}")["content"] == BLUE
         assert message.get("reasoning_content") in (None, "hm")
+        asked(here, "")
+        ending = "<channel|>" if marks.startswith("<|turn>") else "</think>"
+        assert allowed(here, f"hm{ending}", ends=False) is before.startswith("hm")
+        asked(here, "")
+        assert allowed(here, ending, ends=False) is before.startswith("hm")
         if before.startswith("hm"):  # the content does not begin inside of reasoning
             assert allowed(here, f"{BLUE} and then", ends=False)
 
@@ -110,6 +115,9 @@ def test_a_model_with_a_schema_may_call_a_tool(here, family):
         )
         asked(here, "", tools=TOOLS)
         assert not allowed(here, f"{thought}It is", ends=False)
+        if family in ("qwen 3", "gpt-oss", "llama"):
+            asked(here, "", tools=TOOLS)
+            assert not allowed(here, thought + call.replace('{"of": "sea"}', "6"), ends=False)
         asked(here, "", tools=TOOLS, tool_choice="none")
         assert not allowed(here, thought + call)
 
