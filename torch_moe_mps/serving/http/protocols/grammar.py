@@ -65,8 +65,12 @@ def of_content(schema: dict[str, Any], form: Form | None, tools: list[Tool]) -> 
         calls = _calls(form, form.grammar, free, None, is_parallel=True)
         content = tags.OrFormat(elements=[content, calls])
     elif tools:
-        marks = [tags.ConstStringFormat(value=mark) for mark in (*form.opens, *form.begins)]
-        calls = tags.SequenceFormat(elements=[tags.OrFormat(elements=marks), tags.AnyTextFormat()])
+        marks, names = (
+            tags.OrFormat(elements=[tags.ConstStringFormat(value=value) for value in values])
+            for values in ((*form.opens, *form.begins), (tool.name for tool in tools))
+        )
+        between = tags.RegexFormat(pattern=r'\s{0,2}\[?(\{"name": ")?')  # one call, or a list of them
+        calls = tags.SequenceFormat(elements=[marks, between, names, tags.AnyTextFormat()])
         content = tags.OrFormat(elements=[content, calls])
     return _answer(form, content)
 
