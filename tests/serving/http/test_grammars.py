@@ -40,6 +40,8 @@ FAMILIES = {
     "qwen 3": ("<|im_start|>assistant\n", HERMES, "<think>\nhm\n</think>\n\n"),
     "qwen 3 that does not think": ("<|im_start|>assistant\n", HERMES, ""),
     "magistral": ("", "[TOOL_CALLS]", "[THINK]hm[/THINK]"),
+    "mistral of 2024": ("", "[TOOL_CALLS]", ""),
+    "lfm2": ("<|im_start|>assistant\n", "<|tool_call_start|>", ""),
     "gemma 4": ("<|turn>model\n", "<|turn><|tool_call>", "<|channel>thought\nhm<channel|>"),
     "gemma 4, no thinking": ("<|turn>model\n<|channel>thought\n<channel|>", "<|turn><|tool_call>", ""),
     "gpt-oss": ("<|start|>assistant", HARMONY, f"{ANALYSIS}{FINAL}"),
@@ -79,6 +81,11 @@ def test_the_grammar_begins_where_the_content_begins(here, family):
             assert allowed(here, text) is fits, text
         assert asked(here, f"{before}{BLUE}")["content"] == BLUE
         assert message.get("reasoning_content") in (None, "hm")
+        asked(here, "")
+        ending = "<channel|>" if marks.startswith("<|turn>") else "</think>"
+        assert allowed(here, f"hm{ending}", ends=False) is before.startswith("hm")
+        asked(here, "")
+        assert allowed(here, ending, ends=False) is before.startswith("hm")
         if before.startswith("hm"):  # the content does not begin inside of reasoning
             assert allowed(here, f"{BLUE} and then", ends=False)
 
@@ -89,6 +96,8 @@ CALLS = {
     "</minimax:tool_call>",
     "qwen 3": '<tool_call>\n{"name": "look", "arguments": {"of": "sea"}}\n</tool_call>',
     "magistral": '[TOOL_CALLS]look[ARGS]{"of": "sea"}',
+    "mistral of 2024": '[TOOL_CALLS] [{"name": "look", "arguments": {"of": "sea"}}]',
+    "lfm2": "<|tool_call_start|>[look(of='sea')]<|tool_call_end|>",
     "gemma 4": '<|tool_call>call:look{of:<|"|>sea<|"|>}<tool_call|>',
     "gpt-oss": '<|channel|>commentary to=functions.look<|constrain|>json<|message|>{"of": "sea"}<|call|>',
     "llama": '{"name": "look", "parameters": {"of": "sea"}}',
@@ -110,6 +119,11 @@ def test_a_model_with_a_schema_may_call_a_tool(here, family):
         )
         asked(here, "", tools=TOOLS)
         assert not allowed(here, f"{thought}It is", ends=False)
+        asked(here, "", tools=TOOLS)
+        assert not allowed(here, thought + call.replace("look", "fly"), ends=False)
+        if family in ("qwen 3", "gpt-oss", "llama"):
+            asked(here, "", tools=TOOLS)
+            assert not allowed(here, thought + call.replace('{"of": "sea"}', "6"), ends=False)
         asked(here, "", tools=TOOLS, tool_choice="none")
         assert not allowed(here, thought + call)
 

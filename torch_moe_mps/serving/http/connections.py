@@ -29,7 +29,7 @@ class Idle:
         self._all[transport] = loop.call_later(HEADERS, self._close, transport)
         of_client[transport] = None
         for idle, most in ((of_client, MOST_IDLE_OF_CLIENT), (self._all, MOST_IDLE)):
-            if len(idle) > most:  # what has come already is read first
+            if len(idle) > most:  # requests that have come already are read first
                 loop.call_later(_GRACE, self._trim, idle, most)
 
     def remove(self, transport: asyncio.Transport) -> None:

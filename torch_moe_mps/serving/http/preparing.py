@@ -312,7 +312,8 @@ def _grammar(served: Served, request: Request, prompt: Prompt) -> tuple[Any, str
     form = served.template.form
     if request.forced is not None:
         tag = grammar.of_calls(request.forced, form, request.is_parallel)
-        return tag, "" if form is None else form.reasoning(prompt.begun)
-    if request.form is None:
+    elif request.form is not None:
+        tag = grammar.of_content(request.form, form, [*request.tools.values()])
+    else:
         return None
-    return grammar.of_content(request.form, form, [*request.tools.values()]), prompt.begun
+    return tag, grammar.start(form, prompt.begun, is_forced=request.forced is not None)

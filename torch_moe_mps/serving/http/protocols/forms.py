@@ -86,13 +86,6 @@ class Form:
         places = [at for mark in marks if (at := header.find(mark)) >= 0]
         return last.removeprefix(header[: min(places, default=len(header))])
 
-    def reasoning(self, begun: str) -> str:
-        """Reasoning in the start of an answer, which may go on: without content after it."""
-        begin, end = self.thought
-        if self.arguments == "harmony" or (at := begun.rfind(end)) < 0:
-            return begun if self.arguments == "harmony" or begin.strip() in begun else ""
-        return begun[: at + len(end)]
-
 
 _HARMONY = ("<|start|>", "<|channel|>")
 _INNER = {  # marks inside of calls, and of harmony's messages

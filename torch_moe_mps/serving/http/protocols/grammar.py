@@ -10,7 +10,7 @@ from ..request import Forced, Refused, Tool
 from .forms import Form
 
 _BLANKS = 8  # at most, after reasoning and between JSON's marks: a model that may write any may never end
-_START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"  # of Harmony
+_START, _FINAL = "<|start|>assistant", "<|channel|>final<|message|>"  # Harmony's
 _ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
@@ -31,6 +31,21 @@ def of_calls(forced: Forced, form: Form | None, is_parallel: bool) -> Any:
     return _answer(form, _calls(form, form.grammar, forced.tools, forced.name, is_parallel))
 
 
+def start(form: Form | None, begun: str, is_forced: bool) -> str:
+    """Start of an answer in a prompt, as the answer's grammar has it.
+
+    Reasoning that a prompt only ends is begun, too. Content before a forced call is left out.
+    """
+    if form is None:
+        return "" if is_forced else begun
+    begin, end = form.thought
+    begun = f"{begin}{begun}" if begun.lstrip().startswith(end) else begun
+    if not is_forced or form.arguments == "harmony":
+        return begun
+    reasoning, found, _ = begun.rpartition(end)
+    return f"{reasoning}{found}" if found else begun if begin.strip() in begun else ""
+
+
 def of_content(schema: dict[str, Any], form: Form | None, tools: list[Tool]) -> Any:
     """xgrammar's structural tag of an answer whose content fits a JSON schema.
 
@@ -46,12 +61,16 @@ def of_content(schema: dict[str, Any], form: Form | None, tools: list[Tool]) -> 
     if form.arguments == "harmony":
         content = tags.TagFormat(begin=_FINAL, content=content, end="")
     if tools and form.grammar is not None:
-        free = [replace(tool, schema={}) for tool in tools]
+        free = [replace(tool, schema={"type": "object"}) for tool in tools]
         calls = _calls(form, form.grammar, free, None, is_parallel=True)
         content = tags.OrFormat(elements=[content, calls])
     elif tools:
-        marks = [tags.ConstStringFormat(value=mark) for mark in (*form.opens, *form.begins)]
-        calls = tags.SequenceFormat(elements=[tags.OrFormat(elements=marks), tags.AnyTextFormat()])
+        marks, names = (
+            tags.OrFormat(elements=[tags.ConstStringFormat(value=value) for value in values])
+            for values in ((*form.opens, *form.begins), (tool.name for tool in tools))
+        )
+        between = tags.RegexFormat(pattern=r'\s{0,2}\[?(\{"name": ")?')  # one call, or a list of them
+        calls = tags.SequenceFormat(elements=[marks, between, names, tags.AnyTextFormat()])
         content = tags.OrFormat(elements=[content, calls])
     return _answer(form, content)
 
@@ -98,7 +117,6 @@ def _answer(form: Form, rest: Any) -> Any:
         begin, end = form.thought
         inside = tags.AnyTextFormat(excludes=[begin.strip(), end])
         thought = tags.TagFormat(begin=begin, content=inside, end=end)
-        closed = tags.ConstStringFormat(value=end)  # as prompts without reasoning begin an answer
         blanks = tags.RegexFormat(pattern=rf"\s{{0,{_BLANKS}}}")
-        elements = [optional(tags.OrFormat(elements=[thought, closed]), blanks), rest]
+        elements = [optional(thought, blanks), rest]
     return tags.StructuralTag(format=tags.SequenceFormat(elements=elements))
