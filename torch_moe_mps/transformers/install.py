@@ -14,20 +14,18 @@ from torch import nn
 
 from .._text import first_line
 from .basics.code import code_of
+from .basics.guards import Guards, Kept, holds, recording
+from .basics.record import recording_code
 from .basics.report import Done
 from .basics.state import (
     NOTHING,
     REWRITTEN,
     STATE,
     Unsupported,
-    depends_on_code,
     eager_of,
-    holds,
-    kept,
     made_as,
     methods_of,
     original_class,
-    recording,
     state_of,
     subclass,
 )
@@ -56,7 +54,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     if not is_rewritten(module) and (
         reads_a_layer(module) or any(hasattr(type(module), name) for name in METHODS)
     ):
-        _run(module, type(module).forward, {}, is_own=True)
+        _run(module, type(module).forward, is_own=True)
     return done, reason
 
 
@@ -79,33 +77,30 @@ def _rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
         return [], first_line(error)
     if recognised is not None:
-        forward, done, reads = recognised
+        forward, done, guards = recognised
         if (refused := refusal(module, done)) is not None:
             return [], refused
-        _run(module, forward, reads, yields=are_slower(done))
+        _run(module, forward, guards, yields=are_slower(done))
         return done, None
     if done:
-        _run(module, forward, {}, is_own=True)
+        _run(module, forward, is_own=True)
         return done, next(iter(refusals), reason)
     return [], next(iter(refusals), reason) or "its formula is none of the operators'"
 
 
 def _recognised(module: nn.Module) -> tuple[tuple[Callable, list[Done], Any] | None, str | None]:
-    """(forward, what it runs, the attributes it rests on) by the first rule that knows a module, and the last
+    """(forward, what it runs, what it rests on) by the first rule that knows a module, and the last
     reason of a rule that refuses it."""
     reason = None
     for recognise in MODULE_RULES:
         try:
-            with recording() as reads:
+            with recording() as guards:
                 result = recognise(module)
-                if result is not None:
-                    for part in module.modules():
-                        depends_on_code(part, calls_forward=part is not module)
         except Unsupported as unsupported:
             reason = str(unsupported)
             continue
         if result is not None:
-            return (*result, reads), None
+            return (*result, guards), None
     return None, reason
 
 
@@ -132,10 +127,14 @@ def _in_place(function: types.FunctionType) -> InPlace | None:
 
     def find() -> tuple[InPlace | None, str | None]:
         try:
-            found = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+            for rule in FUNCTION_RULES:
+                with recording_code() as record:
+                    found = rule(function)
+                if found is not None:
+                    return while_unchanged(function, found, record.guards_of()), None
         except Unsupported as error:
             return None, str(error)
-        return found and while_unchanged(function, found), None
+        return None, None
 
     found, missing = recall((_in_place, code_of(function)), find)
     if missing is not None:
@@ -164,15 +163,19 @@ def drop_forward_of_class(module: nn.Module) -> None:
 
 
 def _run(
-    module: nn.Module, forward: Callable, reads: dict, is_own: bool = False, yields: bool = False
+    module: nn.Module,
+    forward: Callable,
+    guards: Guards | None = None,
+    is_own: bool = False,
+    yields: bool = False,
 ) -> None:
-    """Installs a replaced forward on a module, valid while the attributes read by its analysis are unchanged.
+    """Installs a replaced forward on a module, valid while the guards hold.
 
     Args:
         is_own: True if the forward is the original one with some called functions replaced.
         yields: True to run the original forward on a CPU, which is faster there.
     """
-    state_of(module).reads = kept(reads)
+    state_of(module).guards = Kept() if guards is None else guards.kept()
     cls: type = type(module)
     _set_class(module, _rewritten_class(cls, forward, is_own, yields))
 
@@ -186,7 +189,7 @@ def runs_with_cache(module: nn.Module) -> bool:
 
 def run_as(copied: nn.Module, module: nn.Module) -> None:
     """Makes a copy of a rewritten module run the same replaced forward."""
-    state_of(copied).reads = ()
+    state_of(copied).guards = Kept()
     _set_class(copied, type(module))
 
 
@@ -215,11 +218,11 @@ def _rewritten_class(
         state = self.__dict__.get(STATE, NOTHING)
         if (
             type(self) is not cls
-            or state.reads is None
+            or state.guards is None
             or (yields and eager_is_faster(args or kwargs.values()))
         ):
             return original_forward(self, *args, **kwargs)
-        if (state.reads and not holds(self)) or runs_eager(self, *args, *kwargs.values()):
+        if not holds(self) or runs_eager(self, *args, *kwargs.values()):
             return eager(self, *args, **kwargs)
         arguments = bound(args, kwargs)
         result = NotImplemented if arguments is None else rewritten(self, *arguments[0], **arguments[1])

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.lora import MAX_RANK
+from ..basics.guards import is_observed
 from ..basics.interface import FORM, ExpertsForm, is_transposed
 from ..basics.state import ExpertAdapter, state_of
-from ..modules.experts import is_observed, shape_of
+from ..modules.experts import shape_of
 from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 
 ops = torch.ops.moe_mps

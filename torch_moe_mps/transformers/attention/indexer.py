@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.families.index import MAX_INDEX_WIDTH
+from ..basics.guards import is_observed
 from ..basics.report import Done
-from ..basics.state import STATE, depends_on, original_class, state_of
+from ..basics.state import STATE, original_class, state_of
 from ..basics.tensors import constant, notes_on
 from ..caches.held import HeldIndex
-from ..modules.experts import is_observed
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
 from ..trials.draws import eager
 from ..trials.forms import has_parts
@@ -155,8 +155,6 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         or not 0 < rotary <= width <= MAX_INDEX_WIDTH
     ):
         return None
-    depends_on(module, "qk_rope_head_dim")
-    depends_on(module, "use_rope")
     forms = [IndexerForm(tuple(names), turn, rotary) for turn in (None, *TURNS) if _fits(turn, rotary, width)]
     form = form_by_trial(module, forms, _trial, tuple(names), rotary, width)
     if form is None:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ...ops._checks import dtype_name
 from ...ops._decoded import with_cache
+from ..basics.guards import is_observed
 from ..basics.report import Done
 from ..basics.state import NOTHING, STATE, state_of
 from ..basics.tensors import Deferred
 from ..basics.unmodified import refusal
 from ..caches.growing import latents_together
 from ..caches.quantized_states import QuantizedStates
-from ..modules.experts import is_observed
 from ..modules.linears import QuantizedLinear
 from ..trials.comparing import tried
 

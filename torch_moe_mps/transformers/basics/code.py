@@ -5,10 +5,10 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn import functional
 
@@ -18,7 +18,6 @@ from .scoped import Bounded, having
 _LIBRARIES = {"torch", "transformers", PACKAGE.name, *sys.stdlib_module_names}
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
-ABSENT = object()  # in place of the value of a name that a class does not have
 _MOST_ITEMS = 64  # a larger container is one value
 _known: ContextVar[dict[Any, Any] | None] = ContextVar("moe_mps_code", default=None)
 _keys = Bounded(4096)  # {all that code reads: a small key for it}
@@ -46,106 +45,33 @@ def code_of(subject: Any) -> Hashable:
     return _keys[read]
 
 
-class CodeNames(NamedTuple):
-    """Names that code looks up.
-
-    Attributes:
-        found: (a class or the names of a file, name, its value there or ABSENT).
-        every: those of attributes, too.
-    """
-
-    found: tuple[tuple[Any, str, Any], ...]
-    every: frozenset[str]
-
-
-def names_of(cls: type, *methods: str, by_name: bool = True) -> CodeNames:
-    """Names that methods of a class, and what these call in files of models, look up outside of instances.
-
-    A name of a library counts as fixed, but for one of torch.nn.functional or in a file of transformers.
-
-    Args:
-        by_name: the names of the methods are looked up, too.
-    """
-    known, key = _known.get(), (names_of, cls, methods, by_name)
-    if known is not None and key in known:
-        return known[key]
-    names = _names_of([*(getattr(cls, name, None) for name in methods)], cls, methods if by_name else ())
-    if known is not None:
-        known[key] = names
-    return names
-
-
-def names_of_function(function: types.FunctionType) -> CodeNames:
-    """Names that a function, and what it calls in files of models, look up."""
-    return _names_of([function])
-
-
-def _names_of(waiting: list[Any], cls: type = object, methods: Iterable[str] = ()) -> CodeNames:
-    """Names that functions, and functions of model files that they call, look up in a class or a file."""
-    found: dict[tuple[int, str], tuple[Any, str, Any]]
-    found = {(id(place), name): (place, name, value) for place, name, value in _in_class(cls, methods)}
-    every, seen = set[str](), set[Any]()
-    while waiting:
-        function = _function(waiting.pop())
-        if not isinstance(function, types.FunctionType) or function in seen:
-            continue
-        seen.add(function)
-        waiting += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-        names, file = names_in(function), function.__globals__
-        every |= names
-        for place, name, value in (*_in_class(cls, names, ("torch.",)), *_in_file(file, names)):
-            if isinstance(value, types.ModuleType):
-                continue
-            found[id(place), name] = place, name, value
-            called = _function(value)
-            if isinstance(called, types.FunctionType) and _is_followed(called.__globals__.get("__name__")):
-                waiting.append(called)
-    return CodeNames((*found.values(),), frozenset(every))
-
-
-def _in_class(
-    cls: type, names: Iterable[str], without: tuple[str, ...] = ()
-) -> Iterator[tuple[type, str, Any]]:
-    """The names that a class or a base of it has, and the classes in front of that one, which do not."""
-    for name in names:
-        owner = next((base for base in cls.__mro__ if name in vars(base)), object)
-        if owner is not object and not owner.__module__.startswith(without or "-"):
-            yield from ((base, name, ABSENT) for base in cls.__mro__[: cls.__mro__.index(owner)])
-            yield owner, name, vars(owner)[name]
-
-
-def _in_file(file: dict[str, Any], names: frozenset[str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The names that a file of models has, and those of torch.nn.functional where the code reads it."""
-    files = []
-    if str(file.get("__name__")).partition(".")[0] not in _LIBRARIES - {"transformers"}:
-        files.append(file)
-    if "functional" in names or any(file.get(name) is functional for name in names):
-        files.append(vars(functional))
-    return ((place, name, place[name]) for place in files for name in names & place.keys())
-
-
 def names_in(function: types.FunctionType) -> frozenset[str]:
     """Names that the code of a function, and of functions inside, looks up: globals and attributes."""
-    return _names_in_code(function.__code__)
+    return names_in_code(function.__code__)
 
 
 @functools.cache
-def _names_in_code(code: types.CodeType) -> frozenset[str]:
-    inside = (_names_in_code(item) for item in code.co_consts if isinstance(item, types.CodeType))
-    return frozenset(code.co_names).union(*inside)
+def names_in_code(code: types.CodeType) -> frozenset[str]:
+    """Names that code, and the code inside it, looks up: globals and attributes."""
+    return frozenset(code.co_names).union(*map(names_in_code, codes_in(code)))
+
+
+def codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """The code of functions that are made in code."""
+    return [item for item in code.co_consts if isinstance(item, types.CodeType)]
 
 
 def _read(subject: Any) -> Iterator[Hashable]:
     """The key of code, in parts: functions, constants and names of model files that it reaches."""
     yield subject
-    classes = [cls for cls in getattr(subject, "__mro__", ()) if _is_followed(cls.__module__)]
+    classes = [cls for cls in getattr(subject, "__mro__", ()) if is_followed(cls.__module__)]
     waiting = [getattr(subject, "forward", None) if isinstance(subject, type) else subject]
     for members in map(vars, classes):
         yield from map(_item, members.items())
         waiting += members.values()
     seen: set[Any] = set()
     while waiting:
-        value = _function(waiting.pop())
+        value = function_of(waiting.pop())
         if not isinstance(value, (types.FunctionType, types.ModuleType)) or value in seen:
             continue
         seen.add(value)
@@ -158,7 +84,7 @@ def _read(subject: Any) -> Iterator[Hashable]:
             yield from map(_key, contents)
             waiting += [*contents, getattr(value, "__wrapped__", None)]
             file = value.__globals__
-        if _is_followed(file.get("__name__")) and id(file) not in seen:
+        if is_followed(file.get("__name__")) and id(file) not in seen:
             seen.add(id(file))
             names = {name: value for name, value in file.items() if not name.startswith("__")}
             yield from map(_item, names.items())
@@ -166,7 +92,8 @@ def _read(subject: Any) -> Iterator[Hashable]:
 
 
 @functools.cache
-def _is_followed(module: str | None) -> bool:
+def is_followed(module: str | None) -> bool:
+    """True for a file of models or of a user, by its name, and not for one of a library."""
     name = module or "builtins"
     if name.partition(".")[0] in _LIBRARIES:
         return name.startswith("transformers.models.")
@@ -178,7 +105,7 @@ def is_installed(file: str) -> bool:
     return _INSTALLED.search(file) is not None
 
 
-def _function(value: Any) -> Any:
+def function_of(value: Any) -> Any:
     """The function of a property, a method or a partial; any other value itself."""
     if isinstance(value, property):
         return value.fget

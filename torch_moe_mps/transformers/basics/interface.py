@@ -4,7 +4,6 @@ Modules without it get its attributes, if a recogniser knows what they compute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -68,6 +67,7 @@ class ExpertsForm(NamedTuple):
         methods: (name, function) of a module with such stacks, in place of its own ones.
         runs: what these run beside the experts.
         act_fn: path of the activation.
+        heard: paths of other modules whose hooks and forwards take part once the experts are packed.
         given: names of the attributes that the module has got, the form among them.
     """
 
@@ -81,6 +81,7 @@ class ExpertsForm(NamedTuple):
     methods: tuple[tuple[str, Callable], ...] = ()
     runs: tuple[Done, ...] = ()
     act_fn: str = "act_fn"
+    heard: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
 
     @property
@@ -94,6 +95,8 @@ class ExpertsForm(NamedTuple):
         flags = activation.gated, has_bias, not activation.interleaved
         return dict(zip(INTERFACE, flags, strict=True))
 
+
+KIND = "experts"  # the kind of the classes of recognised experts
 
 # Modules -> what they compute, None for no experts. They raise Unsupported with a reason.
 RECOGNISERS: list[Callable[[nn.Module], ExpertsForm | None]] = []
@@ -277,8 +280,6 @@ def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[
                 refused[name] = str(unsupported)
         if form is not None:
             given: dict[str, Any] = {FORM: form, **form.interface}
-            if form.act_fn != "act_fn":
-                given["act_fn"] = attrgetter(form.act_fn)(module)
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
             vars(module).update(given, **{FORM: form._replace(given=(*given,))})

@@ -1,23 +1,13 @@
-"""Knowledge of modules: how their classes were made, their state, and the attributes their forwards read.
+"""Knowledge of modules: how their classes were made, and their state.
 
 Subclasses take the place of a module's class: its name and documentation stay, and copies are of the class
-itself. A rewritten forward depends on the values that attributes had when they were read (`if
-self.norm_topk_prob`), and a formula on what a submodule computed. `holds` compares them with the values now.
+itself.
 """
 
-import copy
-import types
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from operator import is_
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-
-from .code import ABSENT, CodeNames, names_of
-from .scoped import having
 
 MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its MadeClass
 
@@ -99,6 +89,11 @@ def class_before(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
+def is_on_top(cls: type[nn.Module]) -> bool:
+    """True for a class of somebody else on top of one that `subclass` made."""
+    return MADE not in vars(cls) and any(MADE in vars(base) for base in cls.__mro__)
+
+
 def _recipe(cls: type[nn.Module]) -> Any:
     """A class as a pickle names it; generated ones as (factory, recipe of the base)."""
     record: MadeClass | None = vars(cls).get(MADE)
@@ -143,8 +138,8 @@ class State:
 
     Attributes:
         formula: what the module computes, in the words of the rule that recognised it.
-        reads: the attributes that its rewritten forward rests on, None before there is one; of an experts
-            module, those that its activation rests on.
+        guards: what its rewritten forward rests on, None before there is one; of an experts module, what its
+            activation rests on.
         is_attention: the implementation "sdpa" of transformers may be the operator `cached_attention` for it.
         reach: what keeps the rows of `upstream/reach.py` in that such a layer needs.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
@@ -158,7 +153,7 @@ class State:
 
     def __init__(self) -> None:
         self.formula: Any = None
-        self.reads: tuple | None = None
+        self.guards: Any = None
         self.is_attention = False
         self.reach: Any = None
         self.expansion: Any = None
@@ -170,7 +165,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are recognised anew: the names that code looks up are of this process."""
-        return vars(self) | {"reads": None}
+        return vars(self) | {"guards": None}
 
 
 NOTHING = State()  # for modules that have none
@@ -237,142 +232,3 @@ def with_methods(**methods: Callable[[Callable], Callable]) -> Callable[[Callabl
 def methods_of(forward: Callable) -> dict[str, Callable]:
     """The methods that `with_methods` gave a forward; none for any other."""
     return _METHODS.get(forward, {})
-
-
-_PLAIN = (bool, int, float, str, tuple, list, dict)
-_PLACES = ("_parameters", "_buffers", "_modules")
-_MISSING = "<no attribute>"
-_TENSOR = "<a tensor>"  # its values are read when they are needed
-_NOWHERE: dict[str, Any] = {}
-_current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
-
-
-class Read(NamedTuple):
-    """A name that a decision rests on, and its value then.
-
-    Attributes:
-        held: the dictionary that had the name: of an object, a class or a file; empty for a property, a path,
-            and an attribute that the class gives.
-        value: `held` itself if the dictionary did not have the name.
-        owner: the object that is asked again where the dictionary has another value; None for classes and
-            files.
-    """
-
-    held: Mapping[str, Any]
-    name: str
-    value: object
-    owner: Any
-
-
-def recording() -> AbstractContextManager[dict[tuple[int, str], Read]]:
-    """Collects what `depends_on` notes while the context is open."""
-    return having(_current, {})
-
-
-def depends_on(owner: Any, path: str, value: object = None) -> None:
-    """Records an attribute that a decision depends on, with its value now or a given one.
-
-    Without `recording` around it nothing happens.
-    """
-    reads = _current.get()
-    if reads is None:
-        return
-    value = _value(owner, path) if value is None else value
-    if isinstance(value, types.MethodType):
-        return
-    attributes = vars(owner)
-    mapping = (
-        attributes
-        if path in attributes
-        else next((attributes[place] for place in _PLACES if path in attributes.get(place, ())), _NOWHERE)
-    )
-    if mapping is not attributes and mapping is not _NOWHERE:  # nothing is written over it
-        reads[id(attributes), path] = Read(attributes, path, attributes, owner)
-    reads[id(owner if mapping is _NOWHERE else mapping), path] = Read(mapping, path, _kept(value), owner)
-
-
-def depends_on_code(module: nn.Module, *methods: str, calls_forward: bool = False) -> None:
-    """Records what the code of a module's class looks up in classes, in files and in configs.
-
-    Args:
-        methods: whose code; none for the forward's, which itself counts only if it is called by its name.
-
-    Without `recording` around it nothing happens.
-    """
-    reads = _current.get()
-    if reads is None:
-        return
-    names = names_of(original_class(module), *methods or ("forward",), by_name=bool(methods) or calls_forward)
-    reads |= reads_of(names)
-    for member in vars(module).values():
-        is_other = callable(member) or isinstance(member, (nn.Module, Tensor, *_PLAIN))
-        if not is_other and hasattr(member, "__dict__"):
-            attributes = vars(member)  # a config has such
-            for name in names.every & attributes.keys():
-                if attributes[name] is None or isinstance(attributes[name], _PLAIN):
-                    depends_on(member, name)
-
-
-def reads_of(names: CodeNames) -> dict[tuple[int, str], Read]:
-    """The names of classes and files that code looks up."""
-    result = {}
-    for place, name, value in names.found:
-        mapping = vars(place) if isinstance(place, type) else place
-        result[id(place), name] = Read(mapping, name, mapping if value is ABSENT else _kept(value), None)
-    return result
-
-
-def _kept(value: object) -> object:
-    """A value to compare with: of a list or a dictionary, which code may change, a copy."""
-    return copy.copy(value) if type(value) in (list, dict) else value
-
-
-def _value(owner: Any, path: str) -> object:
-    value: object = owner
-    for name in path.split("."):
-        value = getattr(value, name, _MISSING)
-    return _TENSOR if isinstance(value, Tensor) else value
-
-
-def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
-    """Values for `holds` to compare, as plain tuples: Python takes them apart faster than named ones."""
-    return tuple(map(tuple, reads.values()))
-
-
-# torch.compile asks for an argument that it knows, so this takes the module.
-@torch.compiler.assume_constant_result
-def holds(module: nn.Module) -> bool:
-    """True if every name that the replaced forward depends on is unchanged."""
-    for read in module.__dict__[STATE].reads:  # runs for each module of a token
-        mapping, name, value, _ = read
-        if mapping.get(name, mapping) is not value and _has_changed(*read):
-            return False
-    return True
-
-
-def are_unchanged(reads: tuple[tuple, ...]) -> bool:
-    """True if these names have the values that they had."""
-    return not any(_has_changed(*read) for read in reads)
-
-
-def _has_changed(mapping: Mapping[str, Any], name: str, value: object, owner: Any) -> bool:
-    """True if code can tell the value of a name from the one that was read."""
-    now = mapping.get(name, mapping)
-    if now is value or (value is _TENSOR and isinstance(now, Tensor)):
-        return False
-    if owner is not None:
-        now = _value(owner, name)
-    return not _is_same(now, value)
-
-
-def _is_same(now: Any, value: Any) -> bool:
-    """True if code cannot tell a value from the one that was read."""
-    if now is value:
-        return True
-    if type(now) is not type(value) or not isinstance(value, _PLAIN):
-        return False
-    if isinstance(value, dict):
-        return [*now] == [*value] and _is_same([*now.values()], [*value.values()])
-    if isinstance(value, (tuple, list)):
-        return len(now) == len(value) and (all(map(is_, now, value)) or all(map(_is_same, now, value)))
-    return bool(now == value)

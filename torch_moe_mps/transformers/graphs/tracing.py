@@ -173,11 +173,12 @@ class Recorder(TorchDispatchMode):
         with torch.compiler.set_stance("force_eager"), self.fakes.mode, self:
             if self._look_at is None:
                 return function()
+            before = sys.getprofile()
             sys.setprofile(self._look_at)
             try:
                 return function()
             finally:
-                sys.setprofile(None)
+                sys.setprofile(before)
 
     def finish(self, results: list[Tensor]) -> None:
         """Ends the graph, which returns these tensors."""

@@ -2,14 +2,15 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
 
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
@@ -19,8 +20,10 @@ from ...ops.families.quantized import _moe_experts_quantized
 from ...ops.families.slots import using_slots
 from ...quantization import TENSORS
 from ..basics.configs import EXPERTS, plain_config
+from ..basics.guards import Kept, are_unchanged, is_observed, recording
 from ..basics.interface import (
     FORM,
+    KIND,
     ON_DISK,
     Experts,
     ExpertsForm,
@@ -29,6 +32,7 @@ from ..basics.interface import (
     formats_of,
     is_experts,
     is_quantized,
+    is_settled,
     is_transposed,
     parts_of,
     projections,
@@ -36,31 +40,28 @@ from ..basics.interface import (
 )
 from ..basics.report import Done
 from ..basics.state import (
-    MADE,
     NOTHING,
     STATE,
-    MadeClass,
     Unsupported,
-    depends_on,
-    depends_on_code,
-    holds,
-    kept,
-    recording,
+    made_as,
     state_in,
     state_of,
 )
 from ..graphs.fakes import geometry
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
-from ..upstream.models import ALL_EXPERTS_FUNCTIONS, RECORDERS, is_recording
-from .traced import SIZES, Input, Sizes, Traced, everywhere, remembered, trace
+from ..upstream.models import ALL_EXPERTS_FUNCTIONS
+from .traced import SIZES, Input, Sizes, Traced, attribute_of, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+_DISPATCH = vars(sys.modules[type(ALL_EXPERTS_FUNCTIONS).__module__])  # names of the file that dispatches
 # From so many pairs on, those of an expert are put together, so that they read the adapter's factors once.
 # Untuned.
 _FEW_PAIRS = 64
+
+_REFUSED = "moe_mps::accelerate: packed {} must compute what they did when they were packed"
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
@@ -87,18 +88,29 @@ def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the eager forward must compute it."""
     if (form := vars(module).get(FORM)) is not None:
         return _activation_of_form(module, form)
-    depends_on(module, "has_post_expert_norm")
-    return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
+    try:
+        return _activation_traced(module)
+    except Unsupported:
+        return None
 
 
 def _activation_of_form(module: nn.Module, form: ExpertsForm) -> Activation | None:
-    """The activation of recognised experts, with their numbers as they are now; None for another form."""
+    """The activation of recognised experts, with their numbers as they are now; None for another one.
+
+    Raises: ValueError if their code computes something else, and does not read the weights that they have.
+    """
+    reason = None
     try:
         now = form_of(module)
-    except Unsupported:
-        return None
-    is_same = now is not None and now._replace(activation=form.activation, given=form.given) == form
-    return now.activation if now is not None and is_same else None
+    except Unsupported as unsupported:
+        now, reason = None, str(unsupported)
+    if now is not None and now._replace(activation=form.activation, given=form.given) == form:
+        return now.activation
+    if is_quantized(module) or is_settled(module):
+        state_of(module).guards = None  # the change may be undone
+        changed = "other code or attributes" if reason is None else reason
+        raise ValueError(f"{_REFUSED.format(type(module).__name__)}, got {changed}")
+    return None
 
 
 def is_interleaved(module: Any) -> bool:
@@ -109,6 +121,8 @@ def is_interleaved(module: Any) -> bool:
 
 @remembered
 def _activation_traced(module: Any) -> Activation | None:
+    if attribute_of(module, "has_post_expert_norm"):
+        return None
     width = _width_between(module)
 
     def between(module: Any, x: Tensor) -> Tensor:
@@ -213,28 +227,30 @@ def _is_cast(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def is_observed(*modules: nn.Module) -> bool:
-    """True if a hook, or a forward that its class did not have, sees or changes what a module does."""
-    for module in modules:
-        attributes = module.__dict__
-        if attributes["_forward_pre_hooks"] or "forward" in attributes:
-            return True
-        if (hooks := attributes["_forward_hooks"]) and _see(hooks):
-            return True
-        record: MadeClass | None = getattr(type(module), MADE, None)
-        if record is not None and record.original.forward is not record.own:  # the class beneath was patched
-            return True
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+def is_seen(experts: nn.Module) -> bool:
+    """True if a hook, or a forward of its own, sees a module that the operators do not call."""
+    guards: Kept | None = state_in(experts).guards
+    return guards is not None and bool(guards.called) and is_observed(*guards.called)
 
 
-def _see(hooks: dict[int, Any]) -> bool:
-    """True if hooks see a call. Those that record stay on their modules, and see what a model collects."""
-    return is_recording() or any(getattr(hook, "__module__", None) != RECORDERS for hook in hooks.values())
+def require_heard(experts: nn.Module) -> None:
+    """Raises: ValueError if the code of packed experts has changed beyond what the operators follow, or if a
+    hook sees what they leave out: no code of their own can run in their place."""
+    _activation(experts)
+    if not is_seen(experts):
+        return
+    form: ExpertsForm = vars(experts)[FORM]
+    heard = [act_fn_of(experts), *map(experts.get_submodule, form.heard)]
+    for name, module in experts.named_modules():
+        called = any(module is each for each in state_in(experts).guards.called)
+        if called and is_observed(module) and not any(module is each for each in heard):
+            raise ValueError(f"{_REFUSED.format(type(experts).__name__)}, got a hook or a forward on {name}")
 
 
-def _activation_is_observed(experts: nn.Module) -> bool:
-    activation = experts.__dict__.get("act_fn") or experts._modules.get("act_fn")
-    return isinstance(activation, nn.Module) and is_observed(activation)
+def act_fn_of(experts: nn.Module) -> Any:
+    """The activation of experts, wherever their class has it."""
+    form: ExpertsForm | None = vars(experts).get(FORM)
+    return attrgetter("act_fn" if form is None else form.act_fn)(experts)
 
 
 def pinned_config(experts: Experts) -> Any:
@@ -254,21 +270,18 @@ def are_served(model: nn.Module) -> bool:
 
 
 def prepare(module: nn.Module) -> Activation | None:
-    """Finds out how an experts module works; its state has that, and the attributes it depends on."""
-    with recording() as reads:
+    """Finds out how an experts module works; its state has that, and what it rests on."""
+    with recording(of_misses=True) as guards:
         activation = activation_of(module)
-        depends_on_code(module, "_apply_gate")
-        for child in module.children():
-            depends_on_code(child, calls_forward=True)
     state_of(module).formula = activation
-    state_of(module).reads = kept(reads)
+    state_of(module).guards = guards.kept()
     return activation
 
 
 @torch.compiler.assume_constant_result
 def _activation(module: nn.Module) -> tuple | None:
     """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
-    if state_in(module).reads is None or not holds(module):
+    if (guards := state_in(module).guards) is None or not are_unchanged(guards):
         prepare(module)
     activation = state_in(module).formula
     return None if activation is None else tuple(activation)
@@ -320,7 +333,7 @@ def unsupported(module: nn.Module) -> str | None:
     dtypes = {stack_of(module, p, values=False).dtype for p in (first, second)}
     if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
-    if FORM not in vars(module) and not hasattr(type(module).forward, "__wrapped__"):
+    if FORM not in vars(module) and _dispatching(type(module)) is None:
         return "its class does not dispatch to experts implementations"
     return None
 
@@ -333,7 +346,8 @@ def experts_forward(
         return _forward(self, hidden_states, top_k_index, top_k_weights)
     if runs_eager(self, hidden_states, top_k_weights):
         on_disk.refuse("training, gradients, autocast and float64 need all experts in memory")
-    if _activation_is_observed(self):
+    _activation(self)
+    if is_seen(self):
         on_disk.refuse("a hook on act_fn, or another forward of it, needs all experts in memory")
     with using_slots:
         module, ids = on_disk.ready(self, top_k_index)
@@ -356,14 +370,15 @@ def _dense_forward(
         self.gate_up_proj if self.has_gate else self.up_proj,
         _biases(self) if self.has_bias else {},
     )
+    activation, form = _activation(self), self.__dict__.get(FORM)
     # Parametrised weights, as PEFT's are, need gradients that no parameter of the module asks for.
     read = hidden_states, top_k_weights, first, self.down_proj, *biases.values()
-    is_eager = runs_eager(self, *read) or _activation_is_observed(self)
+    is_eager = runs_eager(self, *read) or is_seen(self)
     if is_eager or not _fits(hidden_states, first, top_k_index):
-        if FORM in self.__dict__ and self.__dict__[FORM].stacks:  # its own code reads other parameters
+        if form is not None and form.stacks:  # its own code reads other parameters
+            require_heard(self)
             return _in_steps(self, hidden_states, top_k_index, top_k_weights)
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
-    activation, form = _activation(self), self.__dict__.get(FORM)
     if activation is None and form is not None and not form.stacks:
         return _own_forward(self, hidden_states.dtype)(self, hidden_states, top_k_index.long(), top_k_weights)
     if activation is None:
@@ -404,23 +419,33 @@ def with_identity(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts:
 
 def _own_forward(experts: Experts, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
-    dispatch: Any = type(experts).forward  # to implementations; it wraps the eager forward
-    eager_forward: Callable[..., Tensor] = dispatch.__wrapped__
     if FORM in vars(experts):
-        return eager_forward
+        record = made_as(type(experts), KIND)
+        return type(experts).forward if record is None else record.own
+    eager_forward = _dispatching(type(experts)).__wrapped__
     name = getattr(plain_config(experts.config), EXPERTS)
     is_chosen = name != NAME and dtype in ACTIVATION_DTYPES
     return ALL_EXPERTS_FUNCTIONS.get(name, eager_forward) if is_chosen else eager_forward
 
 
+def _dispatching(cls: type) -> Any:
+    """The forward that dispatches to implementations, and wraps the eager one; None without one.
+
+    A class on top of the one of the model may have a forward of its own.
+    """
+    forwards = (vars(base).get("forward") for base in cls.__mro__)
+    return next((each for each in forwards if getattr(each, "__globals__", {}) is _DISPATCH), None)
+
+
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """[T, H] -> [T, H]: one operator for quantised experts, or one for each matrix where a step is seen."""
     attributes = self.__dict__
-    in_steps = (
-        attributes.get("up_quantization") is not None
-        or attributes.get(STATE, NOTHING).adapters
-        or _activation_is_observed(self)
-    )
+    in_steps = attributes.get("up_quantization") is not None or attributes.get(STATE, NOTHING).adapters
+    if FORM in attributes:
+        require_heard(self)
+    else:
+        _activation(self)
+    in_steps = in_steps or is_seen(self)
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         in_steps = True  # gradients reach the inputs of each of the steps
     activation = None if in_steps else _activation(self)
@@ -463,9 +488,10 @@ def _activated(self: Experts, rows: Tensor) -> Tensor:
     if are_apart(self):  # its state is that of a rule
         activation = activation_of(self)
     else:
-        activation = None if _activation_is_observed(self) else _activation(self)
+        activation = _activation(self)
+        activation = None if is_seen(self) else activation
     if activation is None:
-        return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+        return self._apply_gate(rows) if self.has_gate else act_fn_of(self)(rows)
     out: Tensor = ops.expert_activation(rows, **activation_arguments(activation))
     return out
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..basics.code import code_of, names_in, names_of_function
+from ..basics.code import code_of, names_in
+from ..basics.guards import Guards, are_unchanged
 from ..basics.report import Done
-from ..basics.state import are_unchanged, kept, reads_of
 
 
 class InPlace(NamedTuple):
@@ -46,15 +46,15 @@ def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]
     return runs, [*dict.fromkeys(in_place.done for in_place in found.values())]
 
 
-def while_unchanged(function: types.FunctionType, in_place: InPlace) -> InPlace:
-    """A replacement that calls the function once a name that it looks up has another value."""
-    reads = kept(reads_of(names_of_function(function)))
-    if not reads:
+def while_unchanged(function: types.FunctionType, in_place: InPlace, guards: Guards) -> InPlace:
+    """A replacement that calls the function once what it read in its trial has another value."""
+    kept = guards.kept()
+    if not kept.reads:
         return in_place
 
     @torch.compiler.assume_constant_result
     def holds() -> bool:
-        return are_unchanged(reads)
+        return are_unchanged(kept)
 
     @functools.wraps(in_place.run)
     def run(*args: Any, **kwargs: Any) -> Any:

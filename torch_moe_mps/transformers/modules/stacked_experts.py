@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +16,17 @@ from torch import Tensor, nn
 
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
 from ...ops.families.experts import _moe_experts
-from ..basics.interface import FORM, ExpertsForm
+from ..basics.interface import FORM, KIND, ExpertsForm
 from ..basics.state import REWRITTEN, STATE, Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import Begin, first_form
 from ..trials.replicas import bare_replica, random_parameter
-from .experts import activation_arguments, experts_forward, rows_forward
+from .experts import act_fn_of, activation_arguments, experts_forward, rows_forward, with_identity
 from .linears import QuantizedLinear
 
-KIND = "experts"  # the kind of the classes of recognised experts
+ops = torch.ops.moe_mps
+
 _TOKENS, _SLOTS = 6, 2
 _SHAPE = 2, 3  # the same tokens in sequences
 _BEYOND = 2, 1, 0  # how many ids beyond the experts a forward may take
@@ -80,7 +82,7 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
         ExpertsForm(activation, turned, len(inputs) == 1, has_identity, sizes.experts, shapes)
         for has_identity in ((False,) if len(inputs) == 1 else (False, True))
         for turned, sizes in found
-        for activation in _activations(module, first == FIRST[0])
+        for activation in (*_activations(module, first == FIRST[0]), *own_activation(module))
     ]
     form = first_of(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
@@ -92,6 +94,11 @@ def first_of(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: 
     """`first_form` of a module that may be on the meta device and in another dtype, as while loading."""
     with on_the_cpu(), apart():
         return first_form(module, forms, begin, *arguments)
+
+
+def own_activation(module: nn.Module) -> tuple[None, ...]:
+    """None in place of an activation, to be tried last, for experts that are known: any of their own."""
+    return (None,) * (FORM in vars(module))
 
 
 def _inputs(forward: Callable) -> list[str]:
@@ -249,8 +256,10 @@ def _of_rows(form: ExpertsForm, experts: Any, rows: Tensor) -> Tensor:
 
 
 def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    assert form.activation is not None
-    gated, second = form.activation.gated, _stack(form, experts, SECOND)
+    second = _stack(form, experts, SECOND)
+    if form.activation is None:
+        return _of_ids_in_steps(form, experts, x, ids, weights, second)
+    gated = form.activation.gated
     options = activation_arguments(tuple(form.activation))
     first = _stack(form, experts, FIRST[not gated])
     if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
@@ -259,6 +268,29 @@ def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Ten
     options |= {"transposed": form.is_transposed, "has_identity": form.has_identity}
     out: Tensor = _moe_experts(x, weights, ids, first, second, **options)
     return out
+
+
+def _of_ids_in_steps(
+    form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor, second: Tensor
+) -> Tensor:
+    """`of_ids` with the own activation of experts between operators of one matrix each."""
+    names = dict(form.shapes).keys() | dict(form.stacks).keys()
+    first = FIRST[FIRST[0] not in names]
+    matrices, biases = (
+        _stack(form, experts, first)[: len(second)],
+        [getattr(experts, f"{name}_bias", None) for name in (first, SECOND)],
+    )
+    rows = ops.expert_mm(x, ids, matrices, biases[0], form.is_transposed)
+    gated = first == FIRST[0]
+    if gated and hasattr(experts, "_apply_gate"):
+        rows = experts._apply_gate(rows)
+    elif gated:
+        gate, up = rows.chunk(2, -1)
+        rows = attrgetter(form.act_fn)(experts)(gate) * up
+    else:
+        rows = attrgetter(form.act_fn)(experts)(rows)
+    out = ops.moe_weighted_reduce(ops.expert_mm(rows, ids, second, biases[1], form.is_transposed), weights)
+    return with_identity(out, x, ids, weights, form.experts) if form.has_identity else out
 
 
 def _stack(form: ExpertsForm, experts: Any, projection: str) -> Tensor:
@@ -317,4 +349,5 @@ def _apply_gate(self: Any, rows: Tensor) -> Tensor:
     if activation.activation not in POINTWISE:
         raise ValueError("moe_mps::accelerate: act_fn of quantised, clamped experts must have no hooks")
     gate, up = (rows[..., 0::2], rows[..., 1::2]) if activation.interleaved else rows.chunk(2, -1)
-    return self.act_fn(gate) * up
+    out: Tensor = act_fn_of(self)(gate) * up
+    return out

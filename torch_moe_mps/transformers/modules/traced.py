@@ -14,7 +14,6 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,45 +23,38 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.code import code_of
-from ..basics.scoped import Bounded, having
+from ..basics.guards import MISSING, PLACES
+from ..basics.record import Path, Record, current
+from ..basics.scoped import Bounded
 from ..basics.sizes import Decisions
-from ..basics.state import depends_on, original_class
+from ..basics.state import original_class
 from ..graphs.nodes import memory_of, written
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
 from ..graphs.tracing import Recorder, is_operator
-from ..trials.memory import memory_errors, note_error
+from ..trials.memory import note_error, recall_alike
 from .linears import LazyWeight, QuantizedLinear
 
 Found = TypeVar("Found")
 Sizes = tuple[int, ...]
-Path = tuple[str, ...]  # to an attribute: the names that lead there from the module
 PATH = "path"  # key of node.meta: the dotted name of the parameter that a node stands for
 
-_MISSING = "<no attribute>"
 _REAL = "_moe_mps_stands_for"
 _TENSORS = ("_parameters", "_buffers")
-_PLACES = (*_TENSORS, "_modules")
 _OF_MODULES = vars(nn.Module()).keys() | {"__dict__"}
 _FIXED = {"training": False, "_compiled_call_impl": None}
 _CONSTANTS = (type(None), bool, int, float, str, enum.Enum, type, torch.dtype, torch.device)
-_CLASSES, _KNOWN = 1024, 16  # modules that differ from outside, and forms of each, that are remembered
+_CLASSES = 1024  # modules that differ from outside, of which results are remembered
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
-_seen: ContextVar[dict[Path, Any] | None] = ContextVar("moe_mps_seen", default=None)
-
 
 class Traced(NamedTuple):
-    """Results of a forward for its inputs: nodes in place of tensors. Nothing in the graph is written.
-
-    `called`: the paths of the children that ran, without quantised layers.
-    """
+    """Results of a forward for its inputs: nodes in place of tensors. Nothing in the graph is written."""
 
     result: Any
     inputs: tuple[fx.Node, ...]
     graph: fx.Graph
-    called: tuple[str, ...]
 
 
 class Input(NamedTuple):
@@ -100,9 +92,11 @@ def trace(
     Returns None if the forward raises, changes an input, decides by a size that is not the module's own, or
     uses more of the module than attributes, parameters and children.
     """
-    recorder = Recorder()
+    record = current() or Record()
+    record.shows_tensors = True
+    recorder = Recorder(record.look)
     decisions = Decisions(_own_sizes(module, inputs))
-    watch = _Watch(recorder, weights)
+    watch = _Watch(recorder, record, weights)
     like = torch.empty(0, device=_device_of(module))
     fakes = [recorder.input(like, item.sizes, item.dtype) for item in inputs]
     try:
@@ -131,7 +125,7 @@ def trace(
     returned: Any = graph.output_node().args[0]
     for place, node in zip(places, returned, strict=True):
         results[place] = node
-    return Traced(pytree.tree_unflatten(results, form), nodes, graph, tuple(watch.called))
+    return Traced(pytree.tree_unflatten(results, form), nodes, graph)
 
 
 def _own_sizes(module: nn.Module, inputs: Iterable["Input"]) -> set[int]:
@@ -165,11 +159,10 @@ def _plainly() -> Iterator[None]:
 class _Watch:
     """Shows a forward a module's attributes, and notes the ones that it reads."""
 
-    def __init__(self, recorder: Recorder, dtype: torch.dtype | None):
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, record: Record, dtype: torch.dtype | None):
+        self.recorder, self.record = recorder, record
         self.dtype = dtype
         self.is_refused = False
-        self.called: dict[str, None] = {}
         self._stand_ins: dict[Path, Any] = {}
 
     def refuse(self, what: str) -> Any:
@@ -178,12 +171,11 @@ class _Watch:
 
     def read(self, owner: Any, path: Path, name: str) -> Any:
         """An attribute of a module, or of an object that it has."""
-        path = *path, name
+        self.record.note(path, name)
         value = _look(owner, name)
-        _note(owner, path, value)
-        if value is _MISSING:
+        if value is MISSING:
             raise AttributeError(name)
-        return self.stand_in(value, path)
+        return self.stand_in(value, (*path, name))
 
     def stand_in(self, value: Any, path: Path) -> Any:
         """Value that a forward sees in place of a real one."""
@@ -237,13 +229,14 @@ def _class_of_stand_in(cls: type[nn.Module]) -> type:
     def getattribute(self: Any, name: str) -> Any:
         real, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
         if name in _FIXED:
-            if name == "training" and path:  # a child may be in another mode than the module
-                _note(real, (*path, name), False)
+            if name == "training":
+                watch.record.note(path, name)
             return _FIXED[name]
         if name in _OF_MODULES:
             return watch.refuse(name)
         is_own = name in vars(real) and name != "forward"
         if not is_own and hasattr(type(_of_class(cls, name)), "__get__"):  # a method, a property
+            watch.record.note(path, name)
             return object.__getattribute__(self, name)
         return watch.read(real, path, name)
 
@@ -253,9 +246,8 @@ def _class_of_stand_in(cls: type[nn.Module]) -> type:
         return cls.__getattr__(self, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        real, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
-        if type(real) is not QuantizedLinear:
-            watch.called[".".join(path)] = None
+        _, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
+        watch.record.note_call(path)
         return self.forward(*args, **kwargs)
 
     def refuse(self: Any, *args: Any) -> Any:
@@ -279,18 +271,18 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def _of_class(cls: type, name: str) -> Any:
-    return next((vars(item)[name] for item in cls.__mro__ if name in vars(item)), _MISSING)
+    return next((vars(item)[name] for item in cls.__mro__ if name in vars(item)), MISSING)
 
 
 def _look(owner: Any, name: str) -> Any:
-    """A stored attribute, or _MISSING."""
+    """A stored attribute, or MISSING."""
     if not isinstance(owner, nn.Module):
-        return getattr(owner, name, _MISSING)
+        return getattr(owner, name, MISSING)
     if type(owner) is QuantizedLinear and name == "weight":
         return owner.weight
     attributes = vars(owner)
     value = attributes[name] if name in attributes else _of_class(_class_of(owner), name)
-    places = _PLACES if value is _MISSING else ()
+    places = PLACES if value is MISSING else ()
     return next((attributes[place][name] for place in places if name in attributes[place]), value)
 
 
@@ -321,20 +313,12 @@ def _described(value: Any) -> Any:
     return type(value), (copy.deepcopy(value) if is_container else value) if _is_constant(value) else None
 
 
-def _note(owner: Any, path: Path, value: Any) -> None:
-    """Notes what was read. Tensors and quantised layers are looked up again in each call."""
-    seen = _seen.get()
-    if seen is not None:
-        seen[path] = _described(value)
-    if not isinstance(value, (Tensor, LazyWeight, QuantizedLinear)) and type(owner) is not QuantizedLinear:
-        depends_on(owner, path[-1], value if path[-1] == "training" else None)
-
-
 def attribute_of(module: nn.Module, name: str) -> Any:
     """An attribute of a module that a remembered result depends on; None without it."""
+    if (record := current()) is not None:
+        record.note((), name)
     value = _look(module, name)
-    _note(module, (name,), value)
-    return None if value is _MISSING else value
+    return None if value is MISSING else value
 
 
 def path_of(value: Any) -> str | None:
@@ -381,43 +365,12 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
 
     @functools.wraps(find)
     def ask(module: nn.Module) -> Found:
-        outside = _outside(module)
-        forms: list[tuple[dict[Path, Any], Found]] | None = known.get(outside)
-        if forms is None:
-            forms = known[outside] = []
-        for seen, result in forms:
-            if _is_alike(module, seen):
-                return result
-        before = memory_errors()
-        with having(_seen, dict[Path, Any]()) as noted:
-            result = find(module)
-        if memory_errors() != before:  # it may be another one with more memory
-            return result
-        forms.append((noted, result))
-        del forms[:-_KNOWN]
-        return result
+        found: Found = recall_alike(_outside(module), module, lambda: find(module), known)
+        return found
 
     return ask
 
 
 def _outside(module: nn.Module) -> tuple:
-    attributes = ((name, _described(item)) for place in _PLACES for name, item in vars(module)[place].items())
+    attributes = ((name, _described(item)) for place in PLACES for name, item in vars(module)[place].items())
     return code_of(original_class(module)), *attributes
-
-
-def _is_alike(module: nn.Module, seen: dict[Path, Any]) -> bool:
-    """True if a module's attributes equal the recorded ones, which then become its guards."""
-    owners: dict[Path, Any] = {(): module}
-    values: dict[Path, Any] = {}
-    for path, described in seen.items():
-        owner = owners.get(path[:-1], _MISSING)
-        if path[-1] in _FIXED:
-            value: Any = _FIXED[path[-1]]
-        else:
-            value = _look(owner, path[-1])
-        if _described(value) != described:
-            return False
-        owners[path] = values[path] = value
-    for path, value in values.items():
-        _note(owners[path[:-1]], path, value)
-    return True

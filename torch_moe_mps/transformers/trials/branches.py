@@ -62,6 +62,15 @@ class Branches(TorchDispatchMode):
             return function(*args, **options)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (profile := sys.getprofile()) is None:
+            return self._noted(function, args, kwargs)
+        sys.setprofile(None)  # operators run torch's code
+        try:
+            return self._noted(function, args, kwargs)
+        finally:
+            sys.setprofile(profile)
+
+    def _noted(self, function: Any, args: Any, kwargs: Any) -> Any:
         name = function.overloadpacket.__name__.rstrip("_")
         kwargs = kwargs or {}
         outcomes = self._before(name, args, kwargs)
@@ -146,7 +155,7 @@ def in_words(place: Place, outcome: str) -> str:
 
 def _place(name: str) -> Place:
     """The stack of eager code at an operator's call, from the frame that `Branches.run` calls."""
-    calls, frame = [], sys._getframe(2)
+    calls, frame = [], sys._getframe(3)
     while frame is not None and frame.f_code.co_filename != __file__:
         calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..basics.record import current as record_of_code
 from ..basics.scoped import having
 from ..basics.state import Unsupported
 from .branches import Branches, in_words
@@ -75,11 +76,12 @@ def magnitude() -> float:
 
 
 def eager(function: Callable) -> Callable:
-    """Eager code whose branches the draw records."""
+    """Eager code: what it reads is recorded, and its branches by the draw."""
 
     def run(*args: Any, **options: Any) -> Any:
-        draw = _current.get()
-        return function(*args, **options) if draw is None else draw.branches.run(function, *args, **options)
+        draw, record = _current.get(), record_of_code()
+        own = function if record is None else functools.partial(record.run, function)
+        return own(*args, **options) if draw is None else draw.branches.run(own, *args, **options)
 
     return run
 

@@ -3,17 +3,17 @@
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..basics.code import code_of
 from ..basics.report import Done
-from ..basics.state import Unsupported, depends_on, original_class
+from ..basics.state import Unsupported, original_class
 from .comparing import tried
 from .draws import Draw, Draws
-from .memory import recall
+from .memory import recall_alike
 from .replicas import ATTRIBUTES_OF_MODULES
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -39,18 +39,29 @@ def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments
     def run() -> Callable[[Any], bool] | None:
         return tried(begin, module, *arguments)
 
-    found, missing, known = recall(key, lambda: (*found_form(forms, run), index))
-    if found is not None and index != known:  # it is alike but for the index, which its code may read
-        others, missing = recall((*key, index), lambda: found_form(forms[found : found + 1], run, 1))
-        found = None if others is None else found
+    result = recall_alike(key, module, lambda: Trial(*found_form(forms, run), index))
+    found, missing = result.form, result.missing
+    if (
+        found is not None and index != result.layer_idx
+    ):  # it is alike but for the index, which its code may read
+        again = recall_alike(
+            (*key, index), module, lambda: Trial(*found_form(forms[found : found + 1], run, 1), index)
+        )
+        found, missing = None if again.form is None else found, again.missing
     if missing is not None:
         raise Unsupported(missing)
-    for part in module.modules():
-        numbers = () if hasattr(part, "out_features") else _attributes(part)
-        plain = (name for name, value in numbers if isinstance(value, (*_PLAIN, tuple)))
-        for name in (*plain, *part._modules):
-            depends_on(part, name)
     return None if found is None else forms[found]
+
+
+class Trial(NamedTuple):
+    """Result of a trial: the number of the form, why no trial shows it, and the module's layer index."""
+
+    form: int | None
+    missing: str | None
+    layer_idx: int | None
+
+    def __bool__(self) -> bool:
+        return self.form is not None
 
 
 def found_form(

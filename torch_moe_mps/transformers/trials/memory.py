@@ -4,18 +4,23 @@ A result holds for the code that ran: classes and functions, and the globals tha
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from ..._faults import is_out_of_memory
 from ..basics.code import code_of
+from ..basics.guards import collection
+from ..basics.record import Record, recording_code
 from ..basics.scoped import Bounded
-from ..basics.state import class_before
+from ..basics.state import Unsupported, class_before
 
 if TYPE_CHECKING:  # it takes transformers' quantizers, which ours must come before
     from transformers import PreTrainedModel
 
 _known = Bounded(512)  # {key: result}
+_MOST_ALIKE = 16  # results for one key
 _errors = [0]  # count of out-of-memory errors of eager code
 
 
@@ -30,6 +35,41 @@ def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     before, result = memory_errors(), find()
     if memory_errors() == before:
         _known[key] = result
+    return result
+
+
+def recall_alike(
+    key: Hashable, module: nn.Module, find: Callable[[], Any], known: dict[Any, Any] | None = None
+) -> Any:
+    """find(), run once for modules that are alike: of one key, and in all that their code reads.
+
+    What is recognised rests on that from then on. A result is not remembered if eager code ran out of memory.
+
+    Args:
+        known: remembers the results; without it they are remembered with those of all trials.
+
+    Raises: Unsupported if there is a result, and its code does what no record holds.
+    """
+    known = _known if known is None else known
+    entries: list[tuple[Record, tuple, Any]] = known.get(key, [])
+    fits = (each for each in entries if each[0].described(module) == each[1] and each[0].is_current())
+    record, _, result = next(fits, (None, (), None))
+    if record is None:
+        before = memory_errors()
+        with recording_code() as record:
+            result = find()
+        if memory_errors() == before:
+            known[key] = [*entries[1 - _MOST_ALIKE :], (record, record.described(module), result)]
+    guards = collection()
+    if result or (guards is not None and guards.of_misses):
+        try:
+            found = record.guards_of(module)
+        except Unsupported:
+            if result:
+                raise
+        else:
+            if guards is not None:
+                guards.merge(found)
     return result
 
 

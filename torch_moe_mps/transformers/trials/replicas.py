@@ -1,12 +1,14 @@
 """Replicas of modules, with a few random numbers, and the caches that they run with."""
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..basics.state import STATE, original_class
+from ..basics.code import is_followed
+from ..basics.state import STATE, Unsupported, class_before, is_on_top, original_class
 from ..caches.held import HeldPools
 from ..caches.in_layers import InLayers
 from ..upstream.models import LinearAttentionLayer
@@ -51,10 +53,14 @@ def bare_replica(module: nn.Module) -> Any:
     `copy.copy` would rewrite the copy of a rewritten module, and both would share one state.
     """
     cls: Any = original_class(module)
+    if is_on_top(class_before(module)):
+        raise Unsupported("a class was put on top of the one that was replaced")
     replica = cls.__new__(cls)
     nn.Module.__init__(replica)
-    attributes = {name: value for name, value in vars(module).items() if name not in ATTRIBUTES_OF_MODULES}
-    vars(replica).update(attributes)
+    for name, value in vars(module).items():
+        if name not in ATTRIBUTES_OF_MODULES:
+            is_own = isinstance(value, types.MethodType) and value.__self__ is module
+            vars(replica)[name] = types.MethodType(value.__func__, replica) if is_own else value
     return replica.eval()
 
 
@@ -88,12 +94,19 @@ class FewDirections(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+def is_linear(module: Any) -> bool:
+    """True for a linear layer without code of its own model: a trial may have another one in its place."""
+    cls = class_before(module)
+    is_plain = cls.forward is nn.Linear.forward or not is_followed(cls.__module__)
+    return is_plain and hasattr(module, "out_features")
+
+
 def replica_of(module: Any, **attributes: Any) -> Any:
     """A module of the same class on the CPU: random parameters and buffers, other attributes.
 
     In every second draw its layer index is another one. The first draw has the module's own buffers.
     """
-    if hasattr(module, "out_features"):
+    if is_linear(module):
         return FewDirections(module)
     draw, replica = current(), bare_replica(module)
     if not is_first_kind() and isinstance(getattr(module, "layer_idx", None), int):

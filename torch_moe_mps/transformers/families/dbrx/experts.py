@@ -17,8 +17,7 @@ from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...basics.interface import ExpertsForm, Stack
 from ...basics.report import Done
 from ...modules.experts import experts_forward as interface_forward
-from ...modules.experts import is_observed
-from ...modules.stacked_experts import Sizes, beside_replica, first_of, of_ids, shapes_below
+from ...modules.stacked_experts import Sizes, beside_replica, first_of, of_ids, own_activation, shapes_below
 from ...trials.draws import normal
 from ...trials.forms import first_form
 
@@ -50,7 +49,6 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         hidden_states.dtype in ACTIVATION_DTYPES
         and all(w.dtype == hidden_states.dtype and w.device == hidden_states.device for w in (w1, v1, w2))
         and top_k_index.shape[-1] <= MAX_TOP_K
-        and not is_observed(*mlp.modules())
     )
     if not takes:
         return NotImplemented
@@ -71,10 +69,10 @@ def recognise_experts(module: nn.Module) -> ExpertsForm | None:
     methods = (("forward", packed_forward),)
     forms = [
         ExpertsForm(
-            Activation(name), False, False, False, sizes.experts, shapes, _STACKS, methods,
+            activation, False, False, False, sizes.experts, shapes, _STACKS, methods,
             act_fn="mlp.activation_fn",
         )
-        for name in POINTWISE
+        for activation in (*map(Activation, POINTWISE), *own_activation(module))
     ]  # fmt: skip
     found: ExpertsForm | None = first_of(module, forms, _begin_stacks, sizes)
     return found

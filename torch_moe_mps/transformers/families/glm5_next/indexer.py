@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ...attention.chosen_keys import Choice
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
+from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...basics.tensors import constant, derived
 from ...caches.held import HeldPools
-from ...modules.experts import is_observed
 from ...trials.draws import eager, is_first_kind
 from ...trials.forms import has_parts
 from ...trials.indexers import IndexerTrial, form_by_trial

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from ....ops._activations import POINTWISE, Activation
 from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ....ops.families.experts import _moe_experts
+from ...basics.guards import holds, is_observed
 from ...basics.interface import ExpertsForm, Stack
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, depends_on_code, holds, state_of, with_methods
-from ...modules.experts import activation_arguments, experts_forward, is_observed, multiplied, runs_eager
-from ...modules.stacked_experts import Sizes, beside_replica, first_of, shapes_below
+from ...basics.state import NOTHING, STATE, state_of, with_methods
+from ...modules.experts import activation_arguments, experts_forward, multiplied, require_heard, runs_eager
+from ...modules.stacked_experts import Sizes, beside_replica, first_of, own_activation, shapes_below
 from ...trials.draws import eager, normal
 from ...trials.forms import first_form
 
@@ -30,6 +31,7 @@ ops = torch.ops.moe_mps
 _STACKS = "input_linear", "output_linear"
 _PATHS = tuple(f"{name}.weight" for name in _STACKS)
 _SHAPE = 2, 3  # the shape of a trial's tokens
+_OWN = ()  # in place of the fields of an activation: the module's own
 _ROUTER = Done("moe_router", "moe_router (softmax_after_topk)")
 
 
@@ -56,19 +58,19 @@ def rewrite_attention_experts(module: nn.Module) -> tuple[Callable, list[Done]] 
     sizes = _sizes(module, 1) if hasattr(type(module), "map") and hasattr(type(module), "reduce") else None
     if sizes is None or not first_form(module, (True,), _begin_attention, sizes):
         return None
-    depends_on_code(module, "map", "reduce")
     return no_forward, [Done("expert_mm"), Done("moe_weighted_reduce"), _ROUTER]
 
 
 def recognise_mlp_experts(module: nn.Module) -> ExpertsForm | None:
     """Form of an MLP of such experts, for packed weights; None for any other module."""
     sizes = _sizes(module, 2)
-    activations = [tuple(Activation(name)) for name in POINTWISE]
-    found = None if sizes is None else first_of(module, activations, _begin_mlp, sizes)
+    forms = [tuple(Activation(name)) for name in POINTWISE] + [_OWN] * len(own_activation(module))
+    found = None if sizes is None else first_of(module, forms, _begin_mlp, sizes)
     if found is None:
         return None
     methods = (("forward", packed_forward),)
-    return _form(module, Activation(*found), "gate_up_proj", methods)._replace(act_fn="activation")
+    activation = None if found == _OWN else Activation(*found)
+    return _form(module, activation, "gate_up_proj", methods)._replace(act_fn="activation")
 
 
 def recognise_attention_experts(module: nn.Module) -> ExpertsForm | None:
@@ -84,7 +86,8 @@ def _form(module: Any, activation: Activation | None, first: str, methods: tuple
     assert shapes is not None
     experts = dict(shapes)[_PATHS[0]][0]
     stacks = tuple((name, Stack((path,))) for name, path in zip((first, "down_proj"), _PATHS, strict=True))
-    return ExpertsForm(activation, False, False, False, experts, shapes, stacks, methods, (_ROUTER,))
+    runs, heard = (_ROUTER,), ("router", "router.layer")
+    return ExpertsForm(activation, False, False, False, experts, shapes, stacks, methods, runs, heard=heard)
 
 
 def _sizes(module: Any, halves: int) -> Sizes | None:
@@ -142,10 +145,14 @@ def _route(module: Any, x: Tensor) -> tuple[Tensor, Chosen]:
 def _mlp(activation: tuple, module: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     _, chosen = _route(module, rows)
-    stacks = module.input_linear.weight, module.output_linear.weight
-    return (
-        _moe_experts(rows, *chosen, *stacks, **activation_arguments(activation)).view(x.shape) + module.bias
-    )
+    first, second = module.input_linear.weight, module.output_linear.weight
+    if activation == _OWN:
+        gate, up = ops.expert_mm(rows, chosen.ids, first).chunk(2, -1)
+        slots = ops.expert_mm(module.activation(gate) * up, chosen.ids, second)
+        out = ops.moe_weighted_reduce(slots, chosen.weights)
+    else:
+        out = _moe_experts(rows, *chosen, first, second, **activation_arguments(activation))
+    return out.view(x.shape) + module.bias
 
 
 def _map(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Chosen]:
@@ -161,13 +168,11 @@ def _reduce(module: Any, slots: Tensor, chosen: Chosen) -> Tensor:
 
 
 def _takes(module: Any, x: Tensor, rank: int = 3) -> bool:
-    """True if the operators take these inputs, and no hook observes the parts."""
-    parts = [module._modules[name] for name in ("router", *_STACKS)]
-    activation = module._modules.get("activation")
-    dtypes = {x.dtype, *(part.weight.dtype for part in parts[1:])}
-    devices = {x.device, *(part.weight.device for part in parts[1:])}
-    fits = x.dim() == rank and len(dtypes) == len(devices) == 1 and x.dtype in ACTIVATION_DTYPES
-    return fits and not is_observed(*parts, *([] if activation is None else [activation]))
+    """True if the operators take these inputs."""
+    parts = [module._modules[name] for name in _STACKS]
+    dtypes = {x.dtype, *(part.weight.dtype for part in parts)}
+    devices = {x.device, *(part.weight.device for part in parts)}
+    return x.dim() == rank and len(dtypes) == len(devices) == 1 and x.dtype in ACTIVATION_DTYPES
 
 
 def mlp_forward(module: nn.Module, layer_input: Tensor) -> Any:
@@ -179,8 +184,8 @@ def mlp_forward(module: nn.Module, layer_input: Tensor) -> Any:
 
 def _runs(module: nn.Module, x: Tensor, rank: int) -> bool:
     """True if the operators compute a call of a method."""
-    reads = module.__dict__.get(STATE, NOTHING).reads
-    return reads is not None and holds(module) and not runs_eager(module, x) and _takes(module, x, rank)
+    guards = module.__dict__.get(STATE, NOTHING).guards
+    return guards is not None and holds(module) and not runs_eager(module, x) and _takes(module, x, rank)
 
 
 def _mapped(own: Callable) -> Callable:
@@ -215,18 +220,31 @@ def no_forward(module: nn.Module, layer_input: Tensor) -> Any:
 
 
 def _routed(module: Any, rows: Tensor) -> tuple[Tensor, Chosen]:
-    """Logits of rows, and what they choose; hooks on the router observe its own code."""
+    """Logits of rows, and what they choose; a router that a hook sees runs its own code."""
     router = module.router
-    if not is_observed(router) and not torch.is_grad_enabled():
+    if is_observed(router):
+        return _routed_by_itself(router, rows)
+    if not torch.is_grad_enabled():
         return _route(module, rows)
-    logits = router(rows)[4] if is_observed(router) else router.layer(rows)
+    logits = router.layer(rows)
     best, ids = logits.float().topk(router.top_k, 1)
     return logits, Chosen(best.softmax(1), ids)
+
+
+def _routed_by_itself(router: Any, rows: Tensor) -> tuple[Tensor, Chosen]:
+    """`_routed` by the router's own forward, and whatever hooks make of its result."""
+    order, _, gates, sizes, logits = router(rows)
+    every = torch.arange(len(sizes), device=rows.device)
+    of_rows = every.repeat_interleave(torch.tensor(sizes, device=rows.device))
+    ids = torch.empty_like(order).index_copy(0, order, of_rows).view(len(rows), -1)
+    weights = torch.empty_like(gates).index_copy(0, order, gates).view(ids.shape)
+    return logits, Chosen(weights.float(), ids)
 
 
 def packed_forward(self: Any, layer_input: Tensor) -> Tensor:
     """The forward of such an MLP."""
     rows = layer_input.reshape(-1, layer_input.shape[-1])
+    require_heard(self)
     _, chosen = _routed(self, rows)
     return experts_forward(self, rows, chosen.ids, chosen.weights).view(layer_input.shape) + self.bias
 
@@ -234,6 +252,7 @@ def packed_forward(self: Any, layer_input: Tensor) -> Tensor:
 def packed_map(self: Any, layer_input: Tensor) -> tuple[Tensor, Tensor, Chosen]:
     """The `map` of such projections of an attention."""
     rows = layer_input.reshape(-1, layer_input.shape[-1])
+    require_heard(self)
     logits, chosen = _routed(self, rows)
     query = multiplied(self, "up_proj", rows, chosen.ids)
     return query.view(*layer_input.shape[:-1], *query.shape[1:]), logits.float(), chosen

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ....ops.families.index import MAX_INDEX_WIDTH
 from ...attention.chosen_keys import Choice
+from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldIndex
-from ...modules.experts import NAME, is_observed
+from ...modules.experts import NAME
 from ...modules.rules.norms import is_norm, norm_arguments
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
 from ...trials.draws import eager, is_first_kind

@@ -11,10 +11,10 @@ from ....ops._checks import dtype_name
 from ...attention.causal_mask import CausalMask
 from ...attention.chosen_keys import Choice
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
+from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldPools
-from ...modules.experts import is_observed
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
 from ...trials.draws import eager
 from ...trials.forms import has_parts

@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ...basics.guards import is_observed
 from ...basics.state import NOTHING, STATE, state_of
 from ...basics.tensors import WEIGHTS, joined_rows
 from ...graphs.patterns import Bound
-from ..experts import is_observed
 from ..linears import QuantizedLinear
 from ..traced import path_of
 

@@ -23,7 +23,6 @@ from ..experts import (
     activation_arguments,
     activation_with,
     halves_of,
-    is_observed,
     numbers_of,
 )
 from ..linears import QuantizedLinear
@@ -45,13 +44,11 @@ class MlpFormula(NamedTuple):
 
     Attributes:
         first: the names of gate and up, or of the layer that is both.
-        others: the names of the other modules in it, as the activation.
     """
 
     activation: Activation
     first: tuple[str, ...]
     down: str
-    others: tuple[str, ...]
 
 
 @remembered
@@ -99,15 +96,14 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
             layers = [layer_of(bound, part) for part in ("GATE", "UP", "DOWN") if part in bound]
             named = [layer for layer in layers if layer is not None]
             if len(named) == len(layers):
-                return _formula(activation, named, traced.called)
+                return _formula(activation, named)
     return None
 
 
-def _formula(activation: Activation, layers: list[str], called: tuple[str, ...]) -> MlpFormula | None:
+def _formula(activation: Activation, layers: list[str]) -> MlpFormula | None:
     """Formula of a module's own layers, down last; None if a layer occurs twice."""
     *first, down = layers
-    fits = len({*layers}) == len(layers) and not any("." in path for path in called)
-    return MlpFormula(activation, tuple(first), down, called) if fits else None
+    return MlpFormula(activation, tuple(first), down) if len({*layers}) == len(layers) else None
 
 
 def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -136,14 +132,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     x, *others = (*args, *named.values())
     formula: MlpFormula = module.__dict__[STATE].formula
     layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
-    within = [getattr(module, name) for name in formula.others]
-    if (
-        others
-        or x.dim() not in RANKS
-        or not join(*layers)
-        or type(down) is not QuantizedLinear
-        or is_observed(down, *within)
-    ):
+    if others or x.dim() not in RANKS or not join(*layers) or type(down) is not QuantizedLinear:
         return NotImplemented
     first = layers[0].__dict__[STATE].joined
     packed, scales, biases, gate_up_bias = first.weights

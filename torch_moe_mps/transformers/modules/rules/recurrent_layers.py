@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.state import eager_of, original_class, with_eager
 from ...basics.tensors import uncommitted_of
@@ -21,7 +22,6 @@ from ...trials.draws import eager, normal
 from ...trials.forms import Tried
 from ...trials.replicas import LinearCache, replica_of, width_of
 from ...upstream.calls import in_place, needed_arguments
-from ..experts import is_observed
 from .gated_delta_rule import ACTIVATIONS
 
 ops = torch.ops.moe_mps

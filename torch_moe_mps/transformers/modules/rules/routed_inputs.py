@@ -20,7 +20,7 @@ from ...basics.interface import FORM, is_quantized
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
 from ...trials.forms import first_form
-from ..experts import described, experts_forward, is_observed
+from ..experts import described, experts_forward
 from ..stacked_experts import FIRST, beside_replica, dense_shapes, of_ids, sizes_of
 
 ops = torch.ops.moe_mps
@@ -111,6 +111,6 @@ def routed_inputs_forward(module: nn.Module, x: Tensor) -> Any:
     experts: Any = getattr(module, form.experts)
     router: Any = getattr(module, form.router)
     takes = is_quantized(experts) or x.dtype == experts.down_proj.dtype
-    if not takes or x.dtype != router.weight.dtype or is_observed(experts, router):
+    if not takes or x.dtype != router.weight.dtype:
         return NotImplemented
     return _computed(module, form, x, lambda *given: experts_forward(experts, *given))

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
+from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
-from ..experts import is_observed
 from ..traced import PATH, SIZES, Input, Sizes, Traced, everywhere, remembered, trace
 from .selection import UNKNOWN, selection_of
 
