@@ -16,7 +16,6 @@ from support.sweep import in_sweep, rows_in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.quantization.formats import ErrorSums, quantize_stack
 
@@ -307,5 +306,7 @@ def test_ggml_types_are_read_once(simulated, form):
 
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
-    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, dtype_name(DTYPE)))
+    rows = only_dispatch(
+        simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, dtype=dtype_name(DTYPE))
+    )
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50
