@@ -16,6 +16,7 @@ from support.sweep import in_sweep, rows_in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.quantization.formats import ErrorSums, quantize_stack
 
