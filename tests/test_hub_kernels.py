@@ -419,6 +419,38 @@ def test_gated_norm(layers, own, width):
 
 
 @pytest.mark.sweep
+def test_layers_that_compile(layers):
+    """Those that say so, in one graph."""
+    router = laguna.LagunaTopKRouter(
+        type(
+            "Config",
+            (),
+            {
+                "hidden_size": 64,
+                "num_experts": 16,
+                "num_experts_per_tok": 4,
+                "moe_router_logit_softcapping": 5.0,
+            },
+        )
+    )
+    modules = {
+        "RMSNorm": (qwen3.Qwen3RMSNorm(64), random(3, 64)),
+        "RMSNormZeroCentered": (qwen3_5.Qwen3_5MoeRMSNorm(64), random(3, 64)),
+        "RMSNormGated": (qwen3_next.Qwen3NextRMSNormGated(64), random(3, 64), random(4, 64)[:3]),
+        "SoftmaxTopKRouter": (router, random(3, 64)),
+    }
+    says = {name for name, each in vars(layers).items() if getattr(each, "can_torch_compile", False)}
+    assert says == {*modules}
+    for name, (module, *given) in modules.items():
+        module, given = moved(filled(module)), on_mps(*given)
+        forward = getattr(layers, name).forward
+        expected = forward(module, *given)
+        torch._dynamo.reset()
+        found = torch.compile(forward, backend="aot_eager", fullgraph=True)(module, *given)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("own", [qwen3, gpt_oss], ids=["whole head", "pairs"])
 def test_rotary_embedding(layers, own):
     """With tables of all elements of a head, or of its pairs; heads in front of tokens, and behind."""

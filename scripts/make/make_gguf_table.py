@@ -57,7 +57,7 @@ def differences(weight: QuantizedWeight, values: Tensor) -> list[str]:
     found = (
         (linear.linear_quantized(x, *first, name), x.double() @ values[0].double().T),
         (quantized.expert_qmm(x, ids, *weight, name), of_experts),
-        (linear.embedding_quantized(ids, *first, name, "float32"), values[0][ids]),
+        (linear.embedding_quantized(ids, *first, name, dtype=torch.float32), values[0][ids]),
     )
     names = "linear layers", "experts", "embeddings"
     errors = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in found]

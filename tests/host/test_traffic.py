@@ -307,5 +307,7 @@ def test_ggml_types_are_read_once(simulated, form):
 
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
-    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, dtype_name(DTYPE)))
+    rows = only_dispatch(
+        simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, dtype=dtype_name(DTYPE))
+    )
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50

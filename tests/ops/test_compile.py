@@ -6,7 +6,9 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from torch_moe_mps import ops
+from torch_moe_mps.ops import PUBLIC
 from torch_moe_mps.ops._sample import E, H, I, K
+from torch_moe_mps.ops._samples import copies, sample_arguments
 
 
 class Layer(torch.nn.Module):
@@ -84,6 +86,52 @@ def test_export(device):
     for tokens in (6, 9, 1):
         x = torch.randn(tokens, H).to(device)
         torch.testing.assert_close(program.module()(x), layer(x))
+
+
+VIEWS = {
+    "an entry of a batch": lambda buffer: buffer[1],
+    "the last of a strided one": lambda buffer: buffer.movedim(0, 1)[:, 1],
+    "the whole": lambda buffer: buffer[0].flatten().unflatten(0, buffer.shape[1:]),
+}
+IN_PLACE = [name for name in PUBLIC if name.endswith("_")]
+
+
+def check_in_place_on_views(name: str, backend: str, views: dict) -> None:
+    """What is written, and what is around it, as without torch.compile: for sizes that are symbols."""
+    base = copies(sample_arguments(name, "cpu", torch.float32))
+    written = [each for each in base if each.endswith("_") and base[each] is not None]
+    rest = {each: value for each, value in base.items() if each not in written}
+
+    for view in views.values():
+
+        def call(buffers: list[Tensor], rest=rest, view=view) -> tuple:
+            targets = {each: view(buffer) for each, buffer in zip(written, buffers, strict=True)}
+            return PUBLIC[name](**rest, **targets), [target * 2 for target in targets.values()]
+
+        buffers = [torch.stack([base[each] * 0.5, base[each]]) for each in written]
+        expected, own = [buffer.clone() for buffer in buffers], [buffer.clone() for buffer in buffers]
+        results = call(expected)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = torch.compile(call, backend=backend, dynamic=True)(own)
+        torch.testing.assert_close((found, own), (results, expected))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_on_views(name):
+    check_in_place_on_views(name, "aot_eager_decomp_partition", VIEWS)
+
+
+def test_in_place_on_views_with_inductor():
+    check_in_place_on_views(
+        "weighted_sum_residual_stacked_", "inductor", {"entry": VIEWS["an entry of a batch"]}
+    )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_every_one_in_place_on_views_with_inductor(name):
+    check_in_place_on_views(name, "inductor", VIEWS)
 
 
 def test_eager_calls_between_compiled_ones_compile_nothing():

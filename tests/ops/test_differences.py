@@ -39,11 +39,28 @@ def test_rows_without_a_largest_logit(device):
             torch.testing.assert_close(weights.cpu(), torch.full((1, 3), 1 / 3))
 
 
+def test_a_single_nan(device):
+    """It is chosen last, and changes no other weight."""
+    (logits,) = placed(device, [0.0, NAN, 1.0])
+    expected = torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(-1)
+    for weights, ids in (
+        ops.fused_moe_routing(logits, torch.ones(3, device=device), 2),
+        ops.moe_router_topk_softmax(logits, 2, True),
+    ):
+        assert ids.tolist() == [2, 0]
+        torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-6, atol=0.0)
+
+
 def test_infinite_logits(device):
     """+inf is the largest float32: its weight is 1, where inf - inf would be NaN."""
     (logits,) = placed(device, [0.0, INF, 1.0])
-    weights, ids = ops.fused_moe_routing(logits, torch.ones(3, device=device), 2)
-    assert ids.tolist() == [1, 2] and weights.tolist() == [1.0, 0.0]
+    ones = torch.ones(3, device=device)
+    for weights, ids in (
+        ops.fused_moe_routing(logits, ones, 2),
+        ops.moe_router_topk_softmax(logits, 2, True),
+        ops.moe_gate(ones[:1, None], logits[:, None], ones[:1], ones, 2, 0.0, True),
+    ):
+        assert ids.flatten().tolist() == [1, 2] and weights.flatten().tolist() == [1.0, 0.0]
 
 
 def test_probabilities_that_underflow(device):
@@ -92,6 +109,51 @@ def test_the_least_sum_of_probabilities(device):
     """1 / E, which is above 2^-14 for all E up to 1024: the weight of the one expert is 1."""
     weights, ids = ops.moe_router_topk_softmax(torch.zeros(1, 1024, device=device), 1, True)
     assert weights.tolist() == [[1.0]] and ids.tolist() == [[0]]
+
+
+def test_more_experts_than_1024(device):
+    logits, ones = torch.zeros(1, 1025, device=device), torch.ones(1025, device=device)
+    for call in (
+        lambda: ops.moe_router_topk_softmax(logits, 1, True),
+        lambda: ops.fused_moe_routing(logits, ones, 1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"logits must be \[..., E\] with E between 1 and 1024, got E = 1025"
+        ):
+            call()
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="num_experts must be between 1 and 1024, got 1025"):
+        ops.moe_compute_ids_tpe(ids, 1025, 64, 64)
+    with pytest.raises(ValueError, match="top_k must be between 1 and 64, the smaller of E and 64, got 65"):
+        ops.fused_moe_routing(logits[:, :100], ones[:100], 65)
+
+
+def test_sums_over_no_slots(device):
+    none, weights = torch.zeros(2, 0, 8, device=device), torch.zeros(2, 0, device=device)
+    residual, norm_weight = torch.zeros(2, 8, device=device), torch.ones(8, device=device)
+    for call in (
+        lambda: ops.weighted_sum_stacked(none, weights),
+        lambda: ops.weighted_sum_residual_stacked_(residual, none, weights),
+        lambda: ops.weighted_sum_residual_norm_stacked_(residual, none, weights, norm_weight, 0.0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"expert_out must be \[..., S, H\] with S at least 1, got S = 0"
+        ):
+            call()
+
+
+def test_rows_of_ids(device):
+    """A row for each expert, as long as there are pairs."""
+    ids = torch.tensor([[1, 0], [1, 2], [0, 1]], device=device)
+    tpe, by_expert, *grids = ops.moe_compute_ids_tpe(ids, 4, 64, 64)
+    assert tpe.tolist() == [2, 3, 1, 0] and by_expert.shape == (4, 6) and by_expert.is_contiguous()
+    assert {tensor.dtype for tensor in (tpe, by_expert, *grids)} == {torch.int32}
+
+
+def test_the_sum_is_a_result(device):
+    x, residual, weight = random(3, 8, seed=20), random(3, 8, seed=21), random(8, seed=22)
+    _, total = ops.fused_residual_norm(*(each.to(device) for each in (residual, x, weight)), 1e-6)
+    assert torch.equal(total.cpu(), residual + x)
 
 
 @pytest.mark.parametrize("experts", [16, 256])

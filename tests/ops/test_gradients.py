@@ -132,7 +132,9 @@ def test_of_an_activation(device, interleaved):
     rows, dy = 4 * s.values(5, 2, 64), s.values(5, 2, 32)
     rows[0, 0, :8] = 7.0
     leaf = rows.to(device).requires_grad_()
-    out = packet("expert_activation")(leaf, "swiglu_oai", 1.5, 7.0, interleaved=interleaved)
+    out = packet("expert_activation")(
+        leaf, activation="swiglu_oai", alpha=1.5, limit=7.0, interleaved=interleaved
+    )
     out.backward(dy.to(device))
     right = rows.detach().double().requires_grad_()
     gate, up = (right[..., 0::2], right[..., 1::2]) if interleaved else right.chunk(2, -1)

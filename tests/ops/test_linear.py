@@ -176,10 +176,10 @@ def test_embedding(device):
     for ids in (torch.tensor([7]), torch.arange(-2, 43), torch.tensor([[[2**31 - 1, -(2**31), 39, 0]]])):
         check_embedding(device, weight, ids, format, torch.bfloat16)
     wide = torch.tensor([2**32 + 3, 3], device=device)
-    out = embedding_quantized(wide, *place(weight, device), format, "float16").cpu()
+    out = embedding_quantized(wide, *place(weight, device), format, dtype=torch.float16).cpu()
     assert (out[0] == 0).all() and (out[1] != 0).any()
     none = torch.zeros(0, 2, dtype=torch.int32, device=device)
-    assert embedding_quantized(none, *place(weight, device), format, "float32").shape == (0, 2, 320)
+    assert embedding_quantized(none, *place(weight, device), format, dtype=torch.float32).shape == (0, 2, 320)
 
 
 def test_empty(device):
@@ -293,7 +293,7 @@ def test_against_mlx(format):
         packed, *scales = [torch.from_numpy(np.array(part)) for part in parts]
     weight = (packed, scales[0], scales[1] if mode == "affine" else None)
     assert np.allclose(linear_quantized(x, *weight, format), expected, rtol=1e-4, atol=1e-4)
-    embedded = embedding_quantized(torch.arange(40), *weight, format, "float32")
+    embedded = embedding_quantized(torch.arange(40), *weight, format, dtype=torch.float32)
     assert np.allclose(embedded, rows, rtol=1e-6, atol=1e-6)
 
 
@@ -310,3 +310,14 @@ def test_plan(simulated):
             plan = torch.ops.moe_mps._plan_linear(tokens, 4096, cores=cores)
             lines.append(f"T {tokens}, 4096 rows, {cores} cores: {plan}")
     assert_pinned("plans", "linear", "\n".join(lines) + "\n")
+
+
+def test_an_order_that_names_a_column_twice():
+    """Nothing of the process's memory is in the column that it leaves out."""
+    weight, x = random_matrix(4, 32, "affine4_32", torch.float32, 0), torch.ones(1, 32)
+    whole = torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_32")
+    order = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    for _ in range(3):
+        torch.full((1, 4), 7.0)  # what lies in freed memory
+        found = torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_32", order=order)
+        assert found[0, 1] == 0.0 and torch.equal(found[:, [0, 3]], whole[:, [0, 3]])

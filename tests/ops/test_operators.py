@@ -91,22 +91,16 @@ def test_schemas():
 ALL_UTILS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 
 
+@pytest.mark.slow("torch compiles every sample")
 @pytest.mark.on("mps")
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize(
-    ("dtype", "compiles_all"),
-    [(torch.float32, False), pytest.param(torch.bfloat16, True, marks=pytest.mark.sweep)],
-)
-def test_opcheck(device, name, dtype, compiles_all):
-    """Only the sweep compiles the calls: test_compile.py does so for some.
-
-    What is registered does not depend on the call; test_layouts has the fake tensors of the others.
-    """
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.sweep)])
+def test_opcheck(device, name, dtype):
+    """Every sample: schema, fake tensors, what is registered for autograd, and calls that are compiled."""
     base = sample_arguments(name, device, dtype)
-    for number, changes in enumerate(({}, *more_samples(name, device, dtype))):
+    for changes in ({}, *more_samples(name, device, dtype)):
         args, kwargs = positional(name, copies({**base, **changes}))
-        utils = ALL_UTILS if compiles_all else ALL_UTILS[: 3 if number == 0 else 1]
-        torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
+        torch.library.opcheck(packet(name).default, args, kwargs, test_utils=ALL_UTILS)
 
 
 def with_symbols(mode: FakeTensorMode, argument: str, value):

@@ -13,7 +13,7 @@ from support.processes import REPOSITORY
 
 import torch_moe_mps
 from torch_moe_mps.ops import FAMILIES, OPERATORS, PUBLIC
-from torch_moe_mps.ops._samples import packet
+from torch_moe_mps.ops._samples import packet, sample_arguments
 
 
 def arguments_of(name: str) -> dict[str, str]:
@@ -122,6 +122,21 @@ def test_a_number_for_a_dtype_is_an_error():
     for number in (99, -1):
         with pytest.raises(RuntimeError, match="dtype"):
             torch.ops.moe_mps.router_logits(torch.ones(2, 4), torch.ones(3, 4), dtype=number)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if {"dtype", "ids_dtype"} & {*arguments_of(name)}])
+def test_dtypes_are_torchs(name):
+    """A function takes them, and a name as its schema does; another one is an error of one line."""
+    given = sample_arguments(name, "cpu", torch.bfloat16)
+    (argument,) = {"dtype", "ids_dtype"} & {*arguments_of(name)}
+    wanted = torch.int64 if argument == "ids_dtype" else torch.float32
+    results = [PUBLIC[name](**given | {argument: each}) for each in (wanted, str(wanted).partition(".")[2])]
+    one, other = (each[-1] if isinstance(each, tuple) else each for each in results)
+    assert one.dtype == wanted and torch.equal(one, other)
+    message = f"moe_mps::{name}: {argument} must be one of .*, got 'int8'"
+    with pytest.raises(ValueError, match=message) as error:
+        PUBLIC[name](**given | {argument: torch.int8})
+    assert "\n" not in str(error.value)
 
 
 def test_functions_have_the_schemas_arguments():

@@ -25,7 +25,8 @@ ops.moe_gate(x, x, x, scale, top_k=2, norm_eps=1e-6)  # type: ignore[call-arg]
 ops.moe_router(x, 2)  # type: ignore[call-arg]
 ops.moe_router_topk_softmax(x, 2, True, ids_dtype=torch.int64)
 ops.moe_router_topk_softmax(x, 2, True, ids_dtype=3)  # type: ignore[arg-type]
-ops.linear_quantized(x, x, x, None, "mxfp4", dtype=torch.float32)  # type: ignore[arg-type]
+ops.linear_quantized(x, x, x, None, "mxfp4", dtype=torch.float32)
+ops.linear_quantized(x, x, x, None, "mxfp4", dtype=32)  # type: ignore[arg-type]
 ops.moe_experts(x, topk_weights, topk_ids, x, x, None)  # type: ignore[call-arg]
 ops.no_such_operator(x)  # type: ignore[attr-defined]
 number: int = ops.rms_norm(x, None, 1e-6)  # type: ignore[assignment]

@@ -9,7 +9,11 @@ from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # An argument `dtype` is a name: torch reads a number in its place unchecked, and 99 ends the process.
-NAMED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NAMED_DTYPES: dict[Any, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 ID_DTYPES: dict[Any, torch.dtype] = {"int32": torch.int32, "int64": torch.int64}
 PACKED_DTYPES = (torch.uint32, torch.int32)
 FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar, cas
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
 from ._checks import FLOAT32_MAX, Check, dtype_name
@@ -17,6 +18,7 @@ NAMESPACE = "moe_mps"
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 # A keyword of a function. Its schema has the name, since torch reads a number for a dtype unchecked.
 DtypeName: TypeAlias = str | torch.dtype
+_NAMES: dict[Any, Any] = {DtypeName: str, DtypeName | None: str | None}  # {type in a function: in its schema}
 Result = TypeVar("Result", bound=Outputs)
 Arguments = ParamSpec("Arguments")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -203,10 +205,13 @@ class Operator:
         LIBRARY.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         if self.written:
             LIBRARY.impl(self.name, self.refuse_vmap, "FuncTorchBatched")
+            torch.library.register_torch_dispatch(
+                f"{NAMESPACE}::{self.name}", FunctionalTensorMode, self.functionalized, lib=LIBRARY
+            )
         self.overload.overloadpacket.__doc__ = self.reference.__doc__
         result = self.call_that_returns_written() if self.returned else self.call_on_any_device()
         parameters = inspect.signature(self.reference).parameters
-        dtypes = [name for name, each in parameters.items() if each.annotation == DtypeName]
+        dtypes = [name for name, each in parameters.items() if each.annotation in _NAMES]
         return _with_names_of(dtypes, result) if dtypes else result
 
     def call_on_any_device(self) -> Callable:
@@ -369,6 +374,37 @@ class Operator:
             raise NotImplementedError(error.format(self.name))
         return self._differentiable(call, needs_grad, args, kwargs)
 
+    def functionalized(
+        self,
+        mode: Any,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Outputs:
+        """The call in a graph without writes, which torch.compile makes.
+
+        Inductor writes a view at the start of its memory if its offset is a symbol (torch 2.13), so that a
+        copy of such a view is written, and copied back. Inductor drops a mere clone, hence one more element.
+        """
+        passed = self.named(args, kwargs or {})
+        views = [
+            name
+            for name in self.written
+            if passed[name] is not None and isinstance(passed[name].storage_offset(), torch.SymInt)
+        ]
+        if not views:
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        with mode:
+            copies = {
+                name: torch.cat((view.flatten(), view.new_zeros(1)))[:-1].view(view.shape)
+                for name, view in ((name, passed[name]) for name in views)
+            }
+            outputs = func(**passed | copies)
+            for name in views:
+                passed[name].copy_(copies[name])
+        return outputs
+
     def refuse_vmap(self, *args: Any, **kwargs: Any) -> NoReturn:
         """torch's own rule would call an operator row by row, and has none for arguments that are written."""
         raise NotImplementedError(_NO_VMAP.format(self.name, ", ".join(self.written)))
@@ -455,7 +491,7 @@ def _schema_of(signature: inspect.Signature, written: list[str], is_without_resu
     if is_without_results:
         signature = signature.replace(return_annotation=None)
     named = [
-        each.replace(annotation=str) if each.annotation == DtypeName else each
+        each.replace(annotation=_NAMES.get(each.annotation, each.annotation))
         for each in signature.parameters.values()
     ]
     signature = signature.replace(parameters=named)
@@ -468,10 +504,10 @@ def _with_names_of(dtypes: list[str], call: Callable) -> Callable:
 
     @functools.wraps(call)
     def call_with_names(*args: Any, **kwargs: Any) -> Any:
-        names = {
-            name: dtype_name(kwargs[name]) for name in dtypes if isinstance(kwargs.get(name), torch.dtype)
-        }
-        return call(*args, **(kwargs | names))
+        for name in dtypes:
+            if isinstance(kwargs.get(name), torch.dtype):
+                kwargs[name] = dtype_name(kwargs[name])
+        return call(*args, **kwargs)
 
     return call_with_names
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Metal kernels of Mixture-of-Experts models: layers for transformers' kernel mapping, and operators."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layers by the names under which transformers' kernel mapping asks for them. Inference only.
 
 A layer's forward has the signature of the forward that it replaces, and reads that module's own attributes.
@@ -22,6 +23,7 @@ def _check(is_right: bool, name: str, expected: str, got: object) -> None:
 
 class RMSNorm(nn.Module):
     has_backward = False
+    can_torch_compile = True
     weight: Tensor
     variance_epsilon: float
 
@@ -33,6 +35,7 @@ class RMSNormZeroCentered(nn.Module):
     """The weight is stored minus 1."""
 
     has_backward = False
+    can_torch_compile = True
     weight: Tensor
     eps: float
 
@@ -44,6 +47,7 @@ class RMSNormGated(nn.Module):
     """Of the module's own weight, variance_epsilon and activation, which is silu or sigmoid."""
 
     has_backward = False
+    can_torch_compile = True
     weight: Tensor
     variance_epsilon: float
     activation: str
@@ -58,6 +62,7 @@ class SoftmaxTopKRouter(nn.Module):
     """Of Qwen3.5, and with a bias for the choice of Laguna, whose scores are sigmoids."""
 
     has_backward = False
+    can_torch_compile = True
     weight: Tensor
     top_k: int
     hidden_dim: int
@@ -101,7 +106,7 @@ class MegaBlocksMoeMLP(nn.Module):
         # Two products, which read [E, H, N] where it lies: moe_experts would copy both stacks in each call.
         rows = ops.expert_mm(x, ids, gate_up, None, True) + experts.gate_up_proj_bias[ids.long()]
         options = {"alpha": float(experts.alpha), "limit": float(experts.limit), "interleaved": True}
-        rows = ops.expert_activation(rows, "swiglu_oai", **options)
+        rows = ops.expert_activation(rows, activation="swiglu_oai", **options)
         rows = ops.expert_mm(rows, ids, down, None, True) + experts.down_proj_bias[ids.long()]
         out = ops.moe_weighted_reduce(rows, weights)
         return out.view(hidden_states.shape), weights.to(x.dtype)

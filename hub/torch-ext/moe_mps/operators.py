@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Operators by name, behind the checks that their declarations make. Arguments are those of the schemas."""
 
 from __future__ import annotations

@@ -106,6 +106,7 @@ def _activation_backward(grad, asked, given):
 )
 def expert_activation(
     x: Tensor,
+    *,
     activation: str = "silu",
     alpha: float | None = None,
     limit: float | None = None,
@@ -126,7 +127,7 @@ def expert_activation(
 
     Example:
         >>> x = torch.tensor([[2.0, -1.0, 3.0, 4.0]])  # gates 2 and -1, ups 3 and 4
-        >>> ops.expert_activation(x, "relu").tolist()
+        >>> ops.expert_activation(x, activation="relu").tolist()
         [[6.0, 0.0]]
     """
     options = Activation(activation, alpha, limit, gated, interleaved)

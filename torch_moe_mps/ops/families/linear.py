@@ -12,7 +12,7 @@ from .._activations import POINTWISE, Activation
 from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide
 from .._decoded import in_blocks
 from .._formats import TENSORS, Format, QuantizedWeight
-from .._registry import Backward, door, operator
+from .._registry import Backward, DtypeName, door, operator
 from .._sample import Calls, Changes
 from .norms import InputNorm
 
@@ -122,7 +122,8 @@ def linear_quantized(
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
-    dtype: str | None = None,
+    *,
+    dtype: DtypeName | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
@@ -137,7 +138,8 @@ def linear_quantized(
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         residual: [..., N] in the dtype of `x`.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
-            Other numbers are not refused; the result is undefined then.
+            Other numbers are not refused: a column that none of them names is 0 on a CPU, and undefined on
+            Metal.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_weight_offset), without it x. On Metal the norm of a single row joins the product and is not
             rounded, if its weight is float32 or has the dtype of `x` and the format has 3 bits or more; else
@@ -147,7 +149,7 @@ def linear_quantized(
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
         factor: other than 1.0 only if C is at least 1.
-        dtype: "float32", for sums that are not rounded, or None: the dtype of `x`.
+        dtype: torch.float32, for sums that are not rounded, or None: the dtype of `x`.
 
     Returns: [..., N] in `dtype`; dequantised and accumulated in float32. For more than a few rows of `x`
         the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
@@ -169,7 +171,7 @@ def linear_quantized(
     elif factor != 1.0:
         out *= factor
     if order is not None:
-        out = torch.empty_like(out).index_copy_(-1, order.long(), out)
+        out = torch.zeros_like(out).index_copy_(-1, order.long(), out)
     return (out if residual is None else out.add_(wide(residual))).to(
         x.dtype if dtype is None else torch.float32
     )
@@ -335,7 +337,8 @@ def embedding_quantized(
     scales: Tensor,
     biases: Tensor | None,
     format: str,
-    dtype: str,
+    *,
+    dtype: DtypeName,
 ) -> Tensor:
     """Rows of a quantised matrix: out[...] = dequantised[tokens[...]].
 
@@ -344,7 +347,7 @@ def embedding_quantized(
         packed: [V, C * bits / 32], uint32 or the same bits as int32.
         scales, biases: of the rows [V, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm.
-        dtype: of the result: "float32", "float16" or "bfloat16".
+        dtype: of the result: torch.float32, torch.float16 or torch.bfloat16.
 
     Returns: [..., C] in `dtype`; dequantised in float32, rounded once.
 
@@ -353,7 +356,8 @@ def embedding_quantized(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> table = quantize(torch.eye(32), mode="mxfp4")  # 32 is no token
-        >>> ops.embedding_quantized(torch.tensor([1, 0, 32]), *table, "mxfp4", "float32")[:, :2].tolist()
+        >>> rows = ops.embedding_quantized(torch.tensor([1, 0, 32]), *table, "mxfp4", dtype=torch.float32)
+        >>> rows[:, :2].tolist()
         [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))

@@ -310,9 +310,10 @@ def router_logits(
     weight: Tensor,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
+    *,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
-    dtype: str = "float32",
+    dtype: DtypeName = "float32",
     factor: float = 1.0,
 ) -> Tensor:
     """Router logits factor * norm(x) @ weight^T + bias, summed in float32 without float32 copies.
@@ -326,7 +327,7 @@ def router_logits(
         norm_weight: [H], any of the three dtypes. With it norm(x) is rms(x) * (norm_weight +
             norm_weight_offset), not rounded for up to 32 tokens on mps; without it x.
         norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
-        dtype: of the result: "float32", "float16" or "bfloat16".
+        dtype: of the result: torch.float32, torch.float16 or torch.bfloat16.
         factor: of the product.
 
     Returns: [..., E] in `dtype`.

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...ops._checks import dtype_name
 from ...ops._decoded import with_cache
-from ...ops.families.linear import linear_quantized
+from ...ops.families.linear import embedding_quantized, linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.logits import are_wide
@@ -229,7 +228,7 @@ class QuantizedLinear(QuantizedLayer):
     def product(self, x: Tensor) -> Tensor:
         packed, scales, biases, bias = self.weights()
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
-        dtype = "float32" if wide else None
+        dtype = torch.float32 if wide else None
         compute = partial(linear_quantized, x, packed, scales, biases, self.format.name, bias, dtype=dtype)
         return with_cache(compute, self, packed, scales, biases) if packed.is_cpu else compute()
 
@@ -331,7 +330,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         dtype, weight = self._like.dtype, (self.packed, self.scales, self.biases)
-        out = ops.embedding_quantized(ids, *weight, self.format.name, dtype_name(dtype))
+        out = embedding_quantized(ids, *weight, self.format.name, dtype=dtype)
         return out if self.scale is None else out * self.scale.to(dtype)
 
     def extra_repr(self) -> str:
