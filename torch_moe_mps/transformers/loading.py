@@ -83,6 +83,7 @@ def from_pretrained(
         experts_memory: bytes, or a text such as "20GB": so much memory holds the experts that were needed
             last; the others are read from a file of them, which is written beside the checkpoint first.
             "auto" does so where the model is larger than memory and that file is there or can be written.
+            Arguments of the class's from_pretrained that this takes no account of are refused.
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
             all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
