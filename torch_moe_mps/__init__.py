@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 __all__ = [
     "Importance",
+    "QuantizationConfig",
     "accelerate",
     "collect_importance",
     "from_pretrained",
@@ -20,6 +21,7 @@ __all__ = [
 # Imported when first used: most of it needs transformers, and all of it torch.
 _LAZY = {
     "Importance": ".checkpoints.quantize.importance",
+    "QuantizationConfig": ".checkpoints.own.config",
     "accelerate": ".transformers",
     "collect_importance": ".checkpoints.quantize.importance",
     "read_importance": ".checkpoints.quantize.importance",
@@ -32,6 +34,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import ops
     from ._faults import synchronize
+    from .checkpoints.own.config import QuantizationConfig
     from .checkpoints.quantize.importance import Importance, collect_importance, read_importance
     from .serving.generate_batch import generate_batch
     from .transformers.accelerate import accelerate, restore

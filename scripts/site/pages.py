@@ -123,6 +123,7 @@ def on_config(config) -> None:
 
 def on_files(files: Files, config) -> Files:
     made = {"index.md": beside_docs("README.md"), "contributing.md": beside_docs("CONTRIBUTING.md")}
+    made["site.css"] = Path(__file__).with_name("site.css").read_text()
     made |= {"api.md": api()} | {page: reference(page) for page in families()}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))

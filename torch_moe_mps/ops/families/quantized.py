@@ -342,23 +342,45 @@ def moe_experts_quantized(
     interleaved: bool = False,
     down_format: str | None = None,
 ) -> Tensor:
-    """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
+    """Combined output of a layer's experts with quantised weights, from the hidden states:
 
-    As there, h is rounded to the dtype of `x`. For many tokens the Metal kernels also round each y, and in
-    float16 what they dequantise, so that a value beyond 65504 becomes infinite. An infinite element of `x`
-    may make NaN there where the formula gives infinity, as in expert_qmm.
+        h[t, k] = act(gate_up[e] @ x[t] + gate_up_bias[e])          with e = topk_ids[t, k]
+        y[t, k] = down[e] @ h[t, k] + down_bias[e]
+        out[t]  = sum_k topk_weights[t, k] * y[t, k]
+
+    gate_up and down are dequantised in float32. h is rounded to the dtype of `x`. For many tokens the Metal
+    kernels also round each y, and in float16 what they dequantise, so that a value beyond 65504 becomes
+    infinite. An infinite element of `x` may make NaN there where the formula gives infinity.
 
     Args:
-        x, topk_weights, topk_ids: as for moe_experts.
+        x: [..., H], float32, float16 or bfloat16.
+        topk_weights: [..., K], float32, float16 or bfloat16.
+        topk_ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) adds nothing and reads nothing.
         gate_up_packed: [E, 2I, H * bits / 32], or [E, I, ...] if the experts have no gate: uint32 or the same
             bits as int32.
-        gate_up_scales, gate_up_biases: of the rows [E, 2I, H], as expert_qmm's of [E, N, H].
-        down_packed: [E, H, I * bits / 32].
-        down_scales, down_biases: of the rows [E, H, I].
-        format: its name, as for expert_qmm; so are the multiples that H and I must be.
+        gate_up_scales: [E, 2I, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in
+            mxfp4, mxfp8, nvfp4 and nvfp4_global; int32, the bits of a float32, in fp8_32 and fp8_128. Types
+            of GGUF have int16 or, for small integers, uint8; an error says which shape they should have.
+        gate_up_biases: like the scales in affine formats, and where a type of GGUF adds a float16 to a group;
+            int16, the bits of float16 factors, beside small integers; int32 [E, 2I, 1], the bits of a float32
+            factor for each row, in nvfp4_global; else None.
+        down_packed, down_scales, down_biases: the same of the rows [E, H, I].
+        format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
+            groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" and "nvfp4_global" in groups of
+            16; "fp8_32" and "fp8_128"; or a type of GGUF, such as "q4_k". H and I must be multiples of the
+            group size, and of 256 where scales are small integers, and in codebook formats.
+        gate_up_bias, down_bias: [E, 2I] ([E, I] without a gate) and [E, H], float32, float16 or bfloat16: the
+            layer's, not the format's.
+        activation: with gate and up the two halves of the first product,
+            silu, gelu (exact), gelu_tanh, relu, relu2 (relu squared): act(gate) * up, or, of experts without
+            a gate, act alone;
+            swiglu_oai: (up + 1) * gate * sigmoid(1.702 * gate), gate at most `limit`, up within +-`limit`;
+            silu_clamped: silu(gate) * up, clamped likewise;
+            silu_capped: silu(gate) * up, silu(gate) at most `limit`, up within +-`limit`. The last three
+            need a gate.
+        limit: of swiglu_oai, 7.0 unless given; of silu_clamped and silu_capped, required.
+        interleaved: the rows of gate_up are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
         down_format: of the down weights if they have another format. None means as for gate and up.
-        gate_up_bias, down_bias: [E, 2I] ([E, I] without a gate) and [E, H]: the layer's, not the format's.
-        activation, limit, interleaved: as for moe_experts; alpha of swiglu_oai is 1.702.
 
     Returns: [..., H] in the dtype of `x`.
 
