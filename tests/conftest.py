@@ -74,7 +74,7 @@ def pytest_configure(config):
     # asked.
     if SIMULATED:
         install_error(config)
-    from torch_moe_mps.transformers.basics.unmodified import all_operators
+    from torch_moe_mps.models.basics.unmodified import all_operators
 
     operators = contextlib.ExitStack()
     operators.enter_context(all_operators())  # the CPU runs what mps does but in tests about that

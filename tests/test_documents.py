@@ -20,10 +20,10 @@ from torch_moe_mps._text import one_of
 from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
 from torch_moe_mps._weight_formats import BITS, GROUP_SIZES
 from torch_moe_mps.commands.arguments import parser
+from torch_moe_mps.models.basics.interface import formats_of
 from torch_moe_mps.ops import PUBLIC
 from torch_moe_mps.ops._registry import WITH_BACKWARD
 from torch_moe_mps.quantization import dequantize
-from torch_moe_mps.transformers.basics.interface import formats_of
 
 DOCUMENTS = [
     *REPOSITORY.glob("*.md"),

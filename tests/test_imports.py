@@ -59,7 +59,7 @@ OWN = [
     "torch_moe_mps.ops._registry.DECLARED",
     "torch_moe_mps.ops._registry.OPERATORS",
     "torch_moe_mps.ops._registry.WITH_BACKWARD",
-    "torch_moe_mps.transformers.basics.state._EAGER",
+    "torch_moe_mps.models.basics.state._EAGER",
 ]
 
 

@@ -189,9 +189,9 @@ def test_a_script_that_imports_the_package(printed, checkpoint):
     assert registered == [
         "torch_moe_mps.checkpoints.quantizer",
         "torch_moe_mps.checkpoints.own.config",
-        "torch_moe_mps.transformers.modules.experts",
-        "torch_moe_mps.transformers.attention.attention",
-        "torch_moe_mps.transformers.attention.attention",
+        "torch_moe_mps.models.modules.experts",
+        "torch_moe_mps.models.attention.attention",
+        "torch_moe_mps.models.attention.attention",
     ]
     assert others == [] and "has no `quant_method`" in refused and len(refused.splitlines()) == 1
     assert text == (checkpoint / "expected.txt").read_text()

@@ -66,10 +66,10 @@ def test_imports_go_down():
 
 
 def test_families_are_known_by_themselves_alone():
-    rooms = {path.parent.name for path in (PACKAGE / "transformers/families").glob("*/__init__.py")}
+    rooms = {path.parent.name for path in (PACKAGE / "models/families").glob("*/__init__.py")}
     for name, others in graph().items():
         for room in rooms:
-            family = f"torch_moe_mps.transformers.families.{room}"
+            family = f"torch_moe_mps.models.families.{room}"
             known = [each for each in others if f"{each}.".startswith(f"{family}.")]
             assert f"{name}.".startswith(f"{family}.") or not known, (name, room)
 
@@ -150,7 +150,7 @@ def test_an_import_changes_no_other_module():
 
 
 def test_every_family_is_wired():
-    folders = {path.parent.name for path in (PACKAGE / "transformers/families").glob("*/__init__.py")}
+    folders = {path.parent.name for path in (PACKAGE / "models/families").glob("*/__init__.py")}
     assert sorted(folders) == [*wiring.FAMILIES]
 
 

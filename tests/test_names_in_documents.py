@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.processes import REPOSITORY
 
-from torch_moe_mps.transformers.families import Family
+from torch_moe_mps.models.families import Family
 
 FOLDERS = ("torch_moe_mps", "docs", "tests", "scripts", "hub", ".github")
 SUFFIXES = {"", ".py", ".mm", ".h", ".metal", ".m", ".cpp", ".cu", ".toml", ".yml", ".txt", ".nix", ".sh"}

@@ -14,9 +14,9 @@ import torch
 from support import ours
 from support.processes import REPOSITORY
 
-from torch_moe_mps.transformers.basics import code
-from torch_moe_mps.transformers.capture import user_code
-from torch_moe_mps.transformers.trials import branches
+from torch_moe_mps.models.basics import code
+from torch_moe_mps.models.capture import user_code
+from torch_moe_mps.models.trials import branches
 
 # A part of a path, or the name of a package, that is looked for in a text.
 NAME = r"""(["'])[<./\\-]*(?:torch[_-]moe[_-]mps|moe_mps|torch|transformers|\w*-packages)[./\\-]*\1"""

@@ -9,7 +9,7 @@ MACOS_OF_TORCH = {"2.15": (15, 0)}  # where torch itself needs a newer one
 FAILS = {"2.13": ((27, 0), "its F.linear aborts with a transposed weight in bfloat16 (pytorch#197796)")}
 # Tested: the first is the oldest that is taken. What runs behind another one is compared at run time.
 TRANSFORMERS = ("5.23", "5.24")
-PEFT = "0.21"  # transformers/adapters/peft.py stands around a function of it
+PEFT = "0.21"  # models/adapters/peft.py stands around a function of it
 TENSOR_UNITS = (26, 2)  # mlx#3622
 SDPA_ON_UNITS = (2, 15)  # the first torch whose attention runs on them
 

@@ -22,7 +22,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.unmodified import all_operators
+from torch_moe_mps.models.basics.unmodified import all_operators
 
 SHAPES = ((32, 2048, 768, 8), (128, 1024, 512, 8))
 PEERS = ("eager", "grouped_mm", "batched_mm")

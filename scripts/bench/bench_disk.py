@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_moe_mps import from_pretrained
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 
 LAYERS, EXPERTS, HIDDEN, TOKENS = 24, 16, 512, 8
 BYTES = LAYERS * EXPERTS * 3 * HIDDEN * HIDDEN * 4

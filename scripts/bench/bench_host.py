@@ -63,7 +63,7 @@ class Step:
     """One token after another through a model."""
 
     def __init__(self, model):
-        from torch_moe_mps.transformers.upstream.calls import cache_argument  # it asks torch for MPS
+        from torch_moe_mps.models.upstream.calls import cache_argument  # it asks torch for MPS
 
         self.model = model
         self.arguments = cache_argument(model, DynamicCache(config=model.config))
@@ -123,7 +123,7 @@ def main() -> None:
             print(f"{name:12} {best:7.2f} ms best, {median:7.2f} ms median of {options.steps} steps")
         own, ours = (statistics.median(seconds) for seconds in times.values())
         print(f"accelerated / own code: {ours / own:.3f} ({options.layers} layers of {options.model})")
-        from torch_moe_mps.transformers.capture.classes import captures_of
+        from torch_moe_mps.models.capture.classes import captures_of
 
         if captures := captures_of(accelerated):
             seconds = ", ".join(f"{program.seconds:.2f}" for program in captures.programs)

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import SAMPLE
-from torch_moe_mps.transformers.basics.logits import wide_logits
+from torch_moe_mps.models.basics.logits import wide_logits
 
 WINDOW = 512
 HEAD = (

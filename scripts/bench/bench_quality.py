@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 import torch_moe_mps
 from torch_moe_mps.commands import main as main_of_commands
 from torch_moe_mps.commands.perplexity import SAMPLE
-from torch_moe_mps.transformers.basics.interface import weights_in
+from torch_moe_mps.models.basics.interface import weights_in
 
 WINDOW = 512
 MIXED = {"bits": 4, "embedding_bits": 6, "overrides": {"self_attn.*": 5, "down_proj": 5}}

@@ -39,9 +39,9 @@ from support.models import eager, output, prompt, tiny
 import torch_moe_mps
 from torch_moe_mps._text import first_line
 from torch_moe_mps.checkpoints.mlx.names import DENSE
+from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.capture.classes import captures_of
 
 EXPERTS = "Architecture | Experts | Router | RoPE | Dispatches | Pipeline | Quantised | Whole model"
 DENSE_MODELS = "Architecture | RoPE | MLX | Pipeline | Quantised | Whole model"

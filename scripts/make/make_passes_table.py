@@ -1,4 +1,4 @@
-"""Writes torch_moe_mps/transformers/graphs/README.md: the passes over a captured decode step.
+"""Writes torch_moe_mps/models/graphs/README.md: the passes over a captured decode step.
 
 Formulas and reasons are those of the code. What each pass saves is in tests/pinned/passes.txt. The word
 `measure` writes that first: a tiny model of each architecture captures a token in the simulator, in 4 bits.
@@ -36,10 +36,10 @@ from support import tiny_models
 from support.launches import FREE, captured_call, model_on_mps
 
 import torch_moe_mps
+from torch_moe_mps.models.families import Family
+from torch_moe_mps.models.graphs import passes
+from torch_moe_mps.models.graphs.fusion import Fusion
 from torch_moe_mps.transformers import wiring
-from torch_moe_mps.transformers.families import Family
-from torch_moe_mps.transformers.graphs import passes
-from torch_moe_mps.transformers.graphs.fusion import Fusion
 
 PAGE = paths.REPOSITORY / "torch_moe_mps" / "transformers" / "graphs" / "README.md"
 SAVED = paths.REPOSITORY / "tests" / "pinned" / "passes.txt"
@@ -186,7 +186,7 @@ def document() -> str:
 
 
 def families() -> dict[str, Family]:
-    room = "torch_moe_mps.transformers.families"
+    room = "torch_moe_mps.models.families"
     return {name: importlib.import_module(f"{room}.{name}").FAMILY for name in wiring.FAMILIES}
 
 

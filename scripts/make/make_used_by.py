@@ -29,8 +29,8 @@ from support.launches import NotCaptured, captured_call, model_on_mps
 from support.models import CountOperators
 
 import torch_moe_mps
+from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.ops import OPERATORS
-from torch_moe_mps.transformers.capture.classes import captures_of
 
 USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 

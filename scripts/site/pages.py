@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 
 import torch_moe_mps
 from torch_moe_mps import ops, pipeline
-from torch_moe_mps.transformers.caches.cache import QuantizedCache
+from torch_moe_mps.models.caches.cache import QuantizedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ROOT / "build" / "reference" / "moe_mps_operators.py"
@@ -46,7 +46,7 @@ def public() -> dict[str, Any]:
     names = sorted(set(torch_moe_mps.__all__) - {"ops"})
     return {f"torch_moe_mps.{name}": getattr(torch_moe_mps, name) for name in names} | {
         "torch_moe_mps.pipeline.from_pretrained": pipeline.from_pretrained,
-        "torch_moe_mps.transformers.caches.cache.QuantizedCache": QuantizedCache,
+        "torch_moe_mps.models.caches.cache.QuantizedCache": QuantizedCache,
     }
 
 

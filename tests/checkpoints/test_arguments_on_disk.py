@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, Qwen3MoeModel
 
 from torch_moe_mps import from_pretrained
 from torch_moe_mps.checkpoints import on_disk
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 
 BITS = {"bits": 4, "group_size": 32}
 WEIGHTS = "model.safetensors"

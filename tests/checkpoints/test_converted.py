@@ -16,7 +16,7 @@ from support.sweep import covering, in_sweep
 import torch_moe_mps
 from torch_moe_mps.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.modules.linears import formats_in, has_quantized_weights
+from torch_moe_mps.models.modules.linears import formats_in, has_quantized_weights
 
 transformers.logging.set_verbosity_error()
 

@@ -10,7 +10,7 @@ from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.checkpoints.mlx.writing import save_mlx
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
+from torch_moe_mps.models.modules.linears import QuantizedLayer
 
 FORMATS = {"affine": {"bits": 4, "group_size": 32}, "mxfp4": {"mode": "mxfp4"}, "nvfp4": {"mode": "nvfp4"}}
 

@@ -23,9 +23,9 @@ from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.checkpoints.gguf import file as gguf_file
 from torch_moe_mps.checkpoints.quantize.target import quantizable
 from torch_moe_mps.checkpoints.quantize.weights import quantized_names
-from torch_moe_mps.transformers.basics.report import any_layer
-from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
-from torch_moe_mps.transformers.upstream.calls import cache_argument
+from torch_moe_mps.models.basics.report import any_layer
+from torch_moe_mps.models.modules.linears import OrderedLinear, formats_in
+from torch_moe_mps.models.upstream.calls import cache_argument
 
 IDS = torch.arange(1, 9)[None]
 CASES = [

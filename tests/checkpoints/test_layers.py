@@ -17,14 +17,14 @@ from torch_moe_mps.checkpoints.quantize.reasons import groups_of
 from torch_moe_mps.checkpoints.quantize.target import Target
 from torch_moe_mps.checkpoints.quantize.weight_uses import use_of_weight
 from torch_moe_mps.checkpoints.quantize.weights import quantize_target
-from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers.basics.report import any_layer
-from torch_moe_mps.transformers.modules.linears import (
+from torch_moe_mps.models.basics.report import any_layer
+from torch_moe_mps.models.modules.linears import (
     GroupedLinear,
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedLinear,
 )
+from torch_moe_mps.quantization import Format
 
 
 def layers(model) -> dict[str, QuantizedLayer]:

@@ -16,7 +16,7 @@ from support.models import assert_close, prompt
 from support.other_libraries import Awq, Gptq, tiny, weights
 
 import torch_moe_mps
-from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.models.modules.linears import formats_in
 
 pytestmark = pytest.mark.sweep
 

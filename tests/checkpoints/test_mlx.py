@@ -15,7 +15,7 @@ from support.models import assert_close, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps.checkpoints.mlx.reading import MlxLayout
-from torch_moe_mps.transformers.basics.interface import formats_of
+from torch_moe_mps.models.basics.interface import formats_of
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()

@@ -14,8 +14,8 @@ import torch_moe_mps
 from torch_moe_mps.checkpoints.mlx.older_keys import with_older_keys
 from torch_moe_mps.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.basics.interface import is_experts, is_quantized
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer, formats_in
+from torch_moe_mps.models.basics.interface import is_experts, is_quantized
+from torch_moe_mps.models.modules.linears import QuantizedLayer, formats_in
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()

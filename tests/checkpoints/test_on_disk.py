@@ -27,11 +27,11 @@ from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
 from torch_moe_mps.disk.stored import StoredExperts
+from torch_moe_mps.models.basics.interface import ON_DISK, experts_of
+from torch_moe_mps.models.caches.prompt_cache import fingerprint
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.selfcheck import machine
-from torch_moe_mps.transformers.basics.interface import ON_DISK, experts_of
-from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 BITS = {"bits": 4, "group_size": 32}
 

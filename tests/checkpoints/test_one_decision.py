@@ -15,7 +15,7 @@ from torch_moe_mps.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.recipes import arguments_of_recipe
-from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.models.modules.linears import formats_in
 
 BERT = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,

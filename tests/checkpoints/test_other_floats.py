@@ -14,8 +14,8 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.commands import main
+from torch_moe_mps.models.modules.linears import formats_in
 from torch_moe_mps.quantization import Format, QuantizedWeight
-from torch_moe_mps.transformers.modules.linears import formats_in
 
 
 class Factors:

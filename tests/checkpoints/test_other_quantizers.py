@@ -34,8 +34,8 @@ from torch_moe_mps.checkpoints.others.schemes import Scheme, Schemes
 from torch_moe_mps.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.commands import main
+from torch_moe_mps.models.modules.linears import formats_in
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers.modules.linears import formats_in
 
 
 class Positive(Gptq):

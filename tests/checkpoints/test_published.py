@@ -13,10 +13,10 @@ import torch_moe_mps
 from torch_moe_mps import from_pretrained
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.attention.attention import NAME as ATTENTION
-from torch_moe_mps.transformers.basics.interface import experts_of
-from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
+from torch_moe_mps.models.attention.attention import NAME as ATTENTION
+from torch_moe_mps.models.basics.interface import experts_of
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 
 SHORT = {"max_new_tokens": 6}
 

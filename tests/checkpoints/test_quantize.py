@@ -14,9 +14,9 @@ from support.tiny_models import dense_twin, tiny_model
 
 import torch_moe_mps
 from torch_moe_mps.checkpoints.quantize import in_place, weights
+from torch_moe_mps.models.basics.report import QuantizedProjection
 from torch_moe_mps.quantization import Format, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of
-from torch_moe_mps.transformers.basics.report import QuantizedProjection
 
 
 def small(architecture, **overrides):

@@ -15,9 +15,9 @@ from support.models import assert_close, eager, generate, operators_of, output, 
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps.models.modules.linears import QuantizedLayer
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers import is_experts
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
 

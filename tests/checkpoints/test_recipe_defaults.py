@@ -10,8 +10,8 @@ import torch_moe_mps
 from torch_moe_mps.checkpoints.quantize.decision import weights_of
 from torch_moe_mps.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.commands.recipes import arguments_of_recipe
-from torch_moe_mps.transformers.basics.report import QuantizationReport
-from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.models.basics.report import QuantizationReport
+from torch_moe_mps.models.modules.linears import formats_in
 
 # Shapes of models that people have, and which share embeddings and head are of their weights.
 SMOLLM2 = "Llama", {

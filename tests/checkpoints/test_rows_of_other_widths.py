@@ -9,7 +9,7 @@ from support.models import eager, output, prompt
 from support.sweep import covering
 
 import torch_moe_mps
-from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.models.modules.linears import formats_in
 
 # Bits of a value that llama.cpp's types have, which it takes where rows are no multiples of 256.
 LLAMA_CPP = {"q2_k": 4.5, "q3_k": 4.5, "iq4_xs": 4.5, "q4_k": 5.5, "q5_k": 6.0, "q6_k": 8.5}

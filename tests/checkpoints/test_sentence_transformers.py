@@ -8,8 +8,8 @@ from support.tiny_models import randomise
 from torch import nn
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.models.modules.linears import QuantizedLayer
 from torch_moe_mps.quantization import QuantizedWeight, dequantize
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 pytestmark = pytest.mark.sweep  # importing sentence-transformers takes ten seconds
 

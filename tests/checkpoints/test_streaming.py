@@ -24,9 +24,9 @@ from torch_moe_mps.checkpoints.quantize.streaming import one_by_one
 from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
+from torch_moe_mps.models.basics.interface import experts_of, is_quantized
+from torch_moe_mps.models.modules.linears import QuantizedLayer, has_quantized_weights
 from torch_moe_mps.transformers import loading
-from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer, has_quantized_weights
 
 transformers.logging.set_verbosity_error()
 

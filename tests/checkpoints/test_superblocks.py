@@ -5,7 +5,7 @@ import torch
 from support.models import assert_close, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.models.modules.linears import formats_in
 
 WIDE = {
     "hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64,

@@ -14,9 +14,9 @@ from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.disk import pool as pool_module
-from torch_moe_mps.transformers.basics.interface import ON_DISK
-from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools, reads_of
+from torch_moe_mps.models.basics.interface import ON_DISK
+from torch_moe_mps.models.caches.prompt_cache import fingerprint
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools, reads_of
 
 BITS = {"bits": 4, "group_size": 32}
 

@@ -19,7 +19,7 @@ from torch_moe_mps.checkpoints.activations import largest
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.commands.sources import load
-from torch_moe_mps.transformers.basics.logits import wide_logits
+from torch_moe_mps.models.basics.logits import wide_logits
 
 
 def loaded(model, device: str, **own):

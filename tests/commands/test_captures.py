@@ -9,7 +9,7 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
-from torch_moe_mps.transformers.capture.replay import Captures
+from torch_moe_mps.models.capture.replay import Captures
 
 REQUESTS, TOKENS = 10, 5
 QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "otherone", "zyx", "last"]

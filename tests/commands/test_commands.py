@@ -23,7 +23,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import convert, main, perplexity
 from torch_moe_mps.commands.perplexity import SAMPLE, Means, measure, save_references, windows
 from torch_moe_mps.commands.sources import usable_device
-from torch_moe_mps.transformers.basics.interface import formats_of
+from torch_moe_mps.models.basics.interface import formats_of
 
 # Tests that do not depend on experts: a dense model, in the sweep.
 ONE_KIND = pytest.mark.parametrize(

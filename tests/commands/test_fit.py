@@ -23,11 +23,11 @@ from torch_moe_mps import macs
 from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
-from torch_moe_mps.transformers.caches.batched import BatchedCache
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.caches.state import parts
+from torch_moe_mps.models.caches.batched import BatchedCache
+from torch_moe_mps.models.caches.prompt_cache import new_cache
+from torch_moe_mps.models.caches.state import parts
+from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 from torch_moe_mps.transformers.deferrable import deferrable_layers
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
 
 # Qwen3-30B-A3B with an eighth of its layers and twice the experts, where their numbers say nothing.
 QWEN3 = {

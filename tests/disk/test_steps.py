@@ -20,15 +20,15 @@ from torch_moe_mps import _environment, from_pretrained
 from torch_moe_mps._faults import release_cache, synchronize
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.source import Source
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.capture.replay import Captures
+from torch_moe_mps.models.graphs import passes
+from torch_moe_mps.models.graphs.passes.routing import choose_in_experts
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.serving.engine import executor
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.capture.replay import Captures
-from torch_moe_mps.transformers.graphs import passes
-from torch_moe_mps.transformers.graphs.passes.routing import choose_in_experts
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 pytestmark = pytest.mark.own_gpu
 TOP_K = 2

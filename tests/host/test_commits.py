@@ -15,9 +15,9 @@ from support.sweep import rows_in_sweep
 import torch_moe_mps
 from torch_moe_mps._environment import COMMIT_EVERY
 from torch_moe_mps._extension import COMMIT_BY_WORK, commit_setting
+from torch_moe_mps.models.attention.attention import _is_long
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.attention.attention import _is_long
 
 NORM = "fused_norm_add_scalar"  # one dispatch
 WITH_MEMORY = "moe_bucket"  # of a threadgroup, whose length the encoder keeps

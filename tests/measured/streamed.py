@@ -24,7 +24,7 @@ from torch_moe_mps.ops._samples import packet, sample_arguments
 
 LAUNCHES, START = 6, 5e-6  # of a layer, and seconds of the GPU until one starts
 COMMAND = 20e-6  # seconds of the host to encode a dispatch, a signal or a wait of a captured token
-LAYER = 180e-6  # and a layer module by module: 36 operators (tests/transformers/capture/test_host_calls.py)
+LAYER = 180e-6  # and a layer module by module: 36 operators (tests/models/capture/test_host_calls.py)
 LOOK_UP = 30e-6  # seconds of the host for the slots of a layer, where it drains the queue
 WAIT = 150e-6  # seconds of the host until it knows that a command buffer is complete
 TOKENS = 3  # after the first

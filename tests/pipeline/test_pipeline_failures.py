@@ -14,13 +14,13 @@ from support.processes import environment
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.pipeline.handing import ModelCall
 from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import PeerError, Timeouts
 from torch_moe_mps.pipeline.running import Running
 from torch_moe_mps.pipeline.stages import Stage
-from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 HOST = socket.gethostname()
 CLOSED = "PeerError: moe_mps: rank {} (" + HOST + ") closed its connection"

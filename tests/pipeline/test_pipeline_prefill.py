@@ -13,11 +13,11 @@ from support.models import prompt
 from support.threads import in_threads
 from transformers import DynamicCache
 
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import Timeouts
 from torch_moe_mps.pipeline.running import Running
 from torch_moe_mps.pipeline.stages import Stage
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 LAYERS = 4
 

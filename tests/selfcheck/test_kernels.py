@@ -21,6 +21,7 @@ from torch import Tensor
 
 import torch_moe_mps
 from torch_moe_mps import _environment
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, dequantize_values
 from torch_moe_mps.ops._sample import Sample
@@ -30,7 +31,6 @@ from torch_moe_mps.selfcheck import compare as compare_module
 from torch_moe_mps.selfcheck.compare import compare
 from torch_moe_mps.selfcheck.libraries import PARTS, libraries, pipelines
 from torch_moe_mps.transformers import self_check
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 AFFINE = FORMATS["affine4_32"]
 

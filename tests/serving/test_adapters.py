@@ -8,12 +8,12 @@ from support.models import eager
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.models.caches.prompt_cache import fingerprint
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.transformers.caches.prompt_cache import fingerprint
 
 IDS = torch.randint(2, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 

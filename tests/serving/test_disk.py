@@ -13,14 +13,14 @@ from support.models import eager
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps.models.caches.parts import JoinedCache
+from torch_moe_mps.models.caches.quantized_states import QuantizedStates
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.files import Files, WriterThread
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.transformers.caches.parts import JoinedCache
-from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 pytestmark = pytest.mark.own_gpu
 MEMORY = 1 << 30

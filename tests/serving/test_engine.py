@@ -11,15 +11,15 @@ from support.sweep import covering
 from torch import nn
 from transformers import GenerationConfig
 
+from torch_moe_mps.models.caches import growing
+from torch_moe_mps.models.caches.batched import capacity
+from torch_moe_mps.models.trials import batching, memory
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.scheduler import StepTimes
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.transformers.caches import growing
-from torch_moe_mps.transformers.caches.batched import capacity
-from torch_moe_mps.transformers.trials import batching, memory
 
 MEMORY = 1 << 30
 

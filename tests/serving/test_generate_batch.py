@@ -13,9 +13,9 @@ from tokenizers import decoders
 from transformers import GenerationConfig, LogitsProcessor, T5Config, T5ForConditionalGeneration
 
 import torch_moe_mps
+from torch_moe_mps.models.modules import sampling
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampler, sample
-from torch_moe_mps.transformers.modules import sampling
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
 

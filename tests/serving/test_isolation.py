@@ -12,6 +12,8 @@ from support.sweep import covering, in_sweep
 from transformers import LogitsProcessor
 from transformers.generation import TopKLogitsWarper
 
+from torch_moe_mps.models.caches import batched
+from torch_moe_mps.models.caches.buffer import Buffer
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -21,8 +23,6 @@ from torch_moe_mps.serving.engine.sampling import Sampler
 from torch_moe_mps.serving.prefix_cache import disk as disk_module
 from torch_moe_mps.serving.prefix_cache.disk import Disk, Restoring
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.transformers.caches import batched
-from torch_moe_mps.transformers.caches.buffer import Buffer
 
 MEMORY = 1 << 30
 ARCHITECTURES = ("qwen3_moe", "gpt_oss", "qwen3_next")  # windows with sinks, recurrent states

@@ -13,13 +13,13 @@ from support.waits import Waits
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.models.attention.attention import NAME
+from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.capture.classes import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
 PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}

@@ -9,12 +9,12 @@ from support.sweep import in_sweep, rows_in_sweep
 from transformers import GenerationConfig
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches.batched import BatchedCache
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.models.caches.batched import BatchedCache
+from torch_moe_mps.models.caches.prompt_cache import new_cache
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.trials.batching import reason_for_order
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.transformers.deferrable import deferrable_layers
-from torch_moe_mps.transformers.trials.batching import reason_for_order
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ARCHITECTURES = ("deepseek_v4", "glm5_next", "minimax_m3_vl", "qwen4_exp")
 

@@ -25,14 +25,14 @@ from transformers import GenerationConfig
 import torch_moe_mps
 from torch_moe_mps._faults import Mark
 from torch_moe_mps.checkpoints import on_disk
+from torch_moe_mps.models.attention.attention import NAME
+from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 from torch_moe_mps.serving.engine import engine as engines
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampled
 from torch_moe_mps.serving.http.logprobs import Logprobs
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.transformers.attention.attention import NAME
-from torch_moe_mps.transformers.modules.experts_on_disk import expert_pools
 
 _TOKEN, _GPU = TOKENS[0], GPUS["M4 Max"]  # of Qwen3-30B-A3B
 _COMMAND = 10e-6  # seconds of the host to encode a launch

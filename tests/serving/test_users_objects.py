@@ -19,13 +19,13 @@ import torch_moe_mps
 from torch_moe_mps.commands import serving
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.bench import Bench
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.serving.engine.defaults import choice
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.http.answer import Token
 from torch_moe_mps.serving.http.preparing import prepare
 from torch_moe_mps.serving.http.request import Chat, Request
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 IDS = prompt(1, 9)
 SETTINGS = {"max_new_tokens": 3, "pad_token_id": 0, "do_sample": False}

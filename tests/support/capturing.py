@@ -8,9 +8,9 @@ from torch import nn
 import torch_moe_mps
 from support import tiny_models
 from support.models import eager, prompt
-from torch_moe_mps.transformers.basics.state import state_in
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
+from torch_moe_mps.models.basics.state import state_in
+from torch_moe_mps.models.caches.prompt_cache import new_cache
+from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 
 PROMPT = 9
 

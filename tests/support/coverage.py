@@ -27,10 +27,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps._text import first_line
-from torch_moe_mps.transformers.basics.report import Report
-from torch_moe_mps.transformers.trials.comparing import apart
-from torch_moe_mps.transformers.trials.small_models import small_model
-from torch_moe_mps.transformers.trials.untested import said
+from torch_moe_mps.models.basics.report import Report
+from torch_moe_mps.models.trials.comparing import apart
+from torch_moe_mps.models.trials.small_models import small_model
+from torch_moe_mps.models.trials.untested import said
 
 from . import tiny_models
 from .launches import (

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
-from torch_moe_mps.transformers.upstream.calls import cache_name
+from torch_moe_mps.models.upstream.calls import cache_name
 
 from . import tiny_models
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
+from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 
 from . import tiny_models
 from .models import eager, prompt

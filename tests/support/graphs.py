@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from support.models import assert_close
 from support.values import numbers as random
+from torch_moe_mps.models.graphs import passes
+from torch_moe_mps.models.graphs.fusion import Fusion
+from torch_moe_mps.models.graphs.passes import simplify
+from torch_moe_mps.models.graphs.tracing import ITEM, TENSOR, Recorder, is_operator
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.graphs import passes
-from torch_moe_mps.transformers.graphs.fusion import Fusion
-from torch_moe_mps.transformers.graphs.passes import simplify
-from torch_moe_mps.transformers.graphs.tracing import ITEM, TENSOR, Recorder, is_operator
 
 NO_CHAINS = frozenset({"_pointwise"})  # left to the operators of aten, which other patterns would have taken
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from torch_moe_mps.transformers.attention.causal_mask import CausalMask
-from torch_moe_mps.transformers.basics.interface import is_experts
-from torch_moe_mps.transformers.caches.deferred_states import deferred
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache, takes_layers
-from torch_moe_mps.transformers.capture.classes import captures_of
+from torch_moe_mps.models.attention.causal_mask import CausalMask
+from torch_moe_mps.models.basics.interface import is_experts
+from torch_moe_mps.models.caches.deferred_states import deferred
+from torch_moe_mps.models.caches.prompt_cache import new_cache, takes_layers
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.upstream.calls import CACHE, cache_among, cache_name
 from torch_moe_mps.transformers.deferrable import deferrable_layers
-from torch_moe_mps.transformers.upstream.calls import CACHE, cache_among, cache_name
 
 from . import tiny_models
 

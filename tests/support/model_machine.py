@@ -17,9 +17,9 @@ import torch_moe_mps
 from support import tiny_models
 from support.interrupts import interrupted
 from support.models import eager, output, prompt, quantize_experts
+from torch_moe_mps.models.modules.linears import has_quantized_weights
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.modules.linears import has_quantized_weights
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 ARCHITECTURES = ("qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3")
 TOLERANCE = 2e-5

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from support import tiny_models
 from torch_moe_mps.checkpoints.quantize.in_place import quantize_model
 from torch_moe_mps.checkpoints.quantize.recipe import requested_recipe
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
+from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 
 # Architectures whose class here has no generate: their logits or hidden states are compared.
 NO_GENERATE = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.state import original_class
+from torch_moe_mps.models.basics.state import original_class
 from torch_moe_mps.transformers.install import is_rewritten
 
 from . import tiny_models

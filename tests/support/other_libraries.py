@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from support import tiny_models
 from support.checkpoints import changed
 from torch_moe_mps.checkpoints.quantize.weights import quantized_names
+from torch_moe_mps.models.modules.linears import formats_in
 from torch_moe_mps.ops._formats import QuantizedWeight
-from torch_moe_mps.transformers.modules.linears import formats_in
 
 E4M3 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from support import mlx_models, recipes, tiny_models  # noqa: F401  (recipes: of tiny models)
 from support.models import generate, prompt
 from support.processes import Recorded
-from torch_moe_mps.transformers.upstream.calls import cache_argument
+from torch_moe_mps.models.upstream.calls import cache_argument
 
 _RESULT = "RESULT "
 _RUN = "import sys; from support import pipeline; pipeline.run(*sys.argv[1:])"
@@ -226,7 +226,7 @@ def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any
 def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     """{architecture, form: {case: outcome}} and what this process holds."""
     import torch_moe_mps
-    from torch_moe_mps.transformers.capture.classes import captures_of
+    from torch_moe_mps.models.capture.classes import captures_of
 
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
@@ -402,7 +402,7 @@ def second_raises() -> Any:
 @contextlib.contextmanager
 def second_has_no_rows() -> Any:
     """A process that follows cannot batch its layers' caches."""
-    from torch_moe_mps.transformers.caches.batched import BatchedCache, NotBatchable
+    from torch_moe_mps.models.caches.batched import BatchedCache, NotBatchable
 
     if rank() == 0:
         yield

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support.models import operators_of
-from torch_moe_mps.transformers.modules import rules
-from torch_moe_mps.transformers.trials import memory
+from torch_moe_mps.models.modules import rules
+from torch_moe_mps.models.trials import memory
 
 
 def by_operators(run: Callable[[], Any], *operators: str) -> Any:

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from torch_moe_mps.models.basics.interface import formats_of, is_experts, is_transposed
+from torch_moe_mps.models.modules.linears import QuantizedLayer
 from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize
-from torch_moe_mps.transformers.basics.interface import formats_of, is_experts, is_transposed
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 # Models without experts that docs/models.md lists.
 DENSE_ARCHITECTURES = (

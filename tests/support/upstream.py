@@ -100,7 +100,7 @@ def work() -> None:
     install()
     import transformers
 
-    from torch_moe_mps.transformers.basics.unmodified import all_operators
+    from torch_moe_mps.models.basics.unmodified import all_operators
 
     transformers.logging.set_verbosity_error()
     print(json.dumps("ready"), file=results, flush=True)
@@ -215,7 +215,7 @@ def difference(result: Any, expected: Any) -> str | None:
 
 def reason(model: Any) -> str | None:
     """Why the last token of a model was not one call."""
-    from torch_moe_mps.transformers.capture.classes import captures_of
+    from torch_moe_mps.models.capture.classes import captures_of
 
     captures = captures_of(model)
     return "its forward has no argument for a cache" if captures is None else captures.reason
@@ -227,7 +227,7 @@ def fault_of_8_bits(name: str) -> str | None:
 
     import torch_moe_mps
     from support import tiny_models
-    from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
+    from torch_moe_mps.models.caches.quantized_states import QuantizedStates
 
     others = tiny_models.SIZES_OF_OTHERS | {key: 128 for key in WIDE if key in tiny_models.SIZES_OF_OTHERS}
     try:

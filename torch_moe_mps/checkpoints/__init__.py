@@ -52,4 +52,4 @@ It imports these from the rooms of transformers/, beside `upstream/`:
 """
 
 # First: importing any room of transformers/ registers all of it, which imports files of this folder.
-from ..transformers import upstream as _upstream  # noqa: F401
+from ..models import upstream as _upstream  # noqa: F401

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .._faults import free
-from ..transformers.basics.logits import watch
+from ..models.basics.logits import watch
 from .calibration import AUTO, text_for, tokens_of_text
 from .own.config import is_ours
 from .source import Source

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..transformers.basics.scoped import having
+from ..models.basics.scoped import having
 
 # Takes parts out of a model without weights, which will be on a device. Returns: what is called once the rest
 # has its weights, or None.

@@ -18,12 +18,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ..models.basics.interface import experts_of
+from ..models.basics.state import state_in, state_of
+from ..models.modules.linears import formats_in
+from ..models.upstream.weights import WeightRenaming, seen_with
 from ..ops._checks import Check
 from ..quantization import Format
-from ..transformers.basics.interface import experts_of
-from ..transformers.basics.state import state_in, state_of
-from ..transformers.modules.linears import formats_in
-from ..transformers.upstream.weights import WeightRenaming, seen_with
 from .layouts.files import checkpoint_files, tensors_in
 from .layouts.layout import Section
 from .others.schemes import METHODS
@@ -158,7 +158,7 @@ def _packed_in(source: str) -> dict[str, str]:
 
 def _without_memory(model: Any) -> Any:
     """transformers' module of the MTP layers on the meta device, in the model's dtype."""
-    from ..transformers.upstream import MtpModel
+    from ..models.upstream import MtpModel
 
     with torch.device("meta"):
         result = MtpModel(model, model.config.get_text_config().num_mtp_layers).eval()
@@ -182,7 +182,7 @@ def _of_converted(model: Any) -> list[Any]:
 
 def _prefix(model: Any, layer: int) -> str:
     """Prefix of names of a quantised layer's tensors: transformers takes them for such a layer's."""
-    from ..transformers.upstream import MtpModel
+    from ..models.upstream import MtpModel
 
     names = MtpModel.get_mtp_weights_regex(model)
     number = model.config.get_text_config().num_hidden_layers + layer
@@ -262,7 +262,7 @@ def empty_mtp(model: Any, source: str) -> Any:
 
     Where its weights are not here, its config says how many there are.
     """
-    from ..transformers.upstream import MtpModel
+    from ..models.upstream import MtpModel
 
     config = model.config.get_text_config()
     is_here = Path(source).is_file() or any(Path(source).glob("*.safetensors"))
@@ -330,7 +330,7 @@ class _Found(NamedTuple):
 
 def _found(source: str, model: Any) -> _Found:
     """The tensors that a checkpoint has of the MTP layers for a model."""
-    from ..transformers.upstream import MtpModel
+    from ..models.upstream import MtpModel
 
     config = model.config.get_text_config()
     known = getattr(config, "num_mtp_layers", 0) or config.model_type in _UNCOUNTED

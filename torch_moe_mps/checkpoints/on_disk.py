@@ -21,7 +21,7 @@ from ..disk.file import ExpertsFile, Layer, written
 from ..disk.pool import Pools, least_memory, most_experts, slots_in
 from ..disk.stored import StoredExperts
 from ..macs import memory_for_models
-from ..transformers.basics.interface import (
+from ..models.basics.interface import (
     Experts,
     count_of,
     experts_of,
@@ -30,8 +30,8 @@ from ..transformers.basics.interface import (
     is_transposed,
     projections,
 )
-from ..transformers.modules.experts import pinned_config
-from ..transformers.modules.experts_on_disk import (
+from ..models.modules.experts import pinned_config
+from ..models.modules.experts_on_disk import (
     OnDisk,
     give_weights,
     keep_whole,
@@ -39,7 +39,7 @@ from ..transformers.modules.experts_on_disk import (
     put_table_on_disk,
     turned,
 )
-from ..transformers.modules.stacked_experts import run_form
+from ..models.modules.stacked_experts import run_form
 from .cutting import cutting
 from .quantize.sizes import (
     bytes_of_experts,

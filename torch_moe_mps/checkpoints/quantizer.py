@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..ops._checks import Check
-from ..transformers.basics.report import QuantizationReport
-from ..transformers.modules.experts import NAME
-from ..transformers.modules.linears import formats_in
-from ..transformers.upstream.weights import (
+from ..models.basics.report import QuantizationReport
+from ..models.modules.experts import NAME
+from ..models.modules.linears import formats_in
+from ..models.upstream.weights import (
     AUTO_QUANTIZER_MAPPING,
     HfQuantizer,
     build_glob_alternation,
     register_quantization_config,
     register_quantizer,
 )
+from ..ops._checks import Check
 from .absent import leave_out
 from .gguf.reading import GgufLayout
 from .layouts.checking import check_scales

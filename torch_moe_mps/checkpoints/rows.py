@@ -8,7 +8,7 @@ import torch
 
 from ..disk.file import Layer, dtype_of
 from ..disk.stored import FileRows, StoredTensor
-from ..transformers.upstream.weights import (
+from ..models.upstream.weights import (
     Concatenate,
     WeightConverter,
     WeightRenaming,

@@ -25,10 +25,10 @@ from transformers import (
 
 from .._hub import folder_in_the_cache
 from .._text import first_line, split_gguf
+from ..models.modules.experts import NAME
+from ..models.upstream.models import auto_class_of, cached_file, get_class_from_dynamic_module
+from ..models.upstream.weights import AutoHfQuantizer
 from ..quantization import Format
-from ..transformers.modules.experts import NAME
-from ..transformers.upstream.models import auto_class_of, cached_file, get_class_from_dynamic_module
-from ..transformers.upstream.weights import AutoHfQuantizer
 from .gguf.file import stated_config
 from .layouts.files import check_index, checkpoint_files, tensors_in
 from .mlx.reading import written_by_mlx

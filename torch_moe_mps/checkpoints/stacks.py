@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..transformers.basics.interface import (
+from ..models.basics.interface import (
     FORM,
     ExpertsForm,
     Stack,
@@ -24,8 +24,8 @@ from ..transformers.basics.interface import (
     projections,
     stack_of,
 )
-from ..transformers.modules.stacked_experts import run_form
-from ..transformers.upstream.weights import PrefixChange, WeightConverter, get_model_conversion_mapping
+from ..models.modules.stacked_experts import run_form
+from ..models.upstream.weights import PrefixChange, WeightConverter, get_model_conversion_mapping
 from .layouts.operations import Operation
 from .quantize.target import layer_of
 

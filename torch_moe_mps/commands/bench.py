@@ -24,6 +24,10 @@ from .._environment import processes
 from .._faults import gpu_busy, synchronize
 from ..checkpoints.source import Source
 from ..macs import this_mac
+from ..models.caches.prompt_cache import new_cache
+from ..models.capture.classes import tokens_of
+from ..models.modules.experts_on_disk import reads_of
+from ..models.upstream.calls import cache_among, cache_argument
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
 from ..serving.engine.engine import Engine
@@ -31,10 +35,6 @@ from ..serving.engine.job import Job
 from ..serving.engine.prefill import END
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative.drafting import Drafting
-from ..transformers.caches.prompt_cache import new_cache
-from ..transformers.capture.classes import tokens_of
-from ..transformers.modules.experts_on_disk import reads_of
-from ..transformers.upstream.calls import cache_among, cache_argument
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..transformers.basics.interface import FORM, are_apart, experts_of, is_quantized, is_settled
-from ..transformers.caches.cache import as_held
-from ..transformers.caches.deferred_states import bytes_beside
-from ..transformers.caches.growing import free_slots_for, window_slots
-from ..transformers.modules.stacked_experts import restore_form, run_form
-from ..transformers.upstream.calls import cache_among, call_on_shapes
+from ..models.basics.interface import FORM, are_apart, experts_of, is_quantized, is_settled
+from ..models.caches.cache import as_held
+from ..models.caches.deferred_states import bytes_beside
+from ..models.caches.growing import free_slots_for, window_slots
+from ..models.modules.stacked_experts import restore_form, run_form
+from ..models.upstream.calls import cache_among, call_on_shapes
 
 
 class KVCache:

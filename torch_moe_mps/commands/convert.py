@@ -32,9 +32,9 @@ from ..checkpoints.write.parts import Parts
 from ..checkpoints.write.plan import LoadPlan, planned
 from ..checkpoints.write.saving import save_parts
 from ..macs import machine_memory
-from ..transformers.basics.report import QuantizationReport, in_unit
+from ..models.basics.report import QuantizationReport, in_unit
+from ..models.upstream.models import GENERATION_CONFIG_NAME
 from ..transformers.loading import from_pretrained
-from ..transformers.upstream.models import GENERATION_CONFIG_NAME
 from .card import CARD, model_card
 from .early import check_packed, requests_format
 from .recipes import arguments_of

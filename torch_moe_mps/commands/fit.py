@@ -35,6 +35,8 @@ from ..checkpoints.quantize.target import Target
 from ..checkpoints.quantizer import layout_of
 from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
+from ..models.basics.interface import experts_of, weights_in
+from ..models.basics.report import aligned, unit_of
 from ..ops._checks import Check
 from ..ops.families.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
@@ -42,8 +44,6 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
-from ..transformers.basics.interface import experts_of, weights_in
-from ..transformers.basics.report import aligned, unit_of
 from . import residency
 from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe

@@ -13,10 +13,10 @@ from torch import Tensor
 from .._faults import free, synchronize
 from .._progress import with_progress
 from ..checkpoints.calibration import SAMPLE
+from ..models.basics.logits import wide_logits
+from ..models.basics.report import aligned
+from ..models.upstream.calls import cache_argument
 from ..ops.families.attention import CACHE_BITS
-from ..transformers.basics.logits import wide_logits
-from ..transformers.basics.report import aligned
-from ..transformers.upstream.calls import cache_argument
 from .places import utf8_text
 from .results import write_json
 from .sources import (
@@ -240,7 +240,7 @@ class WithQuantizedCache:
         self.model, self.device = model, model.device
 
     def __call__(self, input_ids: Tensor) -> Any:
-        from ..transformers.caches.cache import QuantizedCache
+        from ..models.caches.cache import QuantizedCache
 
         cache = QuantizedCache(self.model.config)
         return self.model(input_ids=input_ids, **cache_argument(self.model, cache), use_cache=True)

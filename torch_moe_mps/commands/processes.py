@@ -75,8 +75,8 @@ def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
         from ..transformers.loading import from_pretrained
 
         return from_pretrained(folder, **asked)
+    from ..models.upstream import DistributedConfig
     from ..pipeline import executor, loading
-    from ..transformers.upstream import DistributedConfig
 
     size = DistributedConfig(pp_size=processes())
     model = loading.from_pretrained(folder, distributed_config=size, shares=options.shares, **asked)

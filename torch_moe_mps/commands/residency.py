@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..checkpoints.quantize.sizes import large_tables, memory_for_slots, room_for_experts, top_k
-from ..transformers.basics.interface import count_of, experts_of
-from ..transformers.basics.report import aligned
+from ..models.basics.interface import count_of, experts_of
+from ..models.basics.report import aligned
 
 # Share of the experts that is in memory -> share of a token's experts that is found there: owners' figures
 # for Qwen3-30B-A3B with a least recently used cache a layer. Those of gpt-oss-120b and of Qwen3.8 are near.

@@ -144,7 +144,7 @@ def check_adapter(options: argparse.Namespace, folder: str) -> None:
         return
     from peft import LoraConfig, get_peft_model
 
-    from ..transformers.adapters.lora import check_stored, quiet
+    from ..models.adapters.lora import check_stored, quiet
 
     adapter, (_, dense) = place_of_adapter(options.adapter, weights=True), skeleton_of(options, folder)
     config = LoraConfig.from_pretrained(adapter)
@@ -160,7 +160,7 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
         return model
     from peft import PeftModel
 
-    from ..transformers.adapters.lora import quiet
+    from ..models.adapters.lora import quiet
 
     with quiet():
         adapted = PeftModel.from_pretrained(model, place_of_adapter(options.adapter, weights=True))
@@ -171,7 +171,7 @@ def _check_adapter_beside(plan: DiskPlan, adapter: str) -> None:
     """Raises: ValueError for an --adapter of experts that will be on the disk, before these are written."""
     from peft import LoraConfig
 
-    from ..transformers.adapters.peft import adapts_experts
+    from ..models.adapters.peft import adapts_experts
 
     config = LoraConfig.from_pretrained(place_of_adapter(adapter, weights=True))
     for name in plan.on_disk:

@@ -9,6 +9,7 @@ import torch
 from .._text import first_line
 from ..checkpoints.mtp import has_mtp, recipe_of_last_layer
 from ..checkpoints.source import Source
+from ..models.modules.experts_on_disk import expert_pools
 from ..serving.engine.ranges import vocabulary_of
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative import LOOKUP, MTP
@@ -16,7 +17,6 @@ from ..serving.speculative.asked import drafting_of
 from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from ..serving.speculative.drafting import Drafting
-from ..transformers.modules.experts_on_disk import expert_pools
 from .arguments import NO_DRAFTS
 from .caches import KVCache, block_cache, kv_cache
 from .sources import folder_of, loading_options, skeleton_of, tokenizer_of

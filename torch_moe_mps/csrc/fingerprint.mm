@@ -1,6 +1,6 @@
 // Compares what dictionaries of Python hold with what they held: what a captured token rests on.
 //
-// torch_moe_mps/transformers/capture/fingerprint.py calls this with ctypes, with Python's lock held, and
+// torch_moe_mps/models/capture/fingerprint.py calls this with ctypes, with Python's lock held, and
 // hands over a function of Python: the extension is linked with no Python. Between two tokens the processor's
 // caches lose most of these thousands of objects, hence the prefetch.
 #include <cstddef>

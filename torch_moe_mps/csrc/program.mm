@@ -1,6 +1,6 @@
 // A captured token: a list of operator calls that one call from Python runs, through PyTorch's dispatcher.
 //
-// torch.classes.moe_mps.Program, which torch_moe_mps/transformers/capture/program.py builds. Values have
+// torch.classes.moe_mps.Program, which torch_moe_mps/models/capture/program.py builds. Values have
 // places: constants -1, -2, ...; inputs, integers and results 0, 1, ... in this order.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>

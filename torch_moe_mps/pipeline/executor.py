@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ..models.basics.state import Beside
+from ..models.caches.batched import BatchedCache, NotBatchable
 from ..serving.engine.abilities import Abilities
 from ..serving.engine.drafts import Drafts
 from ..serving.engine.executor import Executor
 from ..serving.engine.groups import Group, Single
 from ..serving.engine.prefill import Prefill
 from ..serving.prefix_cache.memory import CachedPrefix, Images, PrefixCache
-from ..transformers.basics.state import Beside
-from ..transformers.caches.batched import BatchedCache, NotBatchable
 from . import orders
 from .peers import PeerError, from_bytes
 from .running import Running

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..models.caches.batched import BatchedCache, NotBatchable
 from ..serving.engine.executor import call_model, prefill_of, step_of
 from ..serving.engine.inputs import images_of
 from ..serving.engine.prefill import Prefill, turning
 from ..serving.prefix_cache.memory import PrefixCache
-from ..transformers.caches.batched import BatchedCache, NotBatchable
 from ..transformers.deferrable import deferrable_layers
 from . import orders
 from .peers import as_bytes

@@ -16,9 +16,9 @@ from ..checkpoints.cutting import cutting
 from ..checkpoints.layouts.files import sample_of
 from ..checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..checkpoints.source import Source
+from ..models.upstream.models import cached_file
 from ..serving.engine.memory import Memory
 from ..transformers import loading
-from ..transformers.upstream.models import cached_file
 from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts
 from .running import Running

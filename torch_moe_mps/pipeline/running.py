@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..transformers.basics.state import PIPELINE, Beside
+from ..models.basics.state import PIPELINE, Beside
 from .handing import Handing, ModelCall, refuse
 from .peers import Peers
 from .stages import Stage

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.absent import beside_text, leave_out
-from ..transformers.caches.separate import Separate
-from ..transformers.upstream.calls import cache_among
-from ..transformers.upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from ..models.caches.separate import Separate
+from ..models.upstream.calls import cache_among
+from ..models.upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from .loop import Loop
 
 

@@ -12,11 +12,11 @@ from .. import ops as _operators  # noqa: F401  # registers them: patterns name 
 from . import supported as _supported  # refuses a transformers that is too old
 
 try:
+    from ..models.basics.interface import experts_of, is_experts, is_quantized
+    from ..models.basics.report import QuantizationReport, Report, Row
+    from ..models.modules.experts import unsupported
     from . import wiring  # noqa: F401  # fills the tables
     from .accelerate import accelerate, restore
-    from .basics.interface import experts_of, is_experts, is_quantized
-    from .basics.report import QuantizationReport, Report, Row
-    from .modules.experts import unsupported
 except ImportError as error:
     raise _supported.lacking(error) from error
 

@@ -12,16 +12,16 @@ from .._faults import synchronize
 from ..checkpoints.quantize.importance import Importance, given_importance
 from ..checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
-from .attention.implementations import (
+from ..models.attention.implementations import (
     attention_layers,
     choose_implementations,
     require_kv_bits,
     use_attention,
 )
-from .attention.latents import use_latents
-from .basics.code import unchanged
-from .basics.configs import EXPERTS, ImplementationNames, drop_views
-from .basics.interface import (
+from ..models.attention.latents import use_latents
+from ..models.basics.code import unchanged
+from ..models.basics.configs import EXPERTS, ImplementationNames, drop_views
+from ..models.basics.interface import (
     FORM,
     are_apart,
     experts_of,
@@ -31,20 +31,20 @@ from .basics.interface import (
     is_settled,
     weights_in,
 )
-from .basics.logits import mark_head
-from .basics.report import Done, Report
-from .basics.residency import end_residency, keep_resident
-from .basics.state import kv_bits_of
-from .basics.unmodified import eager_on_cpu, refusal, why_unmodified
+from ..models.basics.logits import mark_head
+from ..models.basics.report import Done, Report
+from ..models.basics.residency import end_residency, keep_resident
+from ..models.basics.state import kv_bits_of
+from ..models.basics.unmodified import eager_on_cpu, refusal, why_unmodified
+from ..models.modules.experts import NAME, described, unsupported
+from ..models.modules.linears import QuantizedLayer, has_quantized_weights
+from ..models.modules.results import complete_results, restore_results
+from ..models.modules.rules.norms import warn_of_traces
+from ..models.modules.stacked_experts import restore_form, run_form
+from ..models.trials.comparing import on_the_cpu
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
-from .modules.experts import NAME, described, unsupported
-from .modules.linears import QuantizedLayer, has_quantized_weights
-from .modules.results import complete_results, restore_results
-from .modules.rules.norms import warn_of_traces
-from .modules.stacked_experts import restore_form, run_form
 from .self_check import begin, check_replacements, is_wanted, use_tensor_units
-from .trials.comparing import on_the_cpu
 
 ATTENTION = Done("cached_attention")
 # Operators in place of modules that traces recognise: each model has such modules.
@@ -114,8 +114,8 @@ def accelerate(
     require_kv_bits("accelerate", kv_bits)
     is_unmodified = False
     if _is_of_transformers(model):
-        from .capture.policy import wanted_capture
-        from .trials.untested import settle
+        from ..models.capture.policy import wanted_capture
+        from ..models.trials.untested import settle
 
         capture = wanted_capture(capture)
         formats = wanted is not None and wanted.experts is not None
@@ -257,9 +257,9 @@ def _add_other_experts(
 
 def _replace_calls(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Changes calls of the model: its caches, its head and losses, tokens that become one call."""
-    from .caches.cache import grow_caches_in_place
-    from .capture.classes import capture_calls, operators_of_calls, tokens_of
-    from .modules.loss import chunk_losses
+    from ..models.caches.cache import grow_caches_in_place
+    from ..models.capture.classes import capture_calls, operators_of_calls, tokens_of
+    from ..models.modules.loss import chunk_losses
 
     complete_results(model)
     grow_caches_in_place(model, kv_bits)
@@ -285,9 +285,9 @@ def restore(model: nn.Module) -> nn.Module:
     end_residency(model)
     if _is_of_transformers(model):
         from ..checkpoints.write.saving import restore_saving
-        from .caches.cache import restore_cache
-        from .capture.classes import restore_calls
-        from .modules.loss import restore_losses
+        from ..models.caches.cache import restore_cache
+        from ..models.capture.classes import restore_calls
+        from ..models.modules.loss import restore_losses
 
         restore_calls(model)
         restore_losses(model)

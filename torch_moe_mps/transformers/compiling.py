@@ -12,11 +12,7 @@ from .._environment import TUNE, is_on
 from .._extension import host_library, torch_version
 from .._versions import TORCH
 from ..macs import refusal
-from ..ops._samples import FAMILY_OF
-from ..ops.families.attention import CACHE_BITS
-from ..selfcheck.calls import DTYPES
-from ..selfcheck.libraries import compile_side_by_side
-from .basics.interface import (
+from ..models.basics.interface import (
     FORM,
     ON_DISK,
     codes_of,
@@ -28,8 +24,12 @@ from .basics.interface import (
     weights_in,
     weights_of_experts,
 )
-from .basics.state import kv_bits_of
-from .modules.linears import formats_in
+from ..models.basics.state import kv_bits_of
+from ..models.modules.linears import formats_in
+from ..ops._samples import FAMILY_OF
+from ..ops.families.attention import CACHE_BITS
+from ..selfcheck.calls import DTYPES
+from ..selfcheck.libraries import compile_side_by_side
 
 SOFTMAX_HEADS = ("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")  # attributes of modules
 WIDTHS = (64, 128, 256, 512)  # elements of values, the most that a library of attention takes

@@ -11,17 +11,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .basics.state import original_class
-from .caches.deferred_states import KINDS, AnyKind, DeferredLayer, can_defer, committed, deferred, states_of
-from .caches.prompt_cache import new_cache
-from .caches.state import LayerState, copy_of_layer
+from ..models.basics.state import original_class
+from ..models.caches.deferred_states import (
+    KINDS,
+    AnyKind,
+    DeferredLayer,
+    can_defer,
+    committed,
+    deferred,
+    states_of,
+)
+from ..models.caches.prompt_cache import new_cache
+from ..models.caches.state import LayerState, copy_of_layer
+from ..models.trials.comparing import agrees, on_the_cpu, tried
+from ..models.trials.draws import normal
+from ..models.trials.forms import first_form
+from ..models.trials.replicas import LinearCache, replica_of, width_of
+from ..models.upstream.calls import cache_argument, needed_arguments
+from ..models.upstream.models import CacheLayerMixin, LinearAttentionLayer
 from .install import is_rewritten, run_as, runs_with_cache
-from .trials.comparing import agrees, on_the_cpu, tried
-from .trials.draws import normal
-from .trials.forms import first_form
-from .trials.replicas import LinearCache, replica_of, width_of
-from .upstream.calls import cache_argument, needed_arguments
-from .upstream.models import CacheLayerMixin, LinearAttentionLayer
 
 _PROMPT, _DRAFTS = 5, 4  # tokens
 _RIGHT = (3, 1)  # accepted draft tokens, of two rows

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .capture.classes import capture_calls, captures_of
-from .capture.policy import wanted_capture
-from .upstream.calls import cache_argument
+from ..models.capture.classes import capture_calls, captures_of
+from ..models.capture.policy import wanted_capture
+from ..models.upstream.calls import cache_argument
 
 
 class DFlashStep(PreTrainedModel):
@@ -37,7 +37,7 @@ class DFlashStep(PreTrainedModel):
             states: [1, T, H] of the model's tokens in front of the block, that the assistant has not read.
             position_ids: [1, T + block]
         """
-        from .upstream.models import block_embedding
+        from ..models.upstream.models import block_embedding
 
         kept: Any = cache
         kept.set_previous_accepted_tokens(states.shape[1])

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from .._text import first_line
-from .basics.code import code_of
-from .basics.guards import Guards, Kept, holds, recording
-from .basics.record import recording_code
-from .basics.report import Done
-from .basics.state import (
+from ..models.basics.code import code_of
+from ..models.basics.guards import Guards, Kept, holds, recording
+from ..models.basics.record import recording_code
+from ..models.basics.report import Done
+from ..models.basics.state import (
     NOTHING,
     REWRITTEN,
     STATE,
@@ -29,14 +29,14 @@ from .basics.state import (
     state_of,
     subclass,
 )
-from .basics.unmodified import are_slower, eager_is_faster, refusal, why_unmodified
-from .caches.separate import by_sequence, reads_a_layer
-from .modules.experts import runs_eager
-from .modules.functions import InPlace, while_unchanged, with_operators
-from .modules.rules import FUNCTION_RULES, MODULE_RULES
-from .trials.comparing import on_the_cpu
-from .trials.memory import recall
-from .upstream.calls import Binder, as_given, cache_name, in_place
+from ..models.basics.unmodified import are_slower, eager_is_faster, refusal, why_unmodified
+from ..models.caches.separate import by_sequence, reads_a_layer
+from ..models.modules.experts import runs_eager
+from ..models.modules.functions import InPlace, while_unchanged, with_operators
+from ..models.modules.rules import FUNCTION_RULES, MODULE_RULES
+from ..models.trials.comparing import on_the_cpu
+from ..models.trials.memory import recall
+from ..models.upstream.calls import Binder, as_given, cache_name, in_place
 
 # {name of a method: its class's own -> the one that rewritten modules have}
 METHODS: dict[str, Callable[[Callable], Callable]] = {}

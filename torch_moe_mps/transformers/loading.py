@@ -23,12 +23,12 @@ from ..checkpoints.quantize.streaming import one_by_one, threads_crash
 from ..checkpoints.quantizer import Quantizer
 from ..checkpoints.source import NO_MODEL, Source
 from ..macs import machine_memory
+from ..models.attention.implementations import require_kv_bits
+from ..models.basics.unmodified import why_unmodified
+from ..models.caches.cache import grow_caches_in_place
+from ..models.modules.experts import NAME
 from .accelerate import accelerate
-from .attention.implementations import require_kv_bits
-from .basics.unmodified import why_unmodified
-from .caches.cache import grow_caches_in_place
 from .compiling import compile_kernels
-from .modules.experts import NAME
 from .self_check import allowed, working_kv_bits
 
 # Arguments of the class's `from_pretrained` that find, name and cast weights, which `Source` knows, too; and

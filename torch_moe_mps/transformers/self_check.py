@@ -14,6 +14,12 @@ import torch
 from torch import nn
 
 from .._environment import CHECK, is_on
+from ..models.basics.interface import formats_of, is_experts, is_quantized
+from ..models.basics.report import Report
+from ..models.basics.scoped import having
+from ..models.basics.unmodified import REFUSED, is_on_mps
+from ..models.graphs.passes import INTRODUCED
+from ..models.modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
 from ..ops._formats import Format
 from ..ops._samples import LINEAR_ATTENTION, OF_HEADS
 from ..ops.families.attention import CACHE_BITS
@@ -23,13 +29,7 @@ from ..selfcheck.compare import Finding
 from ..selfcheck.libraries import libraries
 from ..selfcheck.machine import COMMAND, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
-from .basics.interface import formats_of, is_experts, is_quantized
-from .basics.report import Report
-from .basics.scoped import having
-from .basics.unmodified import REFUSED, is_on_mps
 from .compiling import SOFTMAX_HEADS, cache_libraries, compile_libraries, head_widths, tensor_libraries_of
-from .graphs.passes import INTRODUCED
-from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
 
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {

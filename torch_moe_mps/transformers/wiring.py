@@ -13,23 +13,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..checkpoints.gguf.file import GGUF_ARCHITECTURES
 from ..checkpoints.quantize.in_place import LOADED
 from ..checkpoints.quantizer import register as register_quantizer
-from . import families
+from ..models import families
+from ..models.attention.attention import attention, attention_mask
+from ..models.attention.implementations import MASKS_CHOICES
+from ..models.attention.indexer import rewrite_indexer
+from ..models.attention.latents import METHOD, lazy_expand_kv
+from ..models.basics.interface import RECOGNISERS
+from ..models.caches.declared import GROWING_CLASSES
+from ..models.capture.candidates import CANDIDATES
+from ..models.families import Family
+from ..models.graphs.passes import INTRODUCED, PASSES
+from ..models.graphs.passes.routing import OPTIONS_OF
+from ..models.modules.experts import NAME, experts_forward
+from ..models.modules.rules import MODULE_RULES
+from ..models.modules.stacked_experts import recognise_stacks
+from ..models.upstream.models import ALL_EXPERTS_FUNCTIONS
 from .accelerate import accelerate
-from .attention.attention import attention, attention_mask
-from .attention.implementations import MASKS_CHOICES
-from .attention.indexer import rewrite_indexer
-from .attention.latents import METHOD, lazy_expand_kv
-from .basics.interface import RECOGNISERS
-from .caches.declared import GROWING_CLASSES
-from .capture.candidates import CANDIDATES
-from .families import Family
-from .graphs.passes import INTRODUCED, PASSES
-from .graphs.passes.routing import OPTIONS_OF
 from .install import METHODS
-from .modules.experts import NAME, experts_forward
-from .modules.rules import MODULE_RULES
-from .modules.stacked_experts import recognise_stacks
-from .upstream.models import ALL_EXPERTS_FUNCTIONS
 
 FAMILIES = (
     "dbrx",

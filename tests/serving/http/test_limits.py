@@ -31,6 +31,7 @@ from support.processes import REPOSITORY
 from support.scripted import ask, until
 
 from torch_moe_mps._text import shown
+from torch_moe_mps.models.upstream.models import variables_of
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.loop import DeviceThreadError
 from torch_moe_mps.serving.engine.memory import memory_in_use
@@ -39,7 +40,6 @@ from torch_moe_mps.serving.http.answers import Answers
 from torch_moe_mps.serving.http.limited import Limited, TooLong
 from torch_moe_mps.serving.http.request import Refused
 from torch_moe_mps.serving.http.structured import Masked
-from torch_moe_mps.transformers.upstream.models import variables_of
 
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a~"}], "max_tokens": 3},

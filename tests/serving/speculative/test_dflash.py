@@ -12,8 +12,8 @@ from support.speculative import Answered, Partly, prompts, settings
 
 import torch_moe_mps
 from torch_moe_mps import _environment
+from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.serving.speculative.dflash import DFlash
-from torch_moe_mps.transformers.capture.classes import captures_of
 
 DFlashCache = pytest.importorskip("transformers.cache_utils").DFlashCache
 

@@ -15,6 +15,10 @@ from transformers import LogitsProcessor
 
 import torch_moe_mps
 from torch_moe_mps import _environment
+from torch_moe_mps.models.caches.batched import BatchedCache
+from torch_moe_mps.models.caches.prompt_cache import new_cache
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.serving.engine import drafts as drafts_of
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
@@ -22,11 +26,7 @@ from torch_moe_mps.serving.engine.sampling import Sampler
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
 from torch_moe_mps.serving.speculative.verify import verified
-from torch_moe_mps.transformers.caches.batched import BatchedCache
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
-from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferrable import deferrable_layers
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # No logits of text, and a cache of its own.
 OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches.state import parts
-from torch_moe_mps.transformers.capture import replay
-from torch_moe_mps.transformers.capture.classes import captures_of
-from torch_moe_mps.transformers.upstream.calls import cache_argument
+from torch_moe_mps.models.caches.state import parts
+from torch_moe_mps.models.capture import replay
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.upstream.calls import cache_argument
 
 # Contexts of two lengths -------------------------------------------------------------------------------
 

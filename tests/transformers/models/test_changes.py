@@ -32,8 +32,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
+from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.transformers import is_experts
-from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.install import rewrite
 
 transformers.logging.set_verbosity_error()

@@ -22,11 +22,11 @@ from support.speculative import Answered, prompts, settings
 from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
+from torch_moe_mps.models.caches.batched import BatchedCache
+from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.serving.speculative.mtp import Mtp
-from torch_moe_mps.transformers.caches.batched import BatchedCache
-from torch_moe_mps.transformers.capture.classes import captures_of
 from torch_moe_mps.transformers.deferrable import deferrable_layers
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 # Models with LayerNorms: in 4 bit, and dense, where no product takes the sum in front of the norm.
 LAYER_NORMS = {
@@ -45,7 +45,7 @@ def accelerated(architecture: str, **overrides: object):
 
 
 def test_launches_of_a_layer(simulated):
-    """Of Cohere's model; tests/transformers/families has those of others."""
+    """Of Cohere's model; tests/models/families has those of others."""
     captured, of_modules = {"dense": 9, "sparse": 8, "outside": 4}, {"dense": 13, "sparse": 21}
     check_launches(simulated, "cohere2_moe", captured, of_modules)
 

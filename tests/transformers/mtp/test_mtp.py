@@ -27,7 +27,7 @@ import torch_moe_mps
 from torch_moe_mps import accelerate
 from torch_moe_mps.checkpoints.mtp import _counted
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.modules.linears import formats_in
+from torch_moe_mps.models.modules.linears import formats_in
 from torch_moe_mps.transformers.mtp.steps import mtp_layers, mtp_steps
 
 PROMPT = torch.arange(1, 9)[None]

@@ -14,10 +14,10 @@ from support.processes import forked
 import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps._environment import CAPTURE
+from torch_moe_mps.models.caches.quantized_states import QuantizedStates
+from torch_moe_mps.models.upstream.calls import cache_argument
 from torch_moe_mps.selfcheck import calls, machine, once
 from torch_moe_mps.transformers import self_check
-from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.upstream.calls import cache_argument
 
 NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])[:1]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

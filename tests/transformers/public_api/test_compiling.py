@@ -17,10 +17,10 @@ from torch_moe_mps import macs
 from torch_moe_mps._environment import ONE_THREAD
 from torch_moe_mps.checkpoints.quantize import streaming
 from torch_moe_mps.commands.sources import usable_device
+from torch_moe_mps.models.modules.linears import QuantizedLinear
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers import compiling
 from torch_moe_mps.transformers.compiling import libraries_of
-from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 
 FIRST_TOKEN = """
 import sys

@@ -9,11 +9,11 @@ from support.sweep import in_sweep
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_moe_mps
-from torch_moe_mps.transformers.caches import deferred_states as layers
-from torch_moe_mps.transformers.caches.deferred_states import Selective, StateKind
-from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.models.caches import deferred_states as layers
+from torch_moe_mps.models.caches.deferred_states import Selective, StateKind
+from torch_moe_mps.models.caches.prompt_cache import new_cache
+from torch_moe_mps.models.upstream.models import LinearAttentionLayer
 from torch_moe_mps.transformers.deferrable import deferrable_layers
-from torch_moe_mps.transformers.upstream.models import LinearAttentionLayer
 
 RULE, CHANNELS = StateKind(delta=True), StateKind(delta=True, is_wide=True)
 MAMBA, SELECTIVE = StateKind(delta=False, is_transposed=True), Selective

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support import tiny_models
 
-from torch_moe_mps.transformers.upstream.reach import ROWS
+from torch_moe_mps.models.upstream.reach import ROWS
 
 PROGRAM = """
 import gc, sys, types, warnings

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import first_line
-from ...quantization import Format, QuantizedWeight
-from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
-from ...transformers.families import GgufArchitecture
-from ...transformers.upstream.weights import (
+from ...models.families import GgufArchitecture
+from ...models.upstream.weights import (
     CONFIG_MAPPING,
     WeightConverter,
     WeightRenaming,
     gguf,
     rename_source_key,
 )
+from ...quantization import Format, QuantizedWeight
+from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
 from .header import check_offsets, check_sizes, config_of_first_loader, header_of
@@ -165,7 +165,7 @@ class _Processed:
     """Names and values by transformers' first GGUF loader, which processes numpy arrays."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
-        from ...transformers.upstream import modeling_gguf_pytorch_utils as first
+        from ...models.upstream import modeling_gguf_pytorch_utils as first
 
         processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
         self._processor = processor(config=model.config.to_dict())
@@ -205,7 +205,7 @@ class _Converted:
     """Names and values by its second GGUF loader, which has converters as of other checkpoints."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
-        from ...transformers.upstream.weights import get_gguf_conversion_mapping
+        from ...models.upstream.weights import get_gguf_conversion_mapping
 
         conversions: Callable[[Any], list[Any]] = functools.partial(get_gguf_conversion_mapping, architecture)
         if (by_us := GGUF_ARCHITECTURES.get(architecture)) is not None:
@@ -259,7 +259,7 @@ class _Converted:
 
 def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
     """The loader of transformers that reads an architecture; the second where it or a family of ours can."""
-    from ...transformers.upstream.weights import is_gguf_arch_supported
+    from ...models.upstream.weights import is_gguf_arch_supported
 
     converts = architecture in GGUF_ARCHITECTURES or is_gguf_arch_supported(architecture)
     return (_Converted if converts else _Processed)(architecture, model)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...transformers.upstream.weights import reader
+from ...models.upstream.weights import reader
 
 _TOKENS = "tokenizer.ggml.tokens"
 # Sizes of experts that files state and transformers' first loader leaves at its defaults.
@@ -104,7 +104,7 @@ def config_of_first_loader(path: str) -> dict[str, Any]:
 
     It parses a small file with the header's fields in place of the file.
     """
-    from ...transformers.upstream import modeling_gguf_pytorch_utils
+    from ...models.upstream import modeling_gguf_pytorch_utils
 
     load = modeling_gguf_pytorch_utils.load_gguf_checkpoint
     if find_spec("gguf") is None:  # it says what to install

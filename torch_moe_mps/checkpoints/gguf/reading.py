@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...transformers.basics.report import QuantizationReport
+from ...models.basics.report import QuantizationReport
 from ..layouts.layout import Layout
 from ..layouts.operations import Operation
 from ..mlx.rows import NamedConverter

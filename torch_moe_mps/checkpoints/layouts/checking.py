@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ...models.modules.linears import OrderedLinear, formats_in
 from ...ops._checks import Check
 from ...ops._formats import INFINITE_E8M0, Format
-from ...transformers.modules.linears import OrderedLinear, formats_in
 from ..quantize.weights import quantized_names
 from .files import tensors_in
 

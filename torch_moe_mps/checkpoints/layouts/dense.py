@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..._faults import release_cache
+from ...models.basics.report import QuantizationReport
 from ...ops._checks import Check
 from ...quantization import QuantizedWeight
-from ...transformers.basics.report import QuantizationReport
 from ..gguf.reading import Dense, checked_file
 from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target

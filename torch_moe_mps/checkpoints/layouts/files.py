@@ -36,7 +36,7 @@ def checkpoint_files(source: str, variant: str | None = None, **where: Any) -> l
     Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
     """
     # Not above: transformers imports its models after its quantizers, and so this file.
-    from ...transformers.upstream.weights import _get_resolved_checkpoint_files
+    from ...models.upstream.weights import _get_resolved_checkpoint_files
 
     config, _ = PreTrainedConfig.get_config_dict(source, **where)
     folder = Path(source, where.get("subfolder") or "")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from ...models.basics.report import QuantizationReport
 from ...quantization import Format
-from ...transformers.basics.report import QuantizationReport
 from ..quantize.target import Target, present
 from ..quantize.weights import install_stored
 from .checking import check_loaded

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.upstream.weights import ConversionOps
 from ...quantization import repack_mxfp4_blocks
-from ...transformers.upstream.weights import ConversionOps
 
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 

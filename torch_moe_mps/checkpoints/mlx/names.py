@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...transformers.basics.interface import Experts, count_of, projections
-from ...transformers.upstream.weights import (
+from ...models.basics.interface import Experts, count_of, projections
+from ...models.upstream.weights import (
     PrefixChange,
     get_model_conversion_mapping,
     revert_weight_conversion,

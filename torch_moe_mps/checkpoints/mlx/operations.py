@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.upstream.weights import ConversionOps
 from ...quantization import Format, QuantizedWeight, dequantize
-from ...transformers.upstream.weights import ConversionOps
 from ..layouts.operations import Operation, each, only
 from ..quantize.weights import as_int32
 

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..._text import first_line
+from ...models.basics.interface import is_transposed
 from ...ops._checks import Check
 from ...quantization import Format
-from ...transformers.basics.interface import is_transposed
 from ..absent import beside_text
 from ..layouts.checking import DENSE, check_tensor, may_lack
 from ..layouts.dense import StreamingLayout

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...quantization import TENSORS, Format
-from ...transformers.basics.interface import Experts, count_of, experts_of, is_transposed
-from ...transformers.modules.experts import is_interleaved
-from ...transformers.upstream.weights import (
+from ...models.basics.interface import Experts, count_of, experts_of, is_transposed
+from ...models.modules.experts import is_interleaved
+from ...models.upstream.weights import (
     Concatenate,
     ConversionOps,
     Interleave,
@@ -19,6 +18,7 @@ from ...transformers.upstream.weights import (
     WeightConverter,
     WeightTransform,
 )
+from ...quantization import TENSORS, Format
 from ..quantize.weights import quantized_names
 from .names import MlxNames
 from .operations import Cast, as_stored, dequantized, halves, joined_stacks, one_less, stacked

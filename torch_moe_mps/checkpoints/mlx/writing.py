@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...models.modules.linears import formats_in
 from ...quantization import Format
-from ...transformers.modules.linears import formats_in
 from ..absent import beside_text
 from ..layouts.files import Shards
 from ..quantize.weights import quantized_names

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import first_line
-from ...ops._checks import Check
-from ...quantization import QuantizedWeight
-from ...quantization.formats import ErrorSums
-from ...transformers.basics.interface import is_experts, is_transposed
-from ...transformers.modules.experts import is_interleaved
-from ...transformers.upstream.weights import (
+from ...models.basics.interface import is_experts, is_transposed
+from ...models.modules.experts import is_interleaved
+from ...models.upstream.weights import (
     Concatenate,
     Interleave,
     MergeModulelist,
@@ -30,6 +27,9 @@ from ...transformers.upstream.weights import (
     dot_natural_key,
     rename_source_key,
 )
+from ...ops._checks import Check
+from ...quantization import QuantizedWeight
+from ...quantization.formats import ErrorSums
 from ..layouts.checking import DENSE, check_tensor
 from ..layouts.dense import StreamingLayout
 from ..layouts.layout import Section

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from ...models.basics.report import any_layer
+from ...models.modules.experts import NAME
+from ...models.upstream.weights import QuantizationConfigMixin
 from ...ops._checks import Check
 from ...quantization import Format
-from ...transformers.basics.report import any_layer
-from ...transformers.modules.experts import NAME
-from ...transformers.upstream.weights import QuantizationConfigMixin
 from ..quantize.recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
 from ..quantize.target import Target, paths_of, quantizable
 
@@ -191,7 +191,7 @@ def _named(stored: str, every: Mapping[str, Target], required: bool) -> list[str
 def _renamed(stored: str, model: Any) -> str:
     """The name that transformers gives a module of the checkpoint: a part of a model may have others."""
     # Still incomplete when transformers' quantizers, and with them ours, are imported.
-    from ...transformers.upstream.weights import get_model_conversion_mapping
+    from ...models.upstream.weights import get_model_conversion_mapping
 
     name = f"{stored}."
     for conversion in get_model_conversion_mapping(model):

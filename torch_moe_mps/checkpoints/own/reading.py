@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...models.basics.interface import is_transposed
+from ...models.basics.report import QuantizationReport
+from ...models.upstream.weights import WeightConverter
 from ...quantization import Format, QuantizedWeight, dequantize
-from ...transformers.basics.interface import is_transposed
-from ...transformers.basics.report import QuantizationReport
-from ...transformers.upstream.weights import WeightConverter
 from ..layouts.checking import check_files
 from ..layouts.dense import StreamingLayout
 from ..layouts.operations import Operation, packed_blocks

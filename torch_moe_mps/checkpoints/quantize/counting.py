@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...transformers.modules.linears import formats_in
+from ...models.modules.linears import formats_in
 from .weights import quantized_names
 
 _NAME = "packed_weights"

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...models.basics.interface import are_apart, is_quantized, weights_of_experts
+from ...models.basics.report import QuantizationReport
+from ...models.basics.state import original_class
 from ...ops._checks import Check
 from ...quantization import Format
-from ...transformers.basics.interface import are_apart, is_quantized, weights_of_experts
-from ...transformers.basics.report import QuantizationReport
-from ...transformers.basics.state import original_class
 from .reasons import Reasons
 from .recipe import Recipe
 from .target import Target, other_matrices, paths_of, quantizable, size_of

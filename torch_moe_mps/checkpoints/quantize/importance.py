@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..._progress import with_progress
+from ...models.basics.interface import ON_DISK, Experts, count_of, projections
+from ...models.modules.experts import activated_rows
+from ...models.modules.linears import GroupedLinear, QuantizedLinear
+from ...models.modules.stacked_experts import takes_ids
 from ...ops._checks import Check
 from ...quantization.formats import check_importance, check_weighed
-from ...transformers.basics.interface import ON_DISK, Experts, count_of, projections
-from ...transformers.modules.experts import activated_rows
-from ...transformers.modules.linears import GroupedLinear, QuantizedLinear
-from ...transformers.modules.stacked_experts import takes_ids
 from .reasons import groups_of
 from .target import Target, quantizable
 from .tied import tied_layers

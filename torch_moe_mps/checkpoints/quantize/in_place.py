@@ -8,10 +8,10 @@ from torch import nn
 
 from ..._faults import release_cache
 from ..._progress import with_progress
-from ...transformers.basics.interface import formats_of, is_quantized, weights_in
-from ...transformers.basics.report import QuantizationReport
-from ...transformers.modules.experts import unsupported
-from ...transformers.modules.linears import QuantizedLayer, has_quantized_weights
+from ...models.basics.interface import formats_of, is_quantized, weights_in
+from ...models.basics.report import QuantizationReport
+from ...models.modules.experts import unsupported
+from ...models.modules.linears import QuantizedLayer, has_quantized_weights
 from .counting import count_packed_weights
 from .decision import weights_of
 from .importance import Importance

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...transformers.basics.interface import count_of, experts_of
-from ...transformers.basics.state import original_class
-from ...transformers.graphs.patterns import match
-from ...transformers.modules.traced import Input, path_of, trace
-from ...transformers.trials.comparing import agrees, on_the_cpu, tried
-from ...transformers.trials.replicas import bare_replica
+from ...models.basics.interface import count_of, experts_of
+from ...models.basics.state import original_class
+from ...models.graphs.patterns import match
+from ...models.modules.traced import Input, path_of, trace
+from ...models.trials.comparing import agrees, on_the_cpu, tried
+from ...models.trials.replicas import bare_replica
 from ..absent import around_text
 from .target import is_conv1d
 from .weight_uses import use_of_weight, weights_written_by

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..._limits import LARGEST_CHUNK
 from ...disk.file import uses_page_cache
-from ...quantization import Format, QuantizedWeight
-from ...transformers.basics.interface import (
+from ...models.basics.interface import (
     are_apart,
     count_of,
     experts_of,
@@ -20,7 +19,8 @@ from ...transformers.basics.interface import (
     weights_in,
     weights_of_experts,
 )
-from ...transformers.basics.report import QuantizationReport, QuantizedProjection
+from ...models.basics.report import QuantizationReport, QuantizedProjection
+from ...quantization import Format, QuantizedWeight
 from .target import Target
 from .tied import tied_layers
 

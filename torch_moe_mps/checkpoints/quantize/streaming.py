@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._environment import set_one_thread
 from ..._extension import torch_version
-from ...transformers.upstream.weights import ConversionOps, WeightConverter
+from ...models.upstream.weights import ConversionOps, WeightConverter
 from ..layouts.operations import only
 
 

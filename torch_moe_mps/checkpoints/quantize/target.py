@@ -8,9 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check
-from ...quantization import Format
-from ...transformers.basics.interface import (
+from ...models.basics.interface import (
     FORM,
     Experts,
     are_apart,
@@ -21,8 +19,10 @@ from ...transformers.basics.interface import (
     stack_of,
     weights_of_experts,
 )
-from ...transformers.basics.state import original_class
-from ...transformers.modules.linears import QuantizedLayer
+from ...models.basics.state import original_class
+from ...models.modules.linears import QuantizedLayer
+from ...ops._checks import Check
+from ...quantization import Format
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 

@@ -16,13 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check
-from ...quantization import TENSORS, QuantizedWeight
-from ...quantization.formats import ErrorSums, check_finite, quantize_stack
-from ...transformers.basics.interface import ON_DISK, drop_apart, projections
-from ...transformers.basics.report import QuantizedProjection
-from ...transformers.modules.experts import pinned_config
-from ...transformers.modules.linears import (
+from ...models.basics.interface import ON_DISK, drop_apart, projections
+from ...models.basics.report import QuantizedProjection
+from ...models.modules.experts import pinned_config
+from ...models.modules.linears import (
     GroupedLinear,
     OrderedLinear,
     QuantizedEmbedding,
@@ -30,8 +27,11 @@ from ...transformers.modules.linears import (
     QuantizedLinear,
     as_codes,
 )
-from ...transformers.modules.stacked_experts import run_form
-from ...transformers.upstream.reach import hold_reach
+from ...models.modules.stacked_experts import run_form
+from ...models.upstream.reach import hold_reach
+from ...ops._checks import Check
+from ...quantization import TENSORS, QuantizedWeight
+from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from .reasons import groups_of
 from .target import Target
 

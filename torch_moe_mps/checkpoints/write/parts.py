@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..._progress import with_progress
-from ...ops._checks import Check
-from ...transformers.basics.interface import codes_of, weights_in
-from ...transformers.basics.report import QuantizationReport
-from ...transformers.upstream.models import logging
-from ...transformers.upstream.weights import (
+from ...models.basics.interface import codes_of, weights_in
+from ...models.basics.report import QuantizationReport
+from ...models.upstream.models import logging
+from ...models.upstream.weights import (
     LoadStateDictConfig,
     convert_and_load_state_dict_in_model,
 )
+from ...ops._checks import Check
 from ..layouts.checking import may_lack
 from ..layouts.files import Shards
 from ..quantize.importance import Importance

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...models.basics.interface import codes_of
+from ...models.basics.report import aligned, any_layer, in_unit
+from ...models.modules.linears import formats_in
 from ...quantization import Format
-from ...transformers.basics.interface import codes_of
-from ...transformers.basics.report import aligned, any_layer, in_unit
-from ...transformers.modules.linears import formats_in
 from ..quantize.sizes import bytes_a_token
 from ..quantize.target import quantizable
 from ..quantize.tied import tied_layers

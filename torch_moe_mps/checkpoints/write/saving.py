@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...models.basics.interface import experts_of, projections
+from ...models.basics.state import made_as, restore_class, subclass
+from ...models.modules.experts import NAME
+from ...models.modules.linears import OrderedLinear, formats_in
+from ...models.upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion, seen_with
 from ...quantization import Format
-from ...transformers.basics.interface import experts_of, projections
-from ...transformers.basics.state import made_as, restore_class, subclass
-from ...transformers.modules.experts import NAME
-from ...transformers.modules.linears import OrderedLinear, formats_in
-from ...transformers.upstream.weights import AUTO_QUANTIZER_MAPPING, revert_weight_conversion, seen_with
 from ..absent import absent_in
 from ..layouts.files import Shards
 from ..own.config import QuantizationConfig, is_ours, together

@@ -6,11 +6,11 @@ import logging
 
 from transformers import PreTrainedModel
 
-from ...transformers.caches.cache import hands_cache_on
-from ...transformers.caches.prompt_cache import takes_layers
+from ...models.caches.cache import hands_cache_on
+from ...models.caches.prompt_cache import takes_layers
+from ...models.trials.batching import reason_against_rows
+from ...models.upstream import GenerationMixin
 from ...transformers.deferrable import forgets_states
-from ...transformers.trials.batching import reason_against_rows
-from ...transformers.upstream import GenerationMixin
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...models.trials.batching import reason_for_order
 from ...transformers.deferrable import deferrable_layers
-from ...transformers.trials.batching import reason_for_order
 from ..speculative.drafter import DraftedSequence
 from ..speculative.drafting import Drafting
 from ..speculative.verify import Choice, verified

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..._faults import Mark, synchronize
-from ...transformers.caches.batched import NotBatchable, batch_capacity, capacity
-from ...transformers.caches.deferred_states import bytes_beside
-from ...transformers.caches.state import LayerState
+from ...models.caches.batched import NotBatchable, batch_capacity, capacity
+from ...models.caches.deferred_states import bytes_beside
+from ...models.caches.state import LayerState
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from ..speculative.drafting import Drafting
 from .abilities import Abilities, check_model

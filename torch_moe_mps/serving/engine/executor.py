@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...transformers.basics.logits import wide_logits
-from ...transformers.basics.state import pipeline_of
-from ...transformers.caches.batched import BatchedCache
-from ...transformers.upstream.calls import cache_argument
+from ...models.basics.logits import wide_logits
+from ...models.basics.state import pipeline_of
+from ...models.caches.batched import BatchedCache
+from ...models.upstream.calls import cache_argument
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .abilities import Abilities
 from .between import Between

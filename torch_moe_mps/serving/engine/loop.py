@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..._text import first_line
-from ...transformers.trials.batching import reason_for_order
+from ...models.trials.batching import reason_for_order
 from ..prefix_cache.disk import Disk
 from ..prefix_cache.memory import PrefixCache
 from ..speculative.drafting import Drafting

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..._limits import LARGEST_CHUNK
-from ...transformers.caches.prompt_cache import kept_states, new_cache, takes_layers
-from ...transformers.upstream.calls import cache_among, takes_positions
-from ...transformers.upstream.models import LinearAttentionCacheLayerMixin
+from ...models.caches.prompt_cache import kept_states, new_cache, takes_layers
+from ...models.upstream.calls import cache_among, takes_positions
+from ...models.upstream.models import LinearAttentionCacheLayerMixin
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,

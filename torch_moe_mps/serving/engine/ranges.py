@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..._text import shown
-from ...transformers.upstream import GenerationMode
+from ...models.upstream import GenerationMode
 from .job import Job
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be

@@ -1,6 +1,6 @@
 """Sampling of the engine: the next token of each sequence; equal settings are sampled together.
 
-The arithmetic is that of `generate`: `transformers/modules/sampling.py`.
+The arithmetic is that of `generate`: `models/modules/sampling.py`.
 """
 
 import time
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..._faults import Mark, host_copy
-from ...transformers.basics.logits import no_distribution
-from ...transformers.modules.sampling import Sampling
+from ...models.basics.logits import no_distribution
+from ...models.modules.sampling import Sampling
 from .job import Job, as_errors
 
 

@@ -25,8 +25,8 @@ from transformers import DynamicCache
 
 from ..._faults import Mark, fault_of
 from ..._text import first_line
-from ...transformers.caches.declared import is_in_layers
-from ...transformers.caches.parts import (
+from ...models.caches.declared import is_in_layers
+from ...models.caches.parts import (
     Classes,
     JoinedCache,
     Part,
@@ -37,8 +37,8 @@ from ...transformers.caches.parts import (
     on_device,
     read_part,
 )
-from ...transformers.caches.prompt_cache import fits_one_prefix, kept_states, key_of, new_cache
-from ...transformers.caches.state import LayerState, copy_of_cache, copy_of_layer, storages_of
+from ...models.caches.prompt_cache import fits_one_prefix, kept_states, key_of, new_cache
+from ...models.caches.state import LayerState, copy_of_cache, copy_of_layer, storages_of
 from .files import Files, WriterThread, header
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._text import first_line
-from ...transformers.caches.parts import Classes, Part, octets_of
+from ...models.caches.parts import Classes, Part, octets_of
 
 log = logging.getLogger(__name__)
 _MARKER = "torch_moe_mps prompts"

@@ -13,12 +13,12 @@ from transformers import DynamicCache
 
 from ..._faults import release_cache
 from ..._text import first_line
-from ...transformers.caches.prompt_cache import (
+from ...models.caches.prompt_cache import (
     adapters_of,
     can_be_cut,
     prefix,
 )
-from ...transformers.caches.state import storages_of
+from ...models.caches.state import storages_of
 from .disk import Disk, Restoring, tensors_of
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.attention.attention import MOST_TOKENS
-from ...transformers.caches.batched import reserve, take_back
-from ...transformers.caches.cache import grow_cache
-from ...transformers.caches.state import LayerState
+from ...models.attention.attention import MOST_TOKENS
+from ...models.caches.batched import reserve, take_back
+from ...models.caches.cache import grow_cache
+from ...models.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
 from .drafter import DraftedSequence, RowDrafter
 
@@ -84,7 +84,7 @@ class DFlash(RowDrafter[_DFlashState]):
     @torch.no_grad()
     def computed(self, row: DraftedSequence, first: int, states: Tensor) -> None:
         """Queues the target model's hidden states [1, T, H] of a row's tokens from position `first` on."""
-        from ...transformers.upstream import DFlashCache  # 5.24 has it
+        from ...models.upstream import DFlashCache  # 5.24 has it
 
         read = self._read.get(row)
         if read is None:

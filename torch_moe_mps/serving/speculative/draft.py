@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...transformers.caches.batched import BatchedCache, NotBatchable
+from ...models.caches.batched import BatchedCache, NotBatchable
+from ...models.upstream.calls import cache_argument
 from ...transformers.deferrable import forgets_states
-from ...transformers.upstream.calls import cache_argument
 from ..engine.abilities import keeps_prompts
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...models.caches.batched import forgetting, reserve, take_back
+from ...models.caches.state import LayerState
 from ...transformers.accelerate import accelerate
-from ...transformers.caches.batched import forgetting, reserve, take_back
-from ...transformers.caches.state import LayerState
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .drafter import DraftedSequence, RowDrafter

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...checkpoints.mtp import config_of_mtp
-from ..upstream import MtpCache, MTPCandidateGenerator
+from ...models.upstream import MtpCache, MTPCandidateGenerator
 from .steps import mtp_layers
 
 

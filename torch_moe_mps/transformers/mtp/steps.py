@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...checkpoints.mtp import config_of_mtp, read_mtp, require_mtp
-from ..basics.state import STATE, kv_bits_of, state_of
-from ..caches.cache import grow_cache
-from ..capture.candidates import DRAFTING
-from ..capture.classes import capture_calls, captures_of
-from ..capture.policy import wanted_capture
+from ...models.basics.state import STATE, kv_bits_of, state_of
+from ...models.caches.cache import grow_cache
+from ...models.capture.candidates import DRAFTING
+from ...models.capture.classes import capture_calls, captures_of
+from ...models.capture.policy import wanted_capture
 
 
 class MtpStep(PreTrainedModel):

@@ -8,7 +8,7 @@ from support import tiny_models
 from support.sweep import in_sweep
 
 import torch_moe_mps
-from torch_moe_mps.transformers.upstream.calls import cache_among, cache_argument
+from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

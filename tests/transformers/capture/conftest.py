@@ -1,9 +1,0 @@
-import pytest
-
-
-@pytest.fixture
-def same_bits(monkeypatch):
-    """Without the passes, which join roundings: what was recorded is what runs."""
-    from torch_moe_mps.transformers.graphs import passes  # which asks torch for MPS
-
-    monkeypatch.setattr(passes, "PASSES", ())

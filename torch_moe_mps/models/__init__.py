@@ -1,0 +1,1 @@
+"""What replaces the modules, functions and caches of transformers models."""
