@@ -85,17 +85,13 @@ def stated(begin: str) -> set[str]:
     return found
 
 
-def test_what_passes_between_checkpoints_and_others_is_stated():
-    inside, rooms = "torch_moe_mps.checkpoints.", "torch_moe_mps.transformers."
-    passed = {True: set(), False: set()}
+def test_the_names_that_other_floors_import_from_checkpoints_are_stated():
+    inside, passed = "torch_moe_mps.checkpoints.", set()
     for path in PACKAGE.rglob("*.py"):
-        is_inside = path.is_relative_to(PACKAGE / "checkpoints")
-        start = rooms if is_inside else inside
-        names = {name.removeprefix(start) for name in imports(path, REPOSITORY) if name.startswith(start)}
-        passed[is_inside] |= {name for name in names if name.partition(".")[0] != "upstream"}
-    assert len(passed[True]) > 20 and len(passed[False]) > 40
-    assert stated("import these names alone:\n\n") == passed[False]
-    assert stated("beside `upstream/`:\n\n") == passed[True]
+        if not path.is_relative_to(PACKAGE / "checkpoints"):
+            passed |= {each for each in imports(path, REPOSITORY) if each.startswith(inside)}
+    assert len(passed) > 40
+    assert stated("import these names alone:\n\n") == {name.removeprefix(inside) for name in passed}
 
 
 WIRING = "transformers/wiring.py"  # the one module whose import fills tables of others

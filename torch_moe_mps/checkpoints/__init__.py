@@ -29,27 +29,4 @@ Other parts of the package import these names alone:
     write.parts          Parts
     write.plan           LoadPlan, planned
     write.saving         restore_saving, save_parts
-
-It imports these from the rooms of transformers/, beside `upstream/`:
-
-    basics.interface         are_apart, codes_of, count_of, drop_apart, Experts, experts_of, ExpertsForm,
-                             FORM, formats_of, is_quantized, is_settled, ON_DISK, parts_of, projections,
-                             Stack, stack_of, weights_in, weights_of_experts
-    basics.logits            watch
-    basics.report            aligned, any_layer, in_unit, QuantizationReport, QuantizedProjection
-    basics.scoped            having
-    basics.state             made_as, original_class, restore_class, state_in, state_of, subclass
-    families                 GgufArchitecture
-    graphs.patterns          match
-    modules.experts          activated_rows, is_interleaved, NAME, pinned_config, unsupported
-    modules.experts_on_disk  give_weights, keep_whole, OnDisk, put_on_disk, put_table_on_disk, turned
-    modules.linears          as_codes, formats_in, GroupedLinear, has_quantized_weights, OrderedLinear,
-                             QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-    modules.stacked_experts  run_form, takes_ids
-    modules.traced           Input, path_of, trace
-    trials.comparing         agrees, on_the_cpu, tried
-    trials.replicas          bare_replica
 """
-
-# First: importing any room of transformers/ registers all of it, which imports files of this folder.
-from ..models import upstream as _upstream  # noqa: F401

@@ -1,1 +1,1 @@
-"""What replaces the modules, functions and caches of transformers models."""
+"""Replacements for the modules, functions and caches of transformers models; importing this loads none."""

@@ -7,15 +7,13 @@ broadcast.
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from ...ops._checks import Check
 from ..layouts.checking import may_lack
 from .file import GgufFile
 from .header import header_of
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
 
 _CHECK = Check("gguf")
 _INTEGERS = ("I8", "I16", "I32", "I64")
@@ -25,7 +23,7 @@ _BLOCK = re.compile(r"(?:^|.*\.)blk\.(\d+)\.")
 _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another class does not have
 
 
-def check_declared(file: GgufFile, model: "PreTrainedModel", path: str) -> None:
+def check_declared(file: GgufFile, model: PreTrainedModel, path: str) -> None:
     """Checks the tensors of a file against the meta model made of its metadata.
 
     Raises: ValueError, before any value is read, for an unknown or missing tensor, a wrong shape, or an
@@ -48,7 +46,7 @@ def check_declared(file: GgufFile, model: "PreTrainedModel", path: str) -> None:
             _CHECK.fail(names, f"{whole} that makes {name} {expected}", shapes)
 
 
-def _check_surplus(file: GgufFile, model: "PreTrainedModel", path: str) -> None:
+def _check_surplus(file: GgufFile, model: PreTrainedModel, path: str) -> None:
     """Checks for tensors without a parameter; blocks that were cut, or are MTP layers, may have some."""
     metadata = header_of(path).metadata
     count = metadata.get(f"{metadata['general.architecture']}.block_count")
@@ -69,7 +67,7 @@ def _block(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _needed(model: "PreTrainedModel") -> Iterator[str]:
+def _needed(model: PreTrainedModel) -> Iterator[str]:
     """Names of the tensors that a file must have: all but a new head, tied weights and computed ones."""
     optional = may_lack(model)
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}

@@ -13,11 +13,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..._text import first_line
 from ...models.families import GgufArchitecture
@@ -33,9 +34,6 @@ from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
 from .header import check_offsets, check_sizes, config_of_first_loader, header_of
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
 
 # {number: (name, values of a block, bytes of a block)} of types that the package `gguf` does not know.
 NEWER_TYPES = {42: ("Q2_0", 64, 18)}
@@ -164,7 +162,7 @@ class _AroundLayers:
 class _Processed:
     """Names and values by transformers' first GGUF loader, which processes numpy arrays."""
 
-    def __init__(self, architecture: str, model: "PreTrainedModel"):
+    def __init__(self, architecture: str, model: PreTrainedModel):
         from ...models.upstream import modeling_gguf_pytorch_utils as first
 
         processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
@@ -204,7 +202,7 @@ class _Processed:
 class _Converted:
     """Names and values by its second GGUF loader, which has converters as of other checkpoints."""
 
-    def __init__(self, architecture: str, model: "PreTrainedModel"):
+    def __init__(self, architecture: str, model: PreTrainedModel):
         from ...models.upstream.weights import get_gguf_conversion_mapping
 
         conversions: Callable[[Any], list[Any]] = functools.partial(get_gguf_conversion_mapping, architecture)
@@ -257,7 +255,7 @@ class _Converted:
         return moved[0] if moved else None
 
 
-def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
+def placing_of(architecture: str, model: PreTrainedModel) -> _Processed | _Converted:
     """The loader of transformers that reads an architecture; the second where it or a family of ours can."""
     from ...models.upstream.weights import is_gguf_arch_supported
 
@@ -352,7 +350,7 @@ class GgufFile:
         parts: {parameter of the model: the tensors that it is made of}.
     """
 
-    def __init__(self, path: str, model: "PreTrainedModel"):
+    def __init__(self, path: str, model: PreTrainedModel):
         architecture, self.tensors = read_file(path)
         for tensor in self.tensors:
             if tensor.name.endswith(".scale"):  # NVFP4 files may have them, beside weights

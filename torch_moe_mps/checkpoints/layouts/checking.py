@@ -2,20 +2,16 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...models.modules.linears import OrderedLinear, formats_in
 from ...ops._checks import Check
 from ...ops._formats import INFINITE_E8M0, Format
 from ..quantize.weights import quantized_names
 from .files import tensors_in
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
-
 
 DENSE = ("F16", "BF16", "F32", "F64")  # names that safetensors has
 
@@ -51,7 +47,7 @@ def check_tensor(
         Check("load").fail(name, f"of shape {shapes[0]}", f"{shape}{place}")
 
 
-def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:
+def check_loaded(model: PreTrainedModel, loaded: Callable[[str], bool]) -> None:
     """Checks the modules whose names are `loaded`.
 
     Raises: ValueError for a tensor that the checkpoint lacks, or has in a wrong dtype.
@@ -119,7 +115,7 @@ def _all_finite(scales: Tensor, format: Format) -> Tensor | None:
     return scales.sum(dtype=torch.float32).isfinite()
 
 
-def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:
+def may_lack(model: PreTrainedModel) -> Callable[[str], bool]:
     """Predicate of parameter names that a checkpoint may lack."""
     patterns = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     return lambda name: any(pattern.search(name) for pattern in patterns)

@@ -6,10 +6,11 @@ device takes their place in the model, to be tied or initialised.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..._faults import release_cache
 from ...models.basics.report import QuantizationReport
@@ -22,9 +23,6 @@ from ..quantize.tied import tied_layers, tied_pairs
 from ..quantize.weights import quantize_parameter, replace
 from .layout import Layout
 
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
-
 _CHECK = Check("quantize")
 
 
@@ -35,7 +33,7 @@ class StreamingLayout(Layout):
         wanted: {full name of a parameter: (target, name in the target)}.
     """
 
-    def __init__(self, model: "PreTrainedModel"):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model, self.report = model, QuantizationReport()
         self.wanted: dict[str, tuple[Target, str]] = {}
@@ -126,7 +124,7 @@ class StreamingLayout(Layout):
 class DenseLayout(StreamingLayout):
     """Layout of a dense checkpoint, or of a GGUF file that is dequantised."""
 
-    def __init__(self, model: "PreTrainedModel", gguf: str | None):
+    def __init__(self, model: PreTrainedModel, gguf: str | None):
         super().__init__(model)
         self.gguf, self.has_other_names = gguf, gguf is not None
 

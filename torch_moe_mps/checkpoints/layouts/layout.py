@@ -7,18 +7,16 @@ the modules after each loaded part.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...models.basics.report import QuantizationReport
 from ...quantization import Format
 from ..quantize.target import Target, present
 from ..quantize.weights import install_stored
 from .checking import check_loaded
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
 
 
 class Section(NamedTuple):
@@ -93,7 +91,7 @@ class Layout:
         Raises: ValueError for what could not be read.
         """
 
-    def check(self, model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:
+    def check(self, model: PreTrainedModel, loaded: Callable[[str], bool]) -> None:
         """Raises: ValueError for a tensor of `loaded` modules that is missing or wrong."""
         check_loaded(model, loaded)
 

@@ -5,9 +5,10 @@ have names of mlx-lm, with one tensor for each of gate, up and down.
 """
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ...models.basics.interface import Experts, count_of, projections
 from ...models.upstream.weights import (
@@ -17,9 +18,6 @@ from ...models.upstream.weights import (
     seen_with,
 )
 from .architectures import ARCHITECTURES, Architecture
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
 
 # Models without experts that mlx-lm computes as transformers does; the parameters keep their names.
 DENSE = frozenset(
@@ -67,7 +65,7 @@ def canonical(name: str) -> str:
 class MlxNames:
     """The names for one model, and which of its parameters have other values or shapes in MLX."""
 
-    def __init__(self, model: "PreTrainedModel"):
+    def __init__(self, model: PreTrainedModel):
         self.model = model
         self.architecture = ARCHITECTURES.get(type_of(model.config), Architecture())
         self._is_composite = type(model.config).model_type in _COMPOSITES

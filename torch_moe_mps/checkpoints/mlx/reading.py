@@ -7,11 +7,12 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..._text import first_line
 from ...models.basics.interface import is_transposed
@@ -26,9 +27,6 @@ from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from .names import MlxNames, canonical
 from .rows import PARTS, NamedConverter, RowConverters
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
 
 _CHECK = Check("load")
 # The tensors of a quantised matrix have these dtypes; the scales of formats without biases are uint8.
@@ -132,7 +130,7 @@ class MlxLayout(StreamingLayout):
 
     has_other_names = True
 
-    def __init__(self, model: "PreTrainedModel", files: Sequence[str], quantization: Mapping[str, Any]):
+    def __init__(self, model: PreTrainedModel, files: Sequence[str], quantization: Mapping[str, Any]):
         super().__init__(model)
         self.names = MlxNames(model)
         self.stored = TensorsOfFiles(files, quantization)

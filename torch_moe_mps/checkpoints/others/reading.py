@@ -8,10 +8,11 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..._text import first_line
 from ...models.basics.interface import is_experts, is_transposed
@@ -43,9 +44,6 @@ from ..quantize.weights import quantized_names
 from ..stacks import conversions_of
 from .layouts import UNREAD, Matrix, StackedExperts, Stored, TensorFiles, alike
 from .schemes import Schemes
-
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
 
 _CHECK = Check("load")
 # Tensors that no converter takes: shapes, groups and zeros, which are read before, and those for activations.
@@ -94,7 +92,7 @@ class OthersLayout(StreamingLayout):
 
     def __init__(
         self,
-        model: "PreTrainedModel",
+        model: PreTrainedModel,
         files: list[str],
         stored: Mapping[str, Any],
         section: Section | None = None,

@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...models.basics.interface import is_transposed
 from ...models.basics.report import QuantizationReport
@@ -20,9 +20,6 @@ from ..quantize.target import Target
 from ..quantize.weights import quantized_names
 from .config import QuantizationConfig
 
-if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
-    from transformers import PreTrainedModel
-
 
 class OwnLayout(StreamingLayout):
     """Quantised parts of a model, by the config of a checkpoint.
@@ -30,7 +27,7 @@ class OwnLayout(StreamingLayout):
     Raises: ValueError for a name that the model does not have.
     """
 
-    def __init__(self, model: "PreTrainedModel", files: Sequence[str], config: QuantizationConfig):
+    def __init__(self, model: PreTrainedModel, files: Sequence[str], config: QuantizationConfig):
         super().__init__(model)
         self.files, self.config = files, config
         self.absent, self.targets = config.absent, config.targets(model)
