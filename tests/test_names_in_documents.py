@@ -34,6 +34,7 @@ OTHERS = {
     "peft/tuners/tuners_utils.py": "_replace_module",
     "peft/tuners/lora/config.py": "alpha_pattern",
     "torch/nn/parallel/distributed.py": "GLOO_SOCKET_IFNAME",
+    "torch/_inductor/config.py": "enable_auto_functionalized_v2 auto_functionalized_v2",
     "mlx/core/__init__.pyi": "gather_qqmm qqmm",
     "mlx_lm/utils.py": "bailing_moe_v3",
     "TRL": "add_fused_lm_head",
