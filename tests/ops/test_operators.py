@@ -359,3 +359,65 @@ def test_what_infinity_makes_is_documented(device, name):
         placed = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
         for mine, other in zip(results_of(name, placed), on_cpu, strict=True):
             assert is_documented or not (mine.cpu().isnan() & ~other.isnan()).any()
+
+
+def of_doubles() -> dict:
+    """{operator without a gradient: its arguments in float64, and the results by their formula}"""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, residual, weight, bias, gate = random(3, 8), random(3, 8), random(8), random(8), random(3, 8)
+    slots, weights, scalar = random(3, 4, 8), random(3, 4), random(1)
+    sums = (slots * weights[..., None]).sum(-2)
+
+    def rms(rows, eps=1e-6):
+        return rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    q, k = random(1, 2, 3, 4), random(1, 2, 1, 4)
+    cos, sin = (random(1, 2, 2).repeat(1, 1, 2) for _ in range(2))
+
+    def turned(heads):
+        (a, b), c, s = heads.chunk(2, -1), cos[..., :2].unsqueeze(2), sin[..., :2].unsqueeze(2)
+        return torch.cat((a * c - b * s, b * c + a * s), -1).transpose(1, 2)
+
+    a, b, added = random(2, 8), random(5, 2), random(3, 5)
+    return {
+        "rms_norm": ((x, weight, 1e-6, 0.5, 2.0), [rms(x) * (weight + 0.5) * 2]),
+        "layer_norm": ((x, weight, bias, 1e-6), [torch.layer_norm(x, (8,), weight, bias, 1e-6)]),
+        "rms_norm_gated": ((x, gate, weight, 1e-6), [rms(x) * weight * gate * gate.sigmoid()]),
+        "fused_norm_add": ((residual, x, weight, 1e-6), [residual + rms(x) * weight]),
+        "fused_norm_add_scalar": (
+            (residual, x, weight, scalar, 1e-6), [(residual + rms(x) * weight) * scalar]
+        ),
+        "fused_residual_norm": (
+            (residual, x, weight, 1e-6), [rms(residual + x) * weight, residual + x]
+        ),
+        "fused_residual_layer_norm": (
+            (residual, x, weight, bias, 1e-6),
+            [torch.layer_norm(residual + x, (8,), weight, bias, 1e-6), residual + x],
+        ),
+        "fused_residual_norm_scalar": (
+            (residual, x, weight, scalar, 1e-6), [rms(residual + x) * weight * scalar]
+        ),
+        "silu_mul_stacked": ((gate, x), [gate * gate.sigmoid() * x]),
+        "weighted_sum_stacked": ((slots, weights), [sums]),
+        "weighted_sum_residual_stacked_": ((residual.clone(), slots, weights), [residual + sums]),
+        "weighted_sum_residual_norm_stacked_": (
+            (residual.clone(), slots, weights, weight, 1e-6), [rms(residual + sums) * weight]
+        ),
+        "rope": ((q, k, cos, sin), [turned(q), turned(k)]),
+        "rope_heads": ((q, cos, sin), [turned(q)]),
+        "linear_lora": ((added, x, a, b, 0.5), [added + 0.5 * (x @ a.T) @ b.T]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", of_doubles())
+def test_references_in_float64(name):
+    """To its precision, so that float32 is nowhere inside."""
+    arguments, expected = of_doubles()[name]
+    results = PUBLIC[name](*arguments)
+    results = [results] if isinstance(results, torch.Tensor) else results
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-13, atol=1e-13)

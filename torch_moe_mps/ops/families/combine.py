@@ -26,7 +26,7 @@ def _sum_over_slots(slots: Tensor, topk_weights: Tensor) -> Tensor:
     return total
 
 
-@operator("gate[..., I] up[..., I]:gate -> gate")
+@operator("gate[..., I] up[..., I]:gate -> gate", doubles=True)
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU's product silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
@@ -45,7 +45,7 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
         >>> ops.silu_mul_stacked(torch.tensor([[0.0, 100.0]]), torch.tensor([[5.0, 2.0]])).tolist()
         [[0.0, 200.0]]
     """
-    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+    return (torch.nn.functional.silu(wide(gate)) * wide(up)).to(gate.dtype)
 
 
 def _width_of(check, x, activation):
@@ -140,7 +140,7 @@ def expert_activation(
 SLOTS = "expert_out[..., S>=1, H] topk_weights[..., S]"
 
 
-@operator(f"{SLOTS} -> [..., H]:expert_out")
+@operator(f"{SLOTS} -> [..., H]:expert_out", doubles=True)
 def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Weighted sum of expert outputs: sum_s topk_weights[..., s] * expert_out[..., s, :], s ascending.
 
@@ -164,7 +164,7 @@ def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     return _sum_over_slots(expert_out, topk_weights).to(expert_out.dtype)
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
+@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_", doubles=True)
 def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place.
 
@@ -188,10 +188,10 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_w
         >>> ops.weighted_sum_residual_stacked_(residual, expert_out, torch.tensor([[0.5, 0.25]])).tolist()
         [[3.0, -2.0]]
     """
-    return residual_.copy_(residual_.float() + _sum_over_slots(expert_out, topk_weights))
+    return residual_.copy_(wide(residual_) + _sum_over_slots(expert_out, topk_weights))
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out")
+@operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out", doubles=True)
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, expert_out: Tensor, topk_weights: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
@@ -224,7 +224,7 @@ def weighted_sum_residual_norm_stacked_(
         >>> residual.tolist()
         [[2.0, -2.0]]
     """
-    residual_.copy_(residual_.float() + _sum_over_slots(expert_out, topk_weights))
+    residual_.copy_(wide(residual_) + _sum_over_slots(expert_out, topk_weights))
     return normed(residual_, norm_weight, norm_eps).to(residual_.dtype)
 
 

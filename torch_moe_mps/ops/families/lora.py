@@ -35,7 +35,7 @@ def _meta_linear_lora(check, added, x, a, b, scaling):
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 
-@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora)
+@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora, doubles=True)
 def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
     """A linear layer's output with its adapter: out = added + scaling * (x @ a^T) @ b^T.
 
@@ -57,7 +57,7 @@ def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float =
         >>> ops.linear_lora(torch.tensor([[100.0, 200.0]]), x, a, b, scaling=2.0).tolist()
         [[122.0, 244.0]]
     """
-    return (added.float() + (x.float() @ a.float().T) @ b.float().T * scaling).to(added.dtype)
+    return (wide(added) + (wide(x) @ wide(a).T) @ wide(b).T * scaling).to(added.dtype)
 
 
 def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:

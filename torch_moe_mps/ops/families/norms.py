@@ -21,7 +21,7 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 
     x = x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if weight is None:
         return x
-    weight = weight.float()
+    weight = wide(weight)
     return x.mul_(weight + weight_offset if weight_offset else weight)
 
 
@@ -46,7 +46,7 @@ def _check_offset(check, weight, weight_offset, **_):
         check.fail("weight_offset", "0.0 without a weight", weight_offset)
 
 
-@operator("x[..., H] weight[H] bias[H] -> x", _check_offset)
+@operator("x[..., H] weight[H] bias[H] -> x", _check_offset, doubles=True)
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -75,9 +75,9 @@ def layer_norm(
 def _layer_normed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float
 ) -> Tensor:
-    x = x.float()
+    x = wide(x)
     x = normed(x - x.mean(-1, keepdim=True), weight, eps, weight_offset)
-    return x if bias is None else x + bias.float()
+    return x if bias is None else x + wide(bias)
 
 
 def _check_rows(check, x, weight, **others):
@@ -87,7 +87,7 @@ def _check_rows(check, x, weight, **others):
     _check_offset(check, weight, **others)
 
 
-@operator("x[..., H] weight[H]|[_, H] -> x", _check_rows)
+@operator("x[..., H] weight[H]|[_, H] -> x", _check_rows, doubles=True)
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
@@ -126,6 +126,7 @@ def _check_group(check, x, group_size, **_):
     "x[..., H] gate[..., H]:x weight[H] -> x",
     _check_group,
     allowed={"activation": GATE_ACTIVATIONS},
+    doubles=True,
 )
 def rms_norm_gated(
     x: Tensor,
@@ -161,18 +162,18 @@ def rms_norm_gated(
         [[0.5, -1.5]]
     """
     function = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
-    factor = function(gate.float())
-    rows = x.float() * factor if gate_first else x.float()
+    factor = function(wide(gate))
+    rows = wide(x) * factor if gate_first else wide(x)
     width = group_size or max(1, x.shape[-1])
     y = normed(rows.unflatten(-1, (x.shape[-1] // width, width)), None, eps).flatten(-2)
-    y = y * (weight.float() + weight_offset)
+    y = y * (wide(weight) + weight_offset)
     return (y if gate_first else y * factor).to(x.dtype)
 
 
 # The norm of the input, added to the residual
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] -> residual")
+@operator("residual[..., H] x[..., H]:residual weight[H] -> residual", doubles=True)
 def fused_norm_add(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -195,10 +196,10 @@ def fused_norm_add(
         >>> ops.fused_norm_add(residual, x, weight, eps=0.0).tolist()
         [[4.0, -3.0]]
     """
-    return (residual.float() + normed(x, weight, eps, weight_offset)).to(residual.dtype)
+    return (wide(residual) + normed(x, weight, eps, weight_offset)).to(residual.dtype)
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
+@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual", doubles=True)
 def fused_norm_add_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -219,8 +220,8 @@ def fused_norm_add_scalar(
         >>> ops.fused_norm_add_scalar(residual, x, weight, torch.tensor([10.0]), eps=0.0).tolist()
         [[40.0, -30.0]]
     """
-    total = residual.float() + normed(x, weight, eps, weight_offset)
-    return (total * scalar.float()).to(residual.dtype)
+    total = wide(residual) + normed(x, weight, eps, weight_offset)
+    return (total * wide(scalar)).to(residual.dtype)
 
 
 # The norm of the sum
@@ -230,7 +231,7 @@ def _meta_residual_norm(check, residual, **_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H]", _meta_residual_norm)
+@operator("residual[..., H] x[..., H]:residual weight[H]", _meta_residual_norm, doubles=True)
 def fused_residual_norm(
     residual: Tensor,
     x: Tensor,
@@ -259,7 +260,7 @@ def fused_residual_norm(
         >>> normed.tolist(), total.tolist()
         ([[3.0, -4.0]], [[2.0, -2.0]])
     """
-    total = (residual.float() + x.float() * factor).to(residual.dtype)
+    total = (wide(residual) + wide(x) * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
     return result, total
 
@@ -269,7 +270,7 @@ def _meta_residual_layer_norm(check, residual, weight, weight_offset, **_):
     return _meta_residual_norm(check, residual)
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm)
+@operator("residual[..., H] x[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm, doubles=True)
 def fused_residual_layer_norm(
     residual: Tensor,
     x: Tensor,
@@ -300,7 +301,7 @@ def fused_residual_layer_norm(
     return _layer_normed(total, weight, bias, eps, weight_offset).to(residual.dtype), total
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
+@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual", doubles=True)
 def fused_residual_norm_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -326,7 +327,7 @@ def fused_residual_norm_scalar(
         [[30.0, -40.0]]
     """
     result = normed(residual + x, weight, eps, weight_offset)
-    return (result * scalar.float()).to(residual.dtype)
+    return (result * wide(scalar)).to(residual.dtype)
 
 
 def _norm(s: Sample) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import Check
+from .._checks import Check, wide
 from .._registry import operator
 from .._sample import Calls, Changes, Sample
 from .norms import normed
@@ -81,14 +81,14 @@ def _rotated(
     rotary_last: bool,
 ) -> Tensor:
     """Heads of `x`, turned by cosines and sines, behind the norm with a weight, an eps and an offset."""
-    y = x.float() if weight is None else normed(x, weight, *norm)
+    y = wide(x) if weight is None else normed(x, weight, *norm)
     if cos is None or sin is None:
         return y.to(x.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     start = x.shape[-1] - rotary if rotary_last else 0
     if rotary < x.shape[-1]:
         before, y, after = y.tensor_split((start, start + rotary), -1)
-    cos, sin = (table.float().unsqueeze(2) for table in (cos, sin))
+    cos, sin = (wide(table).unsqueeze(2) for table in (cos, sin))
     if pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
         first, second = y.chunk(2, -1)
         turned = (y * cos).add_(torch.cat((-second, first), -1).mul_(sin))
@@ -114,6 +114,7 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     _meta_rope,
     allowed={"pairs": PAIRS},
     dependences=("sin only with cos",),
+    doubles=True,
 )
 def rope(
     q: Tensor,
@@ -170,6 +171,7 @@ def rope(
     _meta_rope_heads,
     allowed={"pairs": PAIRS},
     dependences=("sin only with cos",),
+    doubles=True,
 )
 def rope_heads(
     x: Tensor,
