@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import warnings
 
 import peft
 import pytest
@@ -221,7 +222,10 @@ def test_training_as_the_page_shows_it(tmp_path, monkeypatch, capsys):
         "warmup_steps=10": "warmup_steps=1, use_cpu=True, disable_tqdm=True",
     }
     monkeypatch.chdir(tmp_path)
-    exec(script_of("finetuning.md", "## Supervised training", own), found := {})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        exec(script_of("finetuning.md", "## Supervised training", own), found := {})
+    assert not [str(one.message) for one in said if "/peft/" in one.filename]
     peft.get_peft_model(dense, found["config"]).print_trainable_parameters()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainable params")]
     assert len(printed) == 2 and printed[0] == printed[1]
