@@ -1,16 +1,19 @@
 """Variables of the environment: no other file of the package reads one."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 API_KEY = "MOE_MPS_API_KEY"
 CAPTURE = "MOE_MPS_CAPTURE"
 CHECK = "MOE_MPS_CHECK"
+REFUSE = "MOE_MPS_REFUSE"
 RESIDENCY = "MOE_MPS_RESIDENCY"
 TENSOR_UNITS = "MOE_MPS_TENSOR_UNITS"
 TUNE = "MOE_MPS_TUNE"
 COMMIT_EVERY = "MOE_MPS_COMMIT_EVERY"  # for diagnosis
-_SWITCHES = (CAPTURE, CHECK, RESIDENCY, TENSOR_UNITS, TUNE, COMMIT_EVERY)
+_SWITCHES = (CAPTURE, CHECK, REFUSE, RESIDENCY, TENSOR_UNITS, TUNE, COMMIT_EVERY)
 # transformers reads a checkpoint without threads where it is "1".
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _NO_BARS = "TQDM_DISABLE"
@@ -46,6 +49,11 @@ def commit_interval() -> int | None:
     if text is not None and not text.isdecimal():
         raise ValueError(f"torch_moe_mps: {COMMIT_EVERY} must be a number of dispatches, or 0, got {text!r}")
     return None if text is None else int(text)
+
+
+def refused() -> list[str]:
+    """The names that MOE_MPS_REFUSE has, with commas between."""
+    return [name for part in os.environ.get(REFUSE, "").split(",") if (name := part.strip())]
 
 
 def api_key() -> str | None:
@@ -90,6 +98,20 @@ def set_one_thread(value: str | None) -> str | None:
     if value is not None:
         os.environ[ONE_THREAD] = value
     return before
+
+
+@contextlib.contextmanager
+def having(variables: dict[str, str]) -> Iterator[None]:
+    """Context in which these variables of the package have these values."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def with_others(variables: dict[str, str]) -> dict[str, str]:

@@ -312,6 +312,7 @@ def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
     assert main(ONE) == 1
     out = capsys.readouterr().out
     assert "FAILED: gated_delta_rule_ (float32) differs (largest error " in out
+    assert "  repeat it: torch-moe-mps check --dtype float32" in out
     failure, *_ = report()["failures"]
     assert failure["subject"] == "gated_delta_rule_"
     assert failure["arguments"]["state_"].startswith("float32[2, 4, 16, 8]")

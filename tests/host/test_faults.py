@@ -62,6 +62,10 @@ def test_the_next_call_names_what_failed(simulated, kind):
         ) as raised:
             rms_norm(**norm)
     assert "\n" not in str(raised.value)
+    with simulated.trace() as commands:
+        rms_norm(**norm), reduce(**combine)
+    launched = [line.partition(": ")[0] for line in str(commands).splitlines() if " grid " in line]
+    assert len(launched) == 2 and str(raised.value).endswith(f"; its kernels: {', '.join(launched)}")
     assert torch.equal(rms_norm(**norm).cpu(), expected)  # once for each fault
 
 

@@ -316,6 +316,7 @@ def _check(command: argparse.ArgumentParser) -> None:
       torch-moe-mps check --quick                                     # bfloat16, affine4_64 and mxfp4 alone
       torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need
       torch-moe-mps check --large                                     # the sizes of three real models
+      torch-moe-mps check --bisect qwen3-4bit                         # what makes a model's logits wrong
       torch-moe-mps check --probe > gpu.json                          # what is assumed of this GPU, measured
     """
     add = command.add_argument
@@ -336,6 +337,12 @@ def _check(command: argparse.ArgumentParser) -> None:
         "--large",
         action="store_true",
         help="instead: calls of the sizes of real models, in bfloat16 and affine4_64; takes 3 GB of memory",
+    )
+    instead.add_argument(
+        "--bisect",
+        metavar="MODEL",
+        help="instead: turn capture, then fusion, then one operator after another off, until the logits of "
+        "a model agree with those of its eager code (exit code 1: they differ)",
     )
     instead.add_argument(
         "--probe",

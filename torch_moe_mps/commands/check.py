@@ -29,7 +29,7 @@ from ..selfcheck.control import control
 from ..selfcheck.facts import anonymous, facts
 from ..selfcheck.journal import noted, stopped
 from ..selfcheck.libraries import UNCOMMON, compile_side_by_side, libraries, pipelines
-from ..selfcheck.machine import is_available
+from ..selfcheck.machine import COMMAND, is_available
 from ..selfcheck.once import checks_of, first_fault
 from .results import check_writable, written_whole
 
@@ -49,6 +49,10 @@ def run(options: argparse.Namespace) -> int:
         print(why_not())
         return NO_GPU
     check_writable("--json", options.json)
+    if options.bisect is not None:
+        from .bisection import bisect  # it needs transformers, which check does not
+
+        return bisect(options.bisect, options.json)
     dtypes, formats = _dtypes_and_formats(options)
     if options.probe:
         return _probe(options.json)
@@ -83,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         findings = check_large(dtype, format, report)
     else:
         findings = check_all(dtypes, formats, report, save_so_far, options.quick)
-    _print_verdict(findings, bool(report["control"]["failures"]), path)
+    _print_verdict(findings, bool(report["control"]["failures"]), path, options)
     save("all", findings)
     return 1 if findings else 0
 
@@ -104,11 +108,23 @@ def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype],
     return dtypes, formats
 
 
-def _print_verdict(findings: list[Finding], control_failed: bool, path: str) -> None:
+def _command(finding: Finding, options: argparse.Namespace) -> str:
+    """The command that repeats a finding: its dtype and format, as far as they are known."""
+    dtype, format = finding.dtype or options.dtype, finding.format or options.format
+    if not finding.dtype and options.quick:
+        return f"{COMMAND} --quick"
+    parts = [COMMAND, "--large" if options.large else "", f"--dtype {dtype}" if dtype else ""]
+    return " ".join(filter(None, [*parts, f"--format {format}" if format else ""]))
+
+
+def _print_verdict(
+    findings: list[Finding], control_failed: bool, path: str, options: argparse.Namespace
+) -> None:
     for finding in findings:
         print(f"FAILED: {finding}")
         for line in finding.lines():
             print(f"  {line}")
+        print(f"  repeat it: {_command(finding, options)}")
     if findings and control_failed:
         print("Torch's own operators are wrong here, too: the failures above may be theirs.")
     verdict = "Please attach it to an issue." if findings else "All built, all equal."

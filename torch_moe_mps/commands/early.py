@@ -26,9 +26,7 @@ def check_options(options: argparse.Namespace) -> None:
     Raises: ValueError, OSError, ImportError with a one-line message.
     """
     if options.command not in _WITHOUT_MODELS:
-        for package in ("transformers", "accelerate"):
-            extra = "serve" if options.command == "serve" else "transformers"
-            _check_package(package, options.command, extra)
+        _check_models(options.command, "serve" if options.command == "serve" else "transformers")
     check_processes(options)
     recipe = getattr(options, "recipe", None)
     if recipe not in (None, *RECIPES, *MIXED) and not Path(recipe).exists():
@@ -60,6 +58,20 @@ def importing_torch(command: str) -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.bisect is None:
+        return
+    for option, value in (("--dtype", options.dtype), ("--format", options.format)):
+        if value is not None:
+            raise ValueError(f"{option} must be left out with --bisect, got {value!r}")
+    _check_models("check --bisect", "transformers")
+
+
+def _check_models(user: str, extra: str) -> None:
+    for package in ("transformers", "accelerate"):
+        _check_package(package, user, extra)
 
 
 def _chat(options: argparse.Namespace) -> None:
@@ -164,6 +176,7 @@ _WITHOUT_MODELS = ("check", "launch", "report")
 _OWN: dict[str, Callable[[argparse.Namespace], None]] = {
     "bench": _check_json,
     "chat": _chat,
+    "check": _check,
     "convert": _convert,
     "fit": _check_json,
     "generate": _generate,

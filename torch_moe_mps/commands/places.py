@@ -27,6 +27,7 @@ _NAMES = {
     "model": True,
     "source": True,
     "against": False,
+    "bisect": False,
 }  # options: whether --revision is theirs
 _FILES = {"text": "--text", "prompts": "--prompts"}  # options, and how they are written
 

@@ -44,7 +44,7 @@ from ..models.modules.stacked_experts import restore_form, run_form
 from ..models.trials.comparing import on_the_cpu
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, is_rewritten, restore_module, rewrite
-from .self_check import begin, check_replacements, is_wanted, use_tensor_units
+from .self_check import begin, check_replacements, is_wanted, read_requested, use_tensor_units
 
 ATTENTION = Done("cached_attention")
 # Operators in place of modules that traces recognise: each model has such modules.
@@ -99,7 +99,8 @@ def accelerate(
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
     Raises: ValueError for a quantisation that does not fit the weights, for importance of another model or
-        without bits, for a group_size or a mode without one and for other kv_bits or capture, TypeError for
+        without bits, for a group_size or a mode without one, for other kv_bits or capture, and for a name in
+        MOE_MPS_REFUSE that is no operator's, TypeError for
         what is not a module and for an unknown argument, RuntimeError for a model on mps with torch before
         2.13, whose own operators are wrong there, or with a torch and a macOS that do not go together, and
         for quantised weights whose operator fails on this machine: all before anything is changed.
@@ -112,6 +113,8 @@ def accelerate(
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
+    formats_wanted = {} if wanted is None else wanted.formats()
+    read_requested("accelerate", model, formats_wanted)
     is_unmodified = False
     if _is_of_transformers(model):
         from ..models.capture.policy import wanted_capture
@@ -123,7 +126,7 @@ def accelerate(
         is_unmodified = verdict.reason is not None
         capture = capture if verdict.captures else False
         report.small_model = verdict.said
-    seconds, kv_bits = begin("accelerate", model, {} if wanted is None else wanted.formats(), kv_bits, check)
+    seconds, kv_bits = begin("accelerate", model, formats_wanted, kv_bits, check)
     check = seconds is not None
     for module in model.modules():
         drop_forward_of_class(module)

@@ -4,22 +4,25 @@ Modules that need a failing operator keep their original forward. Quantised weig
 rejected.
 """
 
+import difflib
 import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from .._environment import CHECK, is_on
+from .._environment import CHECK, REFUSE, is_on, refused
 from ..models.basics.interface import formats_of, is_experts, is_quantized
 from ..models.basics.report import Report
 from ..models.basics.scoped import having
-from ..models.basics.unmodified import REFUSED, is_on_mps
-from ..models.graphs.passes import INTRODUCED
+from ..models.basics.unmodified import FAILED, REQUESTED, is_on_mps
+from ..models.graphs.passes import FUSION, INTRODUCED, PASSES
 from ..models.modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
+from ..ops import OPERATORS
 from ..ops._formats import Format
 from ..ops._samples import LINEAR_ATTENTION, OF_HEADS
 from ..ops.families.attention import CACHE_BITS
@@ -45,10 +48,48 @@ def allowed(check: bool) -> AbstractContextManager[bool]:
 
 
 def reset() -> None:
-    """Forgets all refusals and what was found to fail, and compares nothing."""
-    REFUSED.clear()
+    """Forgets what was found to fail, and compares nothing."""
+    FAILED.clear()
     once.forget()
     once.watch(False)
+
+
+def read_requested(function: str, model: nn.Module, formats: Mapping[str, Collection[Format]]) -> None:
+    """Reads which operators and passes MOE_MPS_REFUSE names.
+
+    Args:
+        formats: as for `begin`.
+
+    Raises: ValueError for a name that is none, and for an operator of quantised weights of the model.
+    """
+    found: dict[str, str] = {}
+    passes = {FUSION, *(passed.__name__ for passed in PASSES)}
+    for name in refused():
+        # `moe_experts` also stands for the form of it that modules call.
+        named = {name, f"_{name}"} & {*OPERATORS} or {name} & passes
+        if not named:
+            close = difflib.get_close_matches(name, [*OPERATORS, *passes], 1, 0)[0]
+            raise ValueError(
+                f"moe_mps::{function}: {REFUSE} must be names of operators or of passes with commas between, "
+                f"or {FUSION}, got {name!r}; the nearest is {close}"
+            )
+        found |= dict.fromkeys(named, name)
+    for operator in found:
+        if operator in operators_of_weights(model, formats):
+            raise ValueError(
+                f"moe_mps::{function}: {REFUSE} must be operators in place of a model's own code, got "
+                f"{found[operator]!r}, which runs the quantised weights of this model"
+            )
+    REQUESTED.clear()
+    REQUESTED.update(found)
+
+
+def operators_of_weights(
+    model: nn.Module, formats: Mapping[str, Collection[Format]] = MappingProxyType({})
+) -> set[str]:
+    """The operators that run quantised weights of a model, present or requested: there is no eager code."""
+    found = {operator for operator, its_formats in _of_weights(model, formats).items() if its_formats}
+    return found | {"expert_qmm"} if _OF_KIND["experts"] in found else found
 
 
 def begin(
@@ -66,6 +107,11 @@ def begin(
     Returns: the seconds that are left for `check_replacements`, None where nothing is checked; and kv_bits,
         or 16 where 8 fail.
     """
+    if kv_bits == CACHE_BITS and (requested := REQUESTED.get(CACHE, REQUESTED.get("cached_attention"))):
+        warnings.warn(
+            f"torch_moe_mps: {REFUSE} names {requested}; keys and values stay in 16 bits", stacklevel=3
+        )
+        kv_bits = 16
     if not check or not _is_wanted(model):
         reset()
         return None, kv_bits
@@ -88,6 +134,20 @@ def _require_quantized(function: str, model: nn.Module, formats: Mapping[str, Co
     Returns: the seconds that are left for `check_replacements`.
     """
     once.watch(False)  # until it is known what fails
+    used = _of_weights(model, formats)
+    dtypes = _dtypes(model)
+    names = libraries(dtypes, set().union(*used.values()))
+    compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
+    end = time.monotonic() + once.time_allowed()
+    for operator, its_formats in used.items():
+        result, _ = _failing(model, [operator], its_formats, end - time.monotonic())
+        for finding in result.values():
+            _refuse_weights(function, finding)
+    return end - time.monotonic()
+
+
+def _of_weights(model: nn.Module, formats: Mapping[str, Collection[Format]]) -> dict[str, set[Format]]:
+    """{operator of quantised weights: formats, present or requested}."""
     used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
     for module in model.modules():
         if is_experts(module) and is_quantized(module):
@@ -99,15 +159,7 @@ def _require_quantized(function: str, model: nn.Module, formats: Mapping[str, Co
     for kind, wanted in formats.items():
         used[_OF_KIND[kind]].update(wanted)
     used["linear_quantized"].update(formats.get("embeddings", ()))  # the output head
-    dtypes = _dtypes(model)
-    names = libraries(dtypes, set().union(*used.values()))
-    compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
-    end = time.monotonic() + once.time_allowed()
-    for operator, its_formats in used.items():
-        result, _ = _failing(model, [operator], its_formats, end - time.monotonic())
-        for finding in result.values():
-            _refuse_weights(function, finding)
-    return end - time.monotonic()
+    return used
 
 
 def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
@@ -125,8 +177,8 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     once.watch(True, seconds - took)
     tuner.begin()
     report.tuned = lambda: tuner.told(tuner.known())
-    REFUSED.clear()
-    REFUSED.update(result)
+    FAILED.clear()
+    FAILED.update(result)
     agree = len(named - result.keys() - late)
     report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({took:.1f} s)"
     if late:

@@ -18,6 +18,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "faults.h"
 #include "library.h"
 
 namespace moe_mps {
@@ -93,7 +94,8 @@ class Command {
   // The limits of a pipeline depend on the compiler. A dispatch beyond them would neither run nor fail.
   void set_threads(Size threads);
   void encode(id<MTLComputeCommandEncoder> encoder) const;
-  // "<kernel> grid <threadgroups> of <threads>", for a report.
+  Launch launch() const;
+  // The launch, with its threadgroup memory.
   std::string text() const;
   // The buffers from `first` up to `last`, to the indices from first + shift.
   void encode_buffers(id<MTLComputeCommandEncoder> encoder, size_t first, size_t last, size_t shift) const;

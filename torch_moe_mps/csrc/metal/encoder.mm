@@ -50,15 +50,15 @@ thread_local Recorded recorded;
 // Whether to commit the stream, now that one more dispatch is encoded into its buffer.
 bool commit_is_due(at::mps::MPSStream* stream, Work& work, double seconds) {
   ++encoded;
-  ++work.dispatches;
   work.seconds += seconds;
   for (double known = longest; known < work.seconds;) {
     if (longest.compare_exchange_weak(known, work.seconds)) break;
   }
   const int64_t every = interval;
-  if (every >= 0) return every > 0 && work.dispatches >= every;
+  const auto dispatches = static_cast<int64_t>(work.launches.size());
+  if (every >= 0) return every > 0 && dispatches >= every;
   if (work.seconds >= kBufferSeconds) return true;
-  return work.dispatches >= kFirstDispatches && incomplete_buffers(stream) < kBuffers;
+  return dispatches >= kFirstDispatches && incomplete_buffers(stream) < kBuffers;
 }
 
 void limit_dispatches(double seconds) {
@@ -157,12 +157,19 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:0 atIndex:0];
 }
 
+Launch Command::launch() const {
+  const std::array<int64_t, 3> none{};
+  return {
+      .kernel = pipeline_->name.c_str(),
+      .grid = indirect_buffer_ == nil ? std::array{grid_.x, grid_.y, grid_.z} : none,
+      .threads = {threads_.x, threads_.y, threads_.z},
+  };
+}
+
 std::string Command::text() const {
-  const auto size = [](const Size& of) { return c10::str(of.x, "x", of.y, "x", of.z); };
-  const std::string grid = indirect_buffer_ == nil ? size(grid_) : "of an earlier one";
   const std::string memory =
       threadgroup_bytes_ == 0 ? "" : c10::str(", ", threadgroup_bytes_, " bytes of threadgroup memory");
-  return c10::str(pipeline_->name, " grid ", grid, " of ", size(threads_), memory);
+  return launch().text() + memory;
 }
 
 Command& Commands::add(const Library& library, std::string_view function) {
@@ -187,6 +194,7 @@ void Commands::encode() {
           work = &watch_work(stream);
         }
         command.encode(encoder);
+        work->launches.push_back(command.launch());
         if (!commit_is_due(stream, *work, seconds_of(command.slots_, command.bytes_))) continue;
         stream->synchronize(at::mps::SyncType::COMMIT);
         encoder = nil;

@@ -8,6 +8,7 @@
 // Not watched is a buffer that MPSGraph begins and commits within one graph: it holds an operator of torch's
 // alone, and only MPSGraph sees it.
 #pragma once
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -23,13 +24,23 @@ namespace moe_mps {
 // For Metal to tell how a buffer ended that the host has waited for.
 constexpr std::chrono::seconds kToldWithin(30);
 
+// A dispatch, for reports.
+struct Launch {
+  const char* kernel;              // lives as long as the process
+  std::array<int64_t, 3> grid;     // threadgroups; all 0 where an earlier dispatch computes them
+  std::array<int64_t, 3> threads;  // of a threadgroup
+
+  bool operator==(const Launch&) const = default;
+  std::string text() const;  // "<kernel> grid <threadgroups> of <threads>"
+};
+
 // Contents of a command buffer, as the host has encoded it.
 struct Work {
   int64_t number = 0;                  // counts the stream's buffers
   std::vector<const char*> operators;  // in the order of their calls
-  int64_t dispatches = 0;
-  double seconds = 0;      // by estimate
-  bool waits_for = false;  // the host's answer to a request
+  std::vector<Launch> launches;        // theirs, in order
+  double seconds = 0;                  // by estimate
+  bool waits_for = false;              // the host's answer to a request
 };
 
 // Names the operator of all that the calling thread encodes from here on; the text is never freed.

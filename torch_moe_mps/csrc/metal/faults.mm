@@ -22,8 +22,9 @@
 namespace moe_mps {
 namespace {
 
-constexpr size_t kMostNamed = 4;   // operators of a message
-constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
+constexpr size_t kMostNamed = 4;    // operators of a message
+constexpr size_t kMostListed = 16;  // dispatches of a message
+constexpr int32_t kFaultCode = 5;   // MTLCommandBufferStatusError
 
 // Buffers of a stream.
 struct Stream {
@@ -63,17 +64,31 @@ FaultState& fault_state = *new FaultState;  // handlers may come while the proce
 thread_local const char* current_operator = "";
 thread_local std::map<at::mps::MPSStream*, StreamUse> stream_uses;
 
-std::string listed(const std::vector<const char*>& operators) {
-  std::vector<const char*> distinct;
-  for (const char* name : operators) {
-    if (std::find(distinct.begin(), distinct.end(), name) == distinct.end()) distinct.push_back(name);
+// The distinct items, joined by commas: the first `most`, and how many more there are.
+template <class Item, class Text>
+std::string listed(const std::vector<Item>& items, size_t most, const Text& text_of) {
+  std::vector<Item> distinct;
+  for (const Item& item : items) {
+    if (std::find(distinct.begin(), distinct.end(), item) == distinct.end()) distinct.push_back(item);
   }
   std::string text;
-  for (size_t i = 0; i < std::min(distinct.size(), kMostNamed); ++i) {
-    text += std::string(i == 0 ? " with " : ", ") + distinct[i];
+  for (size_t i = 0; i < std::min(distinct.size(), most); ++i) {
+    text += (i == 0 ? "" : ", ") + text_of(distinct[i]);
   }
-  if (distinct.size() > kMostNamed) text += c10::str(" and ", distinct.size() - kMostNamed, " more");
+  if (distinct.size() > most) text += c10::str(" and ", distinct.size() - most, " more");
   return text;
+}
+
+// " with <operators>"; nothing for a buffer of torch's work.
+std::string operators_of(const Work& work) {
+  const auto text = [](const char* name) { return std::string(name); };
+  return work.operators.empty() ? "" : " with " + listed(work.operators, kMostNamed, text);
+}
+
+// "; its kernels: <kernels with grids>", the same.
+std::string kernels_of(const Work& work) {
+  const auto text = [](const Launch& launch) { return launch.text(); };
+  return work.launches.empty() ? "" : "; its kernels: " + listed(work.launches, kMostListed, text);
 }
 
 const char* advice(NSError* error, const Work& work) {
@@ -141,9 +156,10 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const Work& watched) 
   if (!failed) return;
   NSError* error = [buffer error];
   store_fault(stream, watched.number,
-              c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched.operators), ": ",
+              c10::str("moe_mps: the GPU has not finished a command buffer", operators_of(watched), ": ",
                        error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
-                       "; what was computed before this message is lost: ", advice(error, watched)));
+                       "; what was computed before this message is lost: ", advice(error, watched),
+                       kernels_of(watched)));
 }
 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
@@ -271,6 +287,11 @@ void raise_fault_of_committed() {
 }
 
 }  // namespace
+
+std::string Launch::text() const {
+  const auto size = [](const std::array<int64_t, 3>& of) { return c10::str(of[0], "x", of[1], "x", of[2]); };
+  return c10::str(kernel, " grid ", grid[0] == 0 ? "of an earlier one" : size(grid), " of ", size(threads));
+}
 
 void name_work(const char* operator_name) {
   current_operator = operator_name;

@@ -1,14 +1,16 @@
-"""Modules that run unmodified: their operators fail the self-check on this machine, their class differs from
-its eager code in a trial, or eager code is faster on a CPU.
+"""Modules that run unmodified: their operators fail the self-check on this machine, or MOE_MPS_REFUSE names
+them; their class differs from its eager code in a trial; or eager code is faster on a CPU.
 """
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..._environment import REFUSE
 from ...selfcheck.compare import Finding
 from .interface import weights_in
 from .report import Done, Row
@@ -64,14 +66,22 @@ def eager_on_cpu(model: nn.Module, rows: Iterable[Row]) -> dict[str, tuple[Done,
 
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
-REFUSED: dict[str, Finding] = {}
+FAILED: dict[str, Finding] = {}
+# {operator or pass that MOE_MPS_REFUSE named at the last `accelerate` of this process: the name there}
+REQUESTED: dict[str, str] = {}
+# Operators and passes that no module and no captured step may run.
+REFUSED: Mapping[str, Finding | str] = ChainMap[str, Any](FAILED, REQUESTED)
 # {class: why its modules run unmodified}, as `trials.untested` found behind a transformers that is not known
 UNMODIFIED: dict[type, str] = {}
 
 
 def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
-    """Why a module runs unmodified: an operator that would run in its place has failed."""
-    failed = [item.operator for item in done if item.operator in REFUSED]
+    """Why a module runs unmodified: an operator that would run in its place has failed, or is not wanted."""
+    operators = [item.operator for item in done]
+    for operator in operators:
+        if operator in REQUESTED:
+            return f"{REFUSE} names {REQUESTED[operator]}"
+    failed = [operator for operator in operators if operator in FAILED]
     return f"{failed[0]} fails the self-check on this GPU" if failed and is_on_mps(module) else None
 
 

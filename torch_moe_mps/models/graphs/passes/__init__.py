@@ -105,6 +105,8 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
 ]
 
+FUSION = "fusion"  # stands for all passes where one is named
+
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     logits_in_float32: "router_logits",
@@ -122,11 +124,12 @@ def simplify(graph: fx.Graph, refused: frozenset[str] = frozenset(), alone: bool
     """Runs the passes.
 
     Args:
-        refused: operators that none may put in.
+        refused: operators that none may put in, and passes that may not run; FUSION stands for all.
         alone: no other thread may be reading the model's weights, which `join_linears` moves.
     """
     drop_unused(graph)
-    for passed in PASSES:
-        if INTRODUCED.get(passed, "") not in refused and (alone or passed is not join_linears):
+    for passed in PASSES if FUSION not in refused else ():
+        may_run = refused.isdisjoint((passed.__name__, INTRODUCED.get(passed)))
+        if may_run and (alone or passed is not join_linears):
             passed(graph)
             drop_unused(graph)
