@@ -130,100 +130,65 @@ def test_scripts_in_python(tmp_path_factory):
     )
 
 
-# An operator in the family `combine`: what steps 1, 4 and 5 of CONTRIBUTING add to which file. The host and
-# the shader of steps 2 and 3 take minutes to build anew, so its calls run on the CPU.
-ADDED = {
-    "torch_moe_mps/ops/families/combine.py": (
-        """CALLS: Calls = {
-""",
-        '''
-@operator("x[..., H] -> [..., H]:x")
-def halved(x: Tensor) -> Tensor:
-    """Half of each element.
-
-    In models `weighted_sum_stacked` has factors.
-
-    Args:
-        x: [..., H].
-
-    Returns: [..., H], in the dtype of x.
-
-    Raises: ValueError for a dtype or a device that does not fit.
-
-    Example:
-        >>> ops.halved(torch.tensor([3.0, 4.0])).tolist()
-        [1.5, 2.0]
-    """
-    return (x.float() / 2).to(x.dtype)
-
-
-CALLS: Calls = {
-    "halved": lambda s: s.of("x[T, H]"),
-''',
-    ),
-    "torch_moe_mps/ops/__init__.py": (
-        "from .families.combine import moe_weighted_reduce as",
-        "from .families.combine import halved as halved\n"
-        "from .families.combine import moe_weighted_reduce as",
-    ),
-    "tests/support/ops/combine.py": (
-        "def draw_silu_mul_stacked(",
-        """def draw_halved(d):
-    return {"x": d.values(*d.one((3, 64), (2, 1, 5), (0, 7)))}
-
-
-def expected_halved(a):
-    return [Expected(exact(a.x) / 2, 0 * exact(a.x))]
-
-
-def draw_silu_mul_stacked(""",
-    ),
-    "tests/pinned/used_by.txt": ("_heads_mm: ", "halved: \nheads_mm: "),  # as make_used_by.py has it
-}
-
-# The script of the table, then pytest with the arguments.
-WRITES_AND_TESTS = """
+# `scripts/new` for an operator, for an architecture without a family, and for wrong names; then pytest.
+NEW_AND_TESTS = """
 import runpy, sys
 import pytest
 
-arguments, sys.argv = sys.argv[1:], ["make_operators_table.py"]
-sys.path.insert(0, "scripts/make")
-runpy.run_path("scripts/make/make_operators_table.py", run_name="__main__")
-sys.path.remove("scripts/make")
-if code := pytest.main(arguments):
+def new(*arguments):
+    sys.argv = ["scripts/new.py", *arguments]
+    try:
+        runpy.run_path("scripts/new.py", run_name="__main__")
+    except SystemExit as ended:
+        return ended.code
+
+tests = sys.argv[1:]
+for name in ("rms_norm", "norms", "Halved"):
+    assert new("operator", name) == 1
+assert new("family", "dbrx") == 1
+assert new("operator", "halved") == 0
+assert new("family", "olmoe") == 0
+if code := pytest.main(tests):
     sys.exit(code)
 """
 
 
-@pytest.mark.slow("starts a script and the tests of an operator in a new process")
-def test_an_operator_is_added_as_the_page_says(tmp_path):
+@pytest.mark.slow("starts a script and the tests of an operator and of a family in a new process")
+def test_an_operator_and_a_family_are_added_as_the_page_says(tmp_path):
+    """scripts/new lays both out, and their tests pass as they are. The host and the shader would take minutes
+    to build anew, so the operator's calls run on the CPU."""
     clone = new_clone(tmp_path)
-    for folder in (
-        "torch_moe_mps",
-        "torch_moe_mps/ops",
-        "torch_moe_mps/ops/families",
-        "tests/support",
-        "tests/support/ops",
-    ):
+    (clone / "torch_moe_mps").unlink()
+    copied = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(REPOSITORY / "torch_moe_mps", clone / "torch_moe_mps", ignore=copied)
+    for folder in ("tests/support", "tests/ops", "tests/models"):
         (clone / folder).unlink()
-        (clone / folder).mkdir()
-        for path in (REPOSITORY / folder).iterdir():
-            (clone / folder / path.name).symlink_to(path)
-    for file, (place, added) in ADDED.items():
-        text = (clone / file).read_text()
-        assert text.count(place) == 1, file
-        (clone / file).unlink()
-        (clone / file).write_text(text.replace(place, added))
+        shutil.copytree(REPOSITORY / folder, clone / folder, ignore=copied)
     environment = variables() | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
 
-    files = [f"tests/ops/test_{name}.py" for name in ("operators", "documentation", "any_arguments")]
-    command = [sys.executable, "-c", WRITES_AND_TESTS + LEAVE, "-q", "-k", "halved and not mps", *files]
+    names = ("operators", "documentation", "any_arguments", "halved")
+    files = [f"tests/ops/test_{name}.py" for name in names] + ["tests/models/families/test_olmoe.py"]
+    chosen = ["-q", "-k", "(halved or olmoe) and not mps", "-m", "not sweep", *files]
+    command = [sys.executable, "-c", NEW_AND_TESTS + LEAVE, *chosen]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=clone)
     assert result.returncode == 0, result.stdout + result.stderr
-    link = r"\[`halved`\]\(\.\./torch_moe_mps/ops/families/combine\.py\)"
+    assert result.stderr.splitlines()[:4] == [
+        "scripts/new: NAME must be new, got rms_norm: tests/pinned/used_by.txt has this operator",
+        "scripts/new: NAME must be new, got norms: torch_moe_mps/ops/families/norms.py exists",
+        "scripts/new: NAME must be lower-case letters, digits and _, got 'Halved'",
+        "scripts/new: NAME must be new, got dbrx: torch_moe_mps/models/families/dbrx/__init__.py exists",
+    ]
+    link = r"\[`halved`\]\(\.\./torch_moe_mps/ops/families/halved\.py\)"
     row = rf"\| {link} \| Half of each element \|  \| in models "
     assert re.search(row, (clone / "docs/operators.md").read_text())
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 8, result.stdout
+    rows = re.findall(
+        r'^    "(\w+)",$', (clone / "torch_moe_mps/transformers/wiring.py").read_text(), re.MULTILINE
+    )
+    assert "olmoe" in rows and rows == sorted(rows)
+    assert '"halved", ' in (clone / "torch_moe_mps/csrc/metal/library.mm").read_text()
+    for file in re.findall(r"^wrote   (\S+)$", result.stdout, re.MULTILINE):
+        assert "NEW_ONE" not in (clone / file).read_text(), file
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 9, result.stdout
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
