@@ -109,7 +109,7 @@ def test_which_modules_are_read_for_names(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
         name = f"of_{len(folder)}"
         importlib.import_module(name)
-        assert code._is_followed(name) == is_read, folder
+        assert code.is_followed(name) == is_read, folder
 
 
 def test_the_place_of_a_branch_is_in_the_models_file(clone):
