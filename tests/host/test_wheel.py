@@ -39,30 +39,17 @@ def extension(tmp_path_factory) -> Path:
     return macos.build(macos.DEFAULT, folder / "_C_torch2_13.so", [source])
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The package's extension, from the objects that the check for macOS compiles, too."""
-    return macos.build(macos.DEFAULT, tmp_path_factory.mktemp("macos") / "_C_torch2_13.so")
-
-
 @pytest.fixture
 def wheel(tmp_path_factory, extension) -> Path:
     """Of one torch's extension under two names: a wheel for as many versions."""
-    return wheel_of(extension, tmp_path_factory)
-
-
-def wheel_of(extension: Path, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     other = shutil.copy(extension, extension.with_name("_C_torch2_14.so"))
     return build_wheel.assemble(installed.wheel(tmp_path_factory), [extension, Path(other)], folder)
 
 
-@pytest.mark.sweep
-def test_the_wheel(whole, tmp_path_factory):
-    """The cross-compile job of CI builds one of the whole extension for every change, too."""
-    wheel = wheel_of(whole, tmp_path_factory)
+def test_the_wheel(wheel):
+    """Where the extension is the package's own, test_macos.py has the same faults of its symbols."""
     build_wheel.check_wheel(wheel, MINORS)
-    check_symbols(whole)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))

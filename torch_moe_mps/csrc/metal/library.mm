@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <deque>
+#include <exception>
 #include <future>
 #include <iomanip>
 #include <limits>
