@@ -186,7 +186,7 @@ def test_the_counts_of_the_page_of_speed():
     for name, kind, eager, modules, captured in table:
         counts = re.findall(r"([a-z, ]*?) ?(\d+) / (\d+)", rows("experts")[name].split(" | ")[4])
         assert (kind if kind != "all" else "", eager, captured) in [(k.strip(), *n) for k, *n in counts]
-        file = REPOSITORY / "tests" / "transformers" / "families" / f"test_{name}.py"
+        file = REPOSITORY / "tests" / "models" / "families" / f"test_{name}.py"
         call = re.search(
             r"check_launches\(\s*simulated, NAME, (\{.*?\})(?:, (\{.*?\}))?\s*\)", file.read_text()
         )
