@@ -52,7 +52,7 @@ _TOKENIZERS = (
 )  # fmt: skip
 # Names that transformers' configs have for the experts of a layer, and for those that a token is routed to.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_IDENTITY = "zero_expert_num"  # of LongCat: a router chooses them, too, and they give their input
+_IDENTITY = "zero_expert_num"  # LongCat's: a router chooses them, too, and they give their input
 _CHOSEN = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
 )  # fmt: skip
