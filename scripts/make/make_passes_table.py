@@ -41,7 +41,7 @@ from torch_moe_mps.models.graphs import passes
 from torch_moe_mps.models.graphs.fusion import Fusion
 from torch_moe_mps.transformers import wiring
 
-PAGE = paths.REPOSITORY / "torch_moe_mps" / "transformers" / "graphs" / "README.md"
+PAGE = paths.REPOSITORY / "torch_moe_mps" / "models" / "graphs" / "README.md"
 SAVED = paths.REPOSITORY / "tests" / "pinned" / "passes.txt"
 NAMED = 3  # architectures by name; of more, their number
 INTRODUCTION = """\

@@ -7,7 +7,7 @@ from support.processes import REPOSITORY
 
 from torch_moe_mps.models.graphs.passes import PASSES
 
-ROOM = REPOSITORY / "torch_moe_mps" / "transformers" / "graphs"
+ROOM = REPOSITORY / "torch_moe_mps" / "models" / "graphs"
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ print(json.dumps(found))
 def take_out(folder: Path) -> None:
     """Deletes families from a copy of the tree, and spoils every text that has their names."""
     names = re.compile(rf'"[^"\n]*({"|".join(TAKEN_OUT)})[^"\n]*"')
-    families = folder / "torch_moe_mps" / "transformers" / "families"
+    families = folder / "torch_moe_mps" / "models" / "families"
     for name in {*TAKEN_OUT} - {"nemotron_h"}:
         shutil.rmtree(families / name)
     wiring = folder / "torch_moe_mps" / "transformers" / "wiring.py"
