@@ -14,6 +14,7 @@ import torch
 from support import ours
 from support.processes import REPOSITORY
 
+from torch_moe_mps.models.basics import code
 from torch_moe_mps.models.capture import user_code
 from torch_moe_mps.models.trials import branches
 
@@ -98,6 +99,17 @@ def test_which_files_capture_calls_a_library(clone, way):
     *others, installed, beside, text = others_of(clone)
     assert space["is_of_library"](installed)
     assert not any(map(space["is_of_library"], [*others, beside, text]))
+
+
+def test_which_modules_are_read_for_names(tmp_path, monkeypatch):
+    """All but those that are installed: a folder may have a name like theirs."""
+    for folder, is_read in (("site-packages", False), ("my-packages", True), ("a site-packages b", True)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"of_{len(folder)}.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+        name = f"of_{len(folder)}"
+        importlib.import_module(name)
+        assert code.is_followed(name) == is_read, folder
 
 
 def test_the_place_of_a_branch_is_in_the_models_file(clone):
