@@ -31,6 +31,7 @@ import torch_moe_mps
 
 # Packages -> the layer of code that their files are; the first whose folder has the file.
 LAYERS = {
+    "torch_moe_mps.models": "rewritten modules",
     "torch_moe_mps.transformers": "rewritten modules",
     "torch_moe_mps": "operators",
     "transformers": "transformers",

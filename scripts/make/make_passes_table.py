@@ -204,7 +204,7 @@ def file_of(passed: Callable[[fx.Graph], None]) -> str:
 
 
 def _values(module: ModuleType) -> list[object]:
-    ours = module.__name__.startswith("torch_moe_mps.transformers.")
+    ours = module.__name__.startswith("torch_moe_mps.models.")
     return [value for value in vars(module).values() if isinstance(value, Fusion)] if ours else []
 
 
