@@ -158,7 +158,7 @@ def test_what_torch_runs_beside_our_operators(simulated, monkeypatch, tmp_path):
     assert found.keys() == pinned("aten").keys()
 
 
-@pytest.mark.sweep
+@pytest.mark.slow("generate and a training step of a model")
 @pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_torch_has_a_kernel_for_each(architecture, simulated):
     model, ids = tiny_models.tiny_model(architecture).to("mps"), IDS[:, :8].to("mps")

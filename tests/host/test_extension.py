@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from support.processes import forked, python
 
 from torch_moe_mps import _extension
+from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._checks import Check
 from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.quantization import quantize
@@ -44,6 +45,13 @@ with warnings.catch_warnings(record=True) as caught:
             torch.testing.assert_close(arguments[written].cpu(), expected[written])
 print(*(warning.message for warning in caught), sep="\\n")
 """
+
+
+def test_references_run_on_any_device():
+    """Also on mps, where the extension is missing: the test below runs them."""
+    keys = ("CPU", "CompositeExplicitAutograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [name for name in OPERATORS for key in keys if not has_kernel(f"moe_mps::{name}", key)] == []
 
 
 @pytest.mark.sweep

@@ -133,14 +133,23 @@ def test_each_kernel(simulated, dtype):
     break_each_kernel(simulated, kernels_in(libraries(*arguments)), checks)
 
 
+def of_format(format: str, dtype: torch.dtype) -> tuple[set[str], list]:
+    """The kernels of a format in a dtype, and the checks of all operators with such weights."""
+    names = [f"quantized_{part}{format}_{calls.DTYPES[dtype]}" for part in PARTS]
+    subjects = calls.subjects(OPERATORS, [dtype], [FORMATS[format]])
+    return kernels_in(names), plain(subject for subject in subjects if subject.format)
+
+
+def test_a_call_launches_each_kernel_of_blocks(simulated):
+    """Rows of blocks of 256 are longer, and their calls are of the check's own plans alone."""
+    assert smallest_calls(simulated, *of_format("q4_k", torch.bfloat16))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("format", "dtype"), [*zip(FORMATS, itertools.cycle(calls.DTYPES))], ids=str)
 def test_each_kernel_of_a_format(simulated, format, dtype):
     """In one dtype: the calls do not depend on it, nor does which kernels there are."""
-    subjects = calls.subjects(OPERATORS, [dtype], [FORMATS[format]])
-    checks = plain(subject for subject in subjects if subject.format)
-    names = [f"quantized_{part}{format}_{calls.DTYPES[dtype]}" for part in PARTS]
-    break_each_kernel(simulated, kernels_in(names), checks)
+    break_each_kernel(simulated, *of_format(format, dtype))
 
 
 @pytest.mark.parametrize(

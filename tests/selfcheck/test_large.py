@@ -14,7 +14,7 @@ from torch_moe_mps.selfcheck import large
 AFFINE = FORMATS["affine4_64"]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow("35 calls, on the GPU and on the CPU")
 def test_every_call_is_right(simulated):
     made = []
     for what, call in large.calls(torch.bfloat16, AFFINE, smaller=128):
