@@ -51,7 +51,7 @@ def test_a_checkout_installs_in_a_fresh_environment():
     assert environment.startswith("python3 -m venv ~/moe && source ~/moe/bin/activate")
     project = (REPOSITORY / "pyproject.toml").read_text()
     needed = re.search(r"^requires = \[(.*)\]$", project, re.MULTILINE).group(1)
-    needed += re.search(r"^dependencies = \[(.*?),.*\]$", project, re.MULTILINE).group(1)
+    needed += re.search(r'^dependencies = \[("torch.*?")', project, re.MULTILINE).group(1)
     assert {*shlex.split(first)[2:]} == {*re.findall('"(.*?)"', needed)}
     assert install.startswith("pip install --no-build-isolation ")
     assert all(command.startswith("torch-moe-mps ") for command in others) and len(others) == 2

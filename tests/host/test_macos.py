@@ -103,7 +103,7 @@ STANDARD = {
     "sstream": "hex istringstream ostringstream",
     "string": "getline stod stof stoi stoll string to_string",
     "string_view": "string_view",
-    "system_error": "generic_category",
+    "system_error": "generic_category system_error",
     "thread": "this_thread thread",
     "tuple": "forward_as_tuple get make_tuple tuple",
     "type_traits": "decay_t is_trivially_copyable_v void_t",

@@ -200,7 +200,7 @@ def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     out = capsys.readouterr().out
     assert "  us of a dependent dispatch: 4.5 (3 to 6)\n" in out
     assert "  reads of experts, times those of a stream: 0.7 (0.6 to 0.75)\n" in out
-    assert "| Qwen3-30B-A3B | M1 Max, measured | 5.4 | 293, 341 | 6.7 | 7.2 | 8.2 | 7.8-8.8 |" in out
+    assert "| Qwen3-30B-A3B | M1 Max, measured | 5.4 | 293 | 341 | 6.7 | 7.2 | 8.2 | 7.8-8.8 |" in out
     assert fit.fitted(str(file)).gpu.dram_bytes_per_us == pytest.approx(320e3)
 
 

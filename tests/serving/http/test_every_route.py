@@ -10,6 +10,8 @@ from support import scripted
 from support.asked import CALL, LOOK, SKY, THOUGHT, events_of, post, recorded
 from support.serving import said
 
+from torch_moe_mps.commands.arguments import parse
+from torch_moe_mps.commands.serve import server_of
 from torch_moe_mps.serving.http import app
 from torch_moe_mps.serving.http.protocols.messages import Messages
 from torch_moe_mps.serving.http.protocols.responses import Responses
@@ -262,6 +264,7 @@ UNKNOWN = scripted.TEMPLATE.replace("tool_call>", "call>")
 def test_tools_that_a_model_does_not_read_or_whose_calls_are_not_read(here, capsys, caplog, template, line):
     """One line says so at the start, in the log at each request with tools, and in its answer."""
     with scripted.templated(here, template):
+        server_of(here.served, parse(["serve", "m"]), None)
         assert line in capsys.readouterr().err
         here.says("Done.")
         for path, body, tools, none, _ in CHOICES.values():
