@@ -61,7 +61,7 @@ def test_the_wheel(wheel):
     shaders = (REPOSITORY / "torch_moe_mps" / "shaders").rglob("*.*")
     assert {str(path.relative_to(REPOSITORY)) for path in shaders} < names
     assert not [name for name in names if re.search(r"csrc|tests|\.mm$", name)]
-    assert "Requires-Dist: torch>=2.13\n" in metadata
+    assert "Requires-Dist: torch<2.16,>=2.13\n" in metadata
     links = re.findall(r"\]\(([^)]*)\)", metadata)
     are_absolute = all(link.startswith(("https://", "#")) for link in links)
     has_address = "[project.urls]" in (REPOSITORY / "pyproject.toml").read_text()
