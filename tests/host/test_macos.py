@@ -105,7 +105,7 @@ STANDARD = {
     "string_view": "string_view",
     "system_error": "generic_category system_error",
     "thread": "this_thread thread",
-    "tuple": "forward_as_tuple get make_tuple tuple",
+    "tuple": "forward_as_tuple get make_tuple tie tuple",
     "type_traits": "decay_t is_trivially_copyable_v void_t",
     "unordered_map": "unordered_map unordered_multimap",
     "unordered_set": "unordered_set",
