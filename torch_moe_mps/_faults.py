@@ -34,6 +34,21 @@ def gpu_busy() -> float:
     return 0.0 if host_library() is None else float(torch.ops.moe_mps._gpu_busy())
 
 
+def lost_gpu() -> torch.AcceleratorError | None:
+    """Error of a process whose GPU work macOS ignores, as it does after several errors; None otherwise.
+
+    Only a new process can use the GPU then. Once a fault says so, this runs a tiny kernel to make sure.
+    """
+    if host_library() is None or not torch.ops.moe_mps._was_ignored():
+        return None
+    try:
+        torch.zeros(1, device="mps").add_(1)
+        synchronize()
+    except torch.AcceleratorError as error:
+        return error if torch.ops.moe_mps._was_ignored() else None
+    return None
+
+
 class Mark:
     """A mark at the current MPS command buffer: `wait` waits for it, but not for later ones.
 

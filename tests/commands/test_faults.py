@@ -1,6 +1,11 @@
 """A GPU that stops in the middle of a command: an error in one line, and the next request is answered."""
 
+import contextlib
 import itertools
+import json
+import threading
+import urllib.error
+import urllib.request
 
 import openai
 import pytest
@@ -11,6 +16,7 @@ from support.sweep import in_sweep, rows_in_sweep
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.serving.engine.loop import EngineThread
+from torch_moe_mps.serving.prefix_cache import disk
 
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
 
@@ -119,3 +125,57 @@ def test_convert_writes_nothing(simulated, tmp_path, capsys):
 
     fails_at_each(simulated, 11, lambda: main(["convert", str(source), str(new), *arguments]), failed)
     assert new.exists()
+
+
+def health(port: int) -> str:
+    """The state that a server says it is in; nothing where none answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+            return json.load(answer)["status"]
+    except urllib.error.HTTPError as error:
+        return json.load(error)["status"]
+    except OSError:
+        return ""
+
+
+@pytest.mark.slow("a server that answers, dies, and is started again")
+def test_a_server_ends_once_macos_ignores_it(checkpoint, simulated, tmp_path, capsys, monkeypatch):
+    """Who started it may start it again, and finds the prompts on the disk."""
+    monkeypatch.setattr(disk, "BLOCK", 16)
+    port, folder, over = serving.free_port(), tmp_path / "prompts", threading.Event()
+    texts, errors, states = [], [], []
+
+    def ask(client) -> int:
+        given = {"temperature": 0, "max_tokens": 3, "prompt": "hello" * 10}
+        answer = client.completions.create(model=str(checkpoint), **given)
+        texts.append(answer.choices[0].text)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    def use() -> None:
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client:
+            while not over.wait(0.05) and not health(port):
+                pass
+            ask(client)
+            with simulated.ignoring(1):
+                while not over.wait(0.02):  # until it has ended
+                    fails = contextlib.nullcontext() if errors else simulated.failing("timeout")
+                    with fails, pytest.raises(openai.APIError) as raised:
+                        ask(client)
+                    errors.append(str(raised.value))
+                    states.append(health(port))
+
+    given = [*serving.QUANTISED, "--device", "mps", "--prompt-folder", folder]
+    client = threading.Thread(target=use)
+    client.start()
+    code = main(["serve", str(checkpoint), "--port", str(port), *map(str, given)])
+    over.set(), client.join()
+    assert code == 1 and "Caused GPU Timeout Error" in errors[0]
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "macOS has stopped all GPU work of this process" in line and "restart it" in line
+    assert {*states} <= {"died", ""}, states
+    assert [*folder.rglob("*.block")] and not [*folder.rglob("*.new")]
+    with serving.client_of(checkpoint, *given) as client:
+        assert ask(client) > 0
+    assert texts[0] == texts[1] and len(texts) == 2

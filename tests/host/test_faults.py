@@ -10,7 +10,7 @@ from support import tiny_models
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
-from torch_moe_mps._faults import Mark, fault_of, gpu_busy, is_out_of_memory, synchronized
+from torch_moe_mps._faults import Mark, fault_of, gpu_busy, is_out_of_memory, lost_gpu, synchronized
 from torch_moe_mps.ops._samples import packet, sample_arguments
 
 SAYS = {  # what macOS says, and what helps
@@ -80,6 +80,51 @@ def test_a_wait_raises_it(simulated):
         with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
             torch_moe_mps.synchronize()
     torch_moe_mps.synchronize()
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_macos_ignores_a_process_after_its_timeouts(simulated, schedule):
+    """What it commits from then on fails at once, and each call says so in one line."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    simulated.set_schedule(schedule)
+    expected = norm(**arguments).cpu()
+
+    def said() -> str:
+        with pytest.raises(torch.AcceleratorError) as raised:
+            norm(**arguments)
+            torch_moe_mps.synchronize()
+        return str(raised.value)
+
+    with simulated.ignoring(2):
+        for _ in range(2):
+            assert lost_gpu() is None
+            with simulated.failing("timeout"):
+                assert "Caused GPU Timeout Error" in said()
+        line = r"moe_mps: macOS has stopped all GPU work of this process, .*: restart it \(Ignored .*\)"
+        for _ in range(2):
+            assert re.fullmatch(line, said()) and re.fullmatch(line, str(lost_gpu()))
+    assert torch.equal(norm(**arguments).cpu(), expected)
+    assert lost_gpu() is None
+
+
+def test_work_that_fails_with_other_work(simulated):
+    """Another stream's buffer is lost with one that times out; what failed with another program's says so."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    expected = norm(**arguments).cpu()
+    with simulated.ignoring(3, victims=True), simulated.failing("timeout"):
+        norm(**arguments)
+        with simulated.stream(1):
+            result = norm(**arguments)
+            with pytest.raises(torch.AcceleratorError, match="Caused GPU Timeout Error"):
+                torch_moe_mps.synchronize()
+            assert not torch.equal(result.cpu(), expected)
+        with pytest.raises(torch.AcceleratorError, match="Caused GPU Timeout Error"):
+            torch_moe_mps.synchronize()
+    with simulated.failing("victim"):
+        norm(**arguments)
+        with pytest.raises(torch.AcceleratorError, match=r"Discarded .* the same call may be right now; its"):
+            torch_moe_mps.synchronize()
+    assert torch.equal(norm(**arguments).cpu(), expected)
 
 
 @pytest.mark.parametrize("version", ["2.13", "2.15"])

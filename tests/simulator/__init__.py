@@ -14,6 +14,7 @@
     with torch_memory(recommended): memory as torch's allocator keeps it: recycled, in heaps
     with torch_version(version):    torch's copies and errors are those of another version
     with failing(kind, after):      a command buffer fails, as where macOS stops it
+    with ignoring(timeouts):        after so many timeouts macOS runs nothing more of the process
     commits()                       how often the stream was committed
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
@@ -40,6 +41,7 @@ from .runtime import (
     event_limit,
     failing,
     heaps,
+    ignoring,
     install,
     intercepted,
     is_resident,
@@ -75,6 +77,7 @@ __all__ = [
     "extension",
     "failing",
     "heaps",
+    "ignoring",
     "install",
     "intercepted",
     "is_resident",

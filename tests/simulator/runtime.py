@@ -60,6 +60,7 @@ def _runtime() -> ctypes.CDLL:
     ]
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
+    library.simulator_ignore_buffers.argtypes = [ctypes.c_uint64, ctypes.c_int]
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
     library.simulator_time_host.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
     library.simulator_advance_host.argtypes = [ctypes.c_double]
@@ -238,7 +239,7 @@ def one_thread() -> Iterator[None]:
 
 
 # {how a command buffer fails: Metal's code of the error}
-FAILURES = {"timeout": 2, "fault": 3, "memory": 8}
+FAILURES = {"victim": 1, "timeout": 2, "fault": 3, "memory": 8}
 
 
 @dataclass
@@ -251,8 +252,8 @@ class Failure:
 @contextlib.contextmanager
 def failing(kind: str, after: int = 0, also: int = 0) -> Iterator[Failure]:
     """Behind `after` command buffers one fails, and `also` so many that follow: none of its commands runs,
-    its status is an error ("timeout", "fault" or "memory"), and its handlers are called. Nobody else is
-    told, as on a Mac: what reads its results gets what was in memory.
+    its status is an error ("timeout", "fault", "memory" or "victim"), and its handlers are called. Nobody
+    else is told, as on a Mac: what reads its results gets what was in memory.
     """
     torch.mps.synchronize()
     _runtime().simulator_fail_buffer(after, FAILURES[kind], 1 + also)
@@ -263,6 +264,21 @@ def failing(kind: str, after: int = 0, also: int = 0) -> Iterator[Failure]:
     finally:
         failure.happened = bool(_runtime().simulator_has_failed())
         _runtime().simulator_fail_buffer(0, 0, 0)
+
+
+@contextlib.contextmanager
+def ignoring(timeouts: int, victims: bool = False) -> Iterator[None]:
+    """Once so many command buffers have timed out, all later ones are ignored until the block ends.
+
+    `victims`: those that are committed after one that times out, and have not run, fail with it.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_ignore_buffers(timeouts, victims)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_ignore_buffers(0, 0)
 
 
 def reset() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises: ValueError, OSError, ImportError with a one-line message."""
+    """Raises: ValueError, OSError, ImportError, or the RuntimeError that ended the device thread."""
     key = key_of(options)
     sockets = sockets_of(options.host, options.port)  # one in use is said before torch is imported
     try:
@@ -31,6 +31,8 @@ def run(options: argparse.Namespace) -> None:
             print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
             with _frozen():
                 server.run(sockets)
+            if (death := served.generator.death) is not None:
+                raise death
     finally:
         for listener in sockets:
             listener.close()
@@ -77,7 +79,15 @@ def server_of(served: Any, options: argparse.Namespace, key: str | None) -> "uvi
     access = Access(tuple(options.allow_host), key, origins)
     level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests
     application = Server(served, access).application()
-    return Ending(config_of(application, log_level=level, timeout_graceful_shutdown=5))
+    server = Ending(config_of(application, log_level=level, timeout_graceful_shutdown=5))
+
+    def end() -> None:
+        server.should_exit = True
+
+    served.generator.on_death = end  # who started the server may start it again
+    if served.generator.death is not None:
+        end()
+    return server
 
 
 def sockets_of(host: str, port: int) -> list[socket.socket]:

@@ -38,6 +38,9 @@ struct State {
   uint64_t before_failure = 0;       // buffers
   uint64_t failures = 0;             // that many in a row
   bool failed = false;
+  uint64_t timeouts = 0;       // buffers that have timed out
+  uint64_t most_timeouts = 0;  // so many, and all later buffers are ignored; 0: none is
+  bool fails_victims = false;  // buffers that are committed after one that fails
   simulator_execute execute = nullptr, plain_execute = nullptr;  // now, and of the executor
   uint64_t seed = 0;
   std::atomic<bool> runs_alone = false;  // the GPU has a thread of its own
@@ -389,6 +392,7 @@ Buffers take_committed(const char* event, bool is_alone) {
 Failure next_failure() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.most_timeouts != 0 && s.timeouts >= s.most_timeouts) return Failure::kIgnored;
   if (s.failure == Failure::kNone || s.before_failure-- > 0) return Failure::kNone;
   s.failed = true;
   s.before_failure = 0;
@@ -652,11 +656,11 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
       state().running = false;
     }
   } finish;
-  bool runs = !state().dropping;
+  bool runs = !state().dropping, has_victims = false;
   for (auto each = buffers.begin(); each != buffers.end(); ++each) {
     const auto& buffer = *each;
     if (!std::exchange(buffer->has_begun, true)) {
-      buffer->failure = next_failure();
+      buffer->failure = has_victims ? Failure::kVictim : next_failure();
       begin(*buffer);
     }
     if (runs && buffer->failure == Failure::kNone) {
@@ -672,6 +676,10 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
     buffer->end = state().clock;
     end(*buffer, buffer->failure);
     const std::lock_guard<std::mutex> lock(state().mutex);
+    if (buffer->failure == Failure::kTimeout) {
+      ++state().timeouts;
+      has_victims = state().fails_victims;
+    }
     if (!buffer->visible.empty()) state().unseen.push_back(buffer);
     state().untold.push_back(buffer);
   }
@@ -691,10 +699,16 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
 std::string text_of(Failure failure) {
   switch (failure) {
     case Failure::kNone: return "";
+    case Failure::kVictim:
+      return "Discarded (victim of GPU error/recovery) "
+             "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)";
     case Failure::kTimeout:
       return "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)";
     case Failure::kFault:
       return "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)";
+    case Failure::kIgnored:
+      return "Ignored (for causing prior/excessive GPU errors) "
+             "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)";
     case Failure::kOutOfMemory:
       return "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)";
   }
@@ -1029,6 +1043,14 @@ void simulator_fail_buffer(uint64_t after, int code, uint64_t count) {
   s.before_failure = after;
   s.failures = count;
   s.failed = false;
+}
+
+void simulator_ignore_buffers(uint64_t timeouts, int victims) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.most_timeouts = timeouts;
+  s.timeouts = 0;
+  s.fails_victims = victims;
 }
 
 void simulator_advance_clock(double seconds) {

@@ -205,7 +205,7 @@ struct Command {
 
 // Metal's numbers.
 enum class Status { kNotEnqueued, kEnqueued, kCommitted, kScheduled, kCompleted, kError };
-enum class Failure { kNone = 0, kTimeout = 2, kFault = 3, kOutOfMemory = 8 };
+enum class Failure { kNone = 0, kVictim = 1, kTimeout = 2, kFault = 3, kIgnored = 4, kOutOfMemory = 8 };
 std::string text_of(Failure failure);  // as macOS describes it
 
 // The commands that the GPU is given together. Those of a buffer that fails do not run.

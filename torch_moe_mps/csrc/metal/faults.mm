@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -56,6 +57,7 @@ struct FaultState {
   std::map<at::mps::MPSStream*, Stream> streams;  // torch frees none
   std::deque<Fault> faults;
   std::atomic<size_t> count = 0;  // of them
+  bool is_ignored = false;        // the buffer of which Metal has told last
   double busy = 0, until = 0;     // seconds that the GPU has worked, and when it last ended a buffer
 };
 
@@ -91,7 +93,16 @@ std::string kernels_of(const Work& work) {
   return work.launches.empty() ? "" : "; its kernels: " + listed(work.launches, kMostListed, text);
 }
 
+// macOS runs nothing more of a process that has caused several errors.
+bool is_ignored(NSError* error) {
+  return error != nil && [error code] == MTLCommandBufferErrorAccessRevoked;
+}
+
 const char* advice(NSError* error, const Work& work) {
+  // Metal has no code of its own for a buffer that failed with another one.
+  if (error != nil && std::strstr([[error localizedDescription] UTF8String], "victim") != nullptr) {
+    return "other work on the GPU failed, of this program or of another: the same call may be right now";
+  }
   if (error != nil && [error code] == MTLCommandBufferErrorOutOfMemory) {
     return "what the model, its cache and a prompt take must fit in the GPU's memory: fewer bits, kv_bits=8, "
            "prefill_chunk_size=512 in generate(), or fewer other programs";
@@ -153,12 +164,19 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const Work& watched) 
   fault_state.busy +=
       end - (start < fault_state.until && fault_state.until < end ? fault_state.until : start);
   fault_state.until = end;
+  NSError* error = failed ? [buffer error] : nil;
+  fault_state.is_ignored = is_ignored(error);
   if (!failed) return;
-  NSError* error = [buffer error];
+  const std::string said = error == nil ? "unknown error" : [[error localizedDescription] UTF8String];
+  if (fault_state.is_ignored) {
+    return store_fault(stream, watched.number,
+                       c10::str("moe_mps: macOS has stopped all GPU work of this process, as it does after "
+                                "several GPU errors: restart it (",
+                                said, ")"));
+  }
   store_fault(stream, watched.number,
               c10::str("moe_mps: the GPU has not finished a command buffer", operators_of(watched), ": ",
-                       error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
-                       "; what was computed before this message is lost: ", advice(error, watched),
+                       said, "; what was computed before this message is lost: ", advice(error, watched),
                        kernels_of(watched)));
 }
 
@@ -182,6 +200,11 @@ Work& watched(at::mps::MPSStream* on) {
   stream->buffer = (__bridge void*)buffer;
   stream->watched = made;
   return *made;
+}
+
+bool was_ignored() {
+  const std::lock_guard<std::mutex> lock(fault_state.mutex);
+  return fault_state.is_ignored;
 }
 
 double gpu_busy() {
@@ -388,3 +411,5 @@ MOE_FUNCTION("_release_cache() -> ()", release_cache)
 // Seconds that the GPU has worked on watched buffers of which Metal has told.
 MOE_FUNCTION("_gpu_busy() -> float", gpu_busy)
 MOE_FUNCTION("_raise_fault() -> ()", raise_fault_of_committed)
+// Whether macOS ignored the last buffer, for errors before it.
+MOE_FUNCTION("_was_ignored() -> bool", was_ignored)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..._faults import Mark, synchronize
+from ..._faults import Mark, lost_gpu, synchronize
 from ...models.caches.batched import NotBatchable, batch_capacity, capacity
 from ...models.caches.deferred_states import bytes_beside
 from ...models.caches.state import LayerState
@@ -111,11 +111,16 @@ class Engine:
         self.run(self._step)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs a callable between steps. A GPU fault ends all admitted sequences."""
+        """Runs a callable between steps. A GPU fault ends all admitted sequences.
+
+        Raises: torch.AcceleratorError if this process can use the GPU no more.
+        """
         try:
             work()
         except torch.AcceleratorError as fault:
             self.pool.fail_all(fault)
+            if (lost := lost_gpu()) is not None:
+                raise lost from fault
 
     def _step(self) -> None:
         """Runs one step without handling GPU faults. Raises: torch.AcceleratorError."""

@@ -1,14 +1,18 @@
 """The device thread and its loop. torch's MPS backend is not safe to use from two threads."""
 
+import contextlib
 import heapq
 import itertools
 import logging
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from ..._text import first_line
 from ...models.trials.batching import reason_for_order
@@ -39,6 +43,7 @@ class EngineThread:
 
     Attributes:
         death: the error that ended the thread, if any; current and later jobs end with it.
+        on_death: called on the thread after that.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class EngineThread:
     ):
         self.max_sequences, self.memory, self._prompts = max_sequences, memory, prefix_cache
         self.death: DeviceThreadError | None = None
+        self.on_death: Callable[[], None] = lambda: None
         room = None if memory is None else memory.free
         self._engine = Engine(model, prefix_cache, max_sequences, room, drafting)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -111,7 +117,8 @@ class EngineThread:
             self._run()
         except BaseException as error:
             kind = f"{type(error).__name__}: {first_line(error)}"
-            logger.critical("torch_moe_mps: the thread of the device has died: %s", kind, exc_info=error)
+            trace = None if isinstance(error, torch.AcceleratorError) else error  # a GPU's is nobody's code
+            logger.critical("torch_moe_mps: the thread of the device has died: %s", kind, exc_info=trace)
             with self._lock:
                 self._closed = True
                 self.death = death = DeviceThreadError(
@@ -120,6 +127,10 @@ class EngineThread:
             for job in [sequence.job for sequence in self._engine.pool.sequences]:
                 job.end(death)
             self._end_queued(death)
+            with contextlib.suppress(Exception):  # what is on its way to the disk is written
+                if self._prompts is not None:
+                    self._prompts.close()
+            self.on_death()
 
     def _run(self) -> None:
         prefix_cache = self._prompts

@@ -156,6 +156,7 @@ typedef enum MTLCommandBufferStatus : NSUInteger {
 typedef enum MTLCommandBufferError : NSUInteger {
   MTLCommandBufferErrorTimeout = 2,
   MTLCommandBufferErrorPageFault = 3,
+  MTLCommandBufferErrorAccessRevoked = 4,
   MTLCommandBufferErrorOutOfMemory = 8,
 } MTLCommandBufferError;
 
