@@ -17,6 +17,7 @@ from .scoped import Bounded, having
 
 _LIBRARIES = {"torch", "transformers", PACKAGE.name, *sys.stdlib_module_names}
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+Code = types.CodeType
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 _MOST_ITEMS = 64  # a larger container is one value
 _known: ContextVar[dict[Any, Any] | None] = ContextVar("moe_mps_code", default=None)
@@ -51,14 +52,14 @@ def names_in(function: types.FunctionType) -> frozenset[str]:
 
 
 @functools.cache
-def names_in_code(code: types.CodeType) -> frozenset[str]:
+def names_in_code(code: Code) -> frozenset[str]:
     """Names that code, and the code inside it, looks up: globals and attributes."""
     return frozenset(code.co_names).union(*map(names_in_code, codes_in(code)))
 
 
-def codes_in(code: types.CodeType) -> list[types.CodeType]:
+def codes_in(code: Code) -> list[Code]:
     """The code of functions that are made in code."""
-    return [item for item in code.co_consts if isinstance(item, types.CodeType)]
+    return [item for item in code.co_consts if isinstance(item, Code)]
 
 
 def _read(subject: Any) -> Iterator[Hashable]:

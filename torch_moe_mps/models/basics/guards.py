@@ -154,11 +154,11 @@ def collection() -> Guards | None:
 def holds(module: nn.Module) -> bool:
     """True if all that the rewritten forward rests on is unchanged, and no hook sees what it leaves out."""
     kept: Kept = module.__dict__[STATE].guards
-    return are_unchanged(kept) and not (kept.called and is_observed(*kept.called))
+    return are_unchanged(kept, kept.called)
 
 
-def are_unchanged(kept: Kept) -> bool:
-    """True if names have the values that they had, and modules the classes."""
+def are_unchanged(kept: Kept, called: tuple[nn.Module, ...] = ()) -> bool:
+    """True if names have their values and modules their classes, and no hook sees those that are called."""
     for read in kept[0]:  # runs for each module of a token
         mapping, name, value, _ = read
         if mapping.get(name, mapping) is not value and _has_changed(*read):
@@ -166,7 +166,10 @@ def are_unchanged(kept: Kept) -> bool:
     for owner, name, value in kept[1]:
         if (now := getattr(owner, name, MISSING)) is not value and not _is_same(_marked(now), value):
             return False
-    return not any(type(part[0]) is not part[1] and _is_another(*part) for part in kept[2])
+    for part in kept[2]:
+        if type(part[0]) is not part[1] and _is_another(*part):
+            return False
+    return not called or not is_observed(*called)
 
 
 def _is_another(module: nn.Module, _: type, cls: type, names: frozenset[str], is_called: bool) -> bool:

@@ -69,6 +69,7 @@ class ExpertsForm(NamedTuple):
         act_fn: path of the activation.
         heard: paths of other modules whose hooks and forwards take part once the experts are packed.
         given: names of the attributes that the module has got, the form among them.
+        numbers: of the module and those inside; some are sizes, which differ in a trial.
     """
 
     activation: Activation | None
@@ -83,6 +84,7 @@ class ExpertsForm(NamedTuple):
     act_fn: str = "act_fn"
     heard: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def interface(self) -> dict[str, bool]:
@@ -282,8 +284,18 @@ def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[
             given: dict[str, Any] = {FORM: form, **form.interface}
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
-            vars(module).update(given, **{FORM: form._replace(given=(*given,))})
+            vars(module).update(given, **{FORM: form._replace(given=(*given,), numbers=numbers_in(module))})
     return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def numbers_in(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
+    """(path, name, value) of the whole numbers in the attributes of a module and those inside."""
+    return tuple(
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) is int
+    )
 
 
 def _config_above(model: nn.Module, name: str) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..._extension import PACKAGE
-from .code import codes_in, function_of, names_in_code
+from .code import Code, codes_in, function_of, names_in_code
 from .guards import MISSING, NOWHERE, PLACES, Guards, Read, are_unchanged, kept_value
 from .scoped import having
 from .state import STATE, Unsupported, class_before
@@ -31,7 +31,7 @@ Path = tuple[str, ...]  # to an object: the names that lead there from the modul
 _FIXED = frozenset(("torch", PACKAGE.name, "builtins", *sys.stdlib_module_names))
 _OF_LIBRARIES = _FIXED | {"transformers"}
 _CALLED = "_call_impl"  # the method of a module that runs hooks and its forward
-_RECORD = "<record>"  # where a module of a replica has its record and path meanwhile
+RECORD = "<record>"  # where a module of a replica, and what stands for one, have their record and path
 _OF_MODULES = frozenset(vars(nn.Module()).keys() | {STATE}) - {"training"}
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type, range, slice, torch.dtype,
@@ -54,9 +54,10 @@ class Record:
         self.refused: str | None = None
         self._names: dict[tuple[Path, str], None] = {}
         self._called: dict[Path, None] = {}
-        self._codes: dict[types.CodeType, dict[str, Any]] = {}
+        self._codes: dict[Code, dict[str, Any]] = {}
         self.shows_tensors = False
         self._roots: list[Any] = []
+        self._others: dict[type, None] = {}  # classes of modules that code makes itself
         self._shared: dict[tuple[type, ...], Guards] = {}
 
     # --- while code runs
@@ -75,8 +76,12 @@ class Record:
 
     def look(self, frame: types.FrameType, event: str, argument: object) -> None:
         """Notes the functions that run. Hook for sys.setprofile."""
-        if event == "call":
+        if event == "call" and frame.f_code not in self._codes:
             self._codes[frame.f_code] = frame.f_globals
+            if not _is_fixed_file(frame.f_globals):
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and RECORD not in object.__getattribute__(owner, "__dict__"):
+                    self._others[class_before(owner)] = None
 
     def run(self, function: Callable, *args: Any, **options: Any) -> Any:
         """The result of code of a module, which is the function itself, its object or its first argument."""
@@ -99,14 +104,14 @@ class Record:
         parts = [(tuple(filter(None, name.split("."))), part) for name, part in root.named_modules()]
         classes: list[Any] = [type(part) for _, part in parts]
         for (path, part), cls in zip(parts, classes, strict=True):
-            vars(part)[_RECORD] = self, path
+            vars(part)[RECORD] = self, path
             object.__setattr__(part, "__class__", _recording_class(cls))
         try:
             yield
         finally:
             for (_, part), cls in zip(parts, classes, strict=True):
                 object.__setattr__(part, "__class__", cls)
-                vars(part).pop(_RECORD, None)
+                vars(part).pop(RECORD, None)
 
     # --- afterwards
 
@@ -133,12 +138,13 @@ class Record:
             for path, name in self._names:
                 if path or name != "forward":  # the rewritten forward runs in the place of the own one
                     names_of.setdefault(path, set()).add(name)
-        classes: dict[type, None] = {}
+        classes = dict.fromkeys(self._others, True)
         values: list[Any] = [*self._roots]
         for path, names in names_of.items():
             owner = _at(owners, path)
             if isinstance(owner, nn.Module):
-                classes[class_before(owner)] = None
+                cls = class_before(owner)
+                classes[cls] = classes.get(cls, False) or bool(path and path in self._called)
                 values += self._of_module(guards, owner, path, names)
             elif owner is not MISSING:
                 for name in names:
@@ -179,23 +185,19 @@ class Record:
             self.refuse(f"its code reads {'.'.join(path)}, a {type(value).__name__} that may change unseen")
         return value
 
-    def _of_code(self, classes: Iterable[type], values: list[Any]) -> Guards:
-        """The guards of classes, files and closures."""
+    def _of_code(self, classes: dict[type, bool], values: list[Any]) -> Guards:
+        """The guards of classes, files and closures.
+
+        Args:
+            classes: {class: whether modules of it were called}.
+            values: that were read of modules.
+        """
         codes = {code: file for code, file in self._codes.items() if not _is_fixed_file(file)}
-        names = frozenset[str]().union(
-            *map(names_in_code, codes), (name for _, name in self._names), ["forward"]
-        )
+        names = frozenset[str]().union(*map(names_in_code, codes), (name for _, name in self._names))
         guards = Guards()
-        for cls in classes:
-            bases = [base for base in cls.__mro__ if not is_fixed(base)]
-            for number, base in enumerate(bases):
-                for name in names & vars(base).keys():
-                    values.append(vars(base)[name])
-                    guards.add(Read(vars(base), name, kept_value(values[-1]), None), base)
-                    for front in bases[:number]:
-                        if name not in vars(front):
-                            place = vars(front)
-                            guards.add(Read(place, name, place, None), front)
+        for cls, is_called in classes.items():
+            values.append(vars(cls).get("forward"))
+            values += _of_class(guards, cls, names | {"forward"} if is_called else names - {"forward"})
         for code, file in codes.items():
             self._add_globals(guards, names_in_code(code), file, values)
         self._add_closures(guards, codes, values)
@@ -225,9 +227,10 @@ class Record:
                 self.refuse(f"its code reads {where}.{name}, a {type(value).__name__} that may change unseen")
         if "functional" in names or any(file.get(name) is functional for name in names):
             for name in names & vars(functional).keys():
-                guards.add(Read(vars(functional), name, vars(functional)[name], None), functional)
+                if not isinstance(value := vars(functional)[name], types.ModuleType):
+                    guards.add(Read(vars(functional), name, value, None), functional)
 
-    def _add_closures(self, guards: Guards, codes: dict[types.CodeType, Any], values: list[Any]) -> None:
+    def _add_closures(self, guards: Guards, codes: dict[Code, Any], values: list[Any]) -> None:
         """Adds the values in closures of the functions that ran."""
         waiting, found = [*values], {code for outer in codes for code in codes_in(outer)}
         seen: set[int] = set()
@@ -239,34 +242,31 @@ class Record:
             seen.add(id(function))
             if isinstance(value, functools.partial):
                 waiting += [*value.args, *value.keywords.values()]
-            if isinstance(function, _CONTAINERS):
-                if len(function) <= _LARGEST:
-                    waiting += function.values() if isinstance(function, dict) else function
-                continue
-            if not isinstance(function, types.FunctionType):
-                continue
-            waiting.append(getattr(function, "__wrapped__", None))
-            code = function.__code__
-            if code not in codes:
-                continue
-            found.add(code)
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-                try:
-                    content = cell.cell_contents
-                except ValueError:  # it is empty
-                    continue
-                if name == "__class__" or (
-                    is_fixed(type(content), _OF_LIBRARIES)
-                    and not (isinstance(content, (*_CONSTANTS, *_CONTAINERS)))
-                ):
-                    continue
-                guards.add(Read(NOWHERE, "cell_contents", kept_value(content), cell), cell)
-                waiting.append(content)
-                if not _is_comparable(content):
-                    self.refuse(f"its code has {name} in a closure, a {type(content).__name__}")
+            if isinstance(function, _CONTAINERS) and len(function) <= _LARGEST:
+                waiting += function.values() if isinstance(function, dict) else function
+            if isinstance(function, types.FunctionType):
+                waiting.append(getattr(function, "__wrapped__", None))
+                if (code := function.__code__) in codes:
+                    found.add(code)
+                    waiting += self._add_cells(guards, code.co_freevars, function.__closure__ or ())
         for code in codes:
             if {*code.co_freevars} - {"__class__"} and code not in found:
                 self.refuse(f"its code calls {code.co_qualname}, whose closure cannot be found")
+
+    def _add_cells(self, guards: Guards, names: Iterable[str], cells: Iterable[types.CellType]) -> list[Any]:
+        """Adds the values in a closure, and returns them."""
+        values = []
+        for name, cell in zip(names, cells, strict=True):
+            if cell == types.CellType() or name == "__class__":  # it is empty, or never another one
+                continue
+            content = cell.cell_contents
+            if not _is_comparable(content):
+                if is_fixed(type(content), _OF_LIBRARIES) and not isinstance(content, nn.Module):
+                    continue
+                self.refuse(f"its code has {name} in a closure, a {type(content).__name__}")
+            guards.add(Read(NOWHERE, "cell_contents", kept_value(content), cell), cell)
+            values.append(content)
+        return values
 
 
 _current: ContextVar[Record | None] = ContextVar("moe_mps_record", default=None)
@@ -295,6 +295,19 @@ def look(owner: Any, name: str) -> Any:
     if of_class is not MISSING:
         return of_class
     return next((attributes[place][name] for place in PLACES if name in attributes[place]), MISSING)
+
+
+def _of_class(guards: Guards, cls: type, names: frozenset[str]) -> list[Any]:
+    """Adds names of a class and its bases, and returns their values."""
+    bases, values = [base for base in cls.__mro__ if not is_fixed(base)], []
+    for number, base in enumerate(bases):
+        for name in names & vars(base).keys():
+            values.append(vars(base)[name])
+            guards.add(Read(vars(base), name, kept_value(values[-1]), None), base)
+            for front in bases[:number]:
+                if name not in (place := vars(front)):
+                    guards.add(Read(place, name, place, None), front)
+    return values
 
 
 def _at(owners: dict[Path, Any], path: Path) -> Any:
@@ -361,7 +374,7 @@ def _recording_class(cls: type[nn.Module]) -> type[nn.Module]:
             if name in PLACES or name == "__dict__":
                 _note_all(self, name)
             return cls.__getattribute__(self, name)
-        record, path = object.__getattribute__(self, "__dict__")[_RECORD]
+        record, path = object.__getattribute__(self, "__dict__")[RECORD]
         if name == _CALLED:
             record.note_call(path)
             return cls.__getattribute__(self, name)
@@ -370,7 +383,7 @@ def _recording_class(cls: type[nn.Module]) -> type[nn.Module]:
         return _shown(value, record, (*path, name))
 
     def setattr_(self: Any, name: str, value: Any) -> None:
-        record, path = object.__getattribute__(self, "__dict__")[_RECORD]
+        record, path = object.__getattribute__(self, "__dict__")[RECORD]
         record.refuse(f"its code sets {'.'.join((*path, name))}")
         cls.__setattr__(self, name, value)
 
@@ -387,7 +400,7 @@ def _note_all(module: Any, name: str) -> None:
     """Notes all entries of a module's dictionary, as a container of modules reads them."""
     caller = sys._getframe(2)
     attributes = object.__getattribute__(module, "__dict__")
-    record, path = attributes[_RECORD]
+    record, path = attributes[RECORD]
     is_torchs = _is_fixed_file(caller.f_globals)
     if name != "__dict__":
         for each in attributes[name]:
@@ -400,10 +413,10 @@ class _StandIn:
     """Stands for an object that a module has, as a config, and notes what is read of it."""
 
     def __init__(self, value: Any, record: Record, path: Path) -> None:
-        object.__setattr__(self, _RECORD, (value, record, path))
+        object.__setattr__(self, RECORD, (value, record, path))
 
     def __getattribute__(self, name: str) -> Any:
-        value, record, path = object.__getattribute__(self, _RECORD)
+        value, record, path = object.__getattribute__(self, RECORD)
         if name.startswith("__"):
             if name == "__dict__":
                 record.refuse(f"its code reads all attributes of {'.'.join(path)}")
@@ -416,7 +429,7 @@ class _StandIn:
         return _shown(getattr(value, name), record, (*path, name))
 
     def __setattr__(self, name: str, new: Any) -> None:
-        value, record, path = object.__getattribute__(self, _RECORD)
+        value, record, path = object.__getattribute__(self, RECORD)
         record.refuse(f"its code sets {'.'.join((*path, name))}")
         setattr(value, name, new)
 

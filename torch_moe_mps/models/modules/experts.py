@@ -34,6 +34,7 @@ from ..basics.interface import (
     is_quantized,
     is_settled,
     is_transposed,
+    numbers_in,
     parts_of,
     projections,
     stack_of,
@@ -61,7 +62,7 @@ _DISPATCH = vars(sys.modules[type(ALL_EXPERTS_FUNCTIONS).__module__])  # names o
 # Untuned.
 _FEW_PAIRS = 64
 
-_REFUSED = "moe_mps::accelerate: packed {} must compute what they did when they were packed"
+REFUSED = "moe_mps::accelerate: packed {} must compute what they did when they were packed"
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
@@ -104,12 +105,16 @@ def _activation_of_form(module: nn.Module, form: ExpertsForm) -> Activation | No
         now = form_of(module)
     except Unsupported as unsupported:
         now, reason = None, str(unsupported)
-    if now is not None and now._replace(activation=form.activation, given=form.given) == form:
+    numbers = numbers_in(module)
+    if (
+        now is not None
+        and now._replace(activation=form.activation, given=form.given, numbers=numbers) == form
+    ):
         return now.activation
     if is_quantized(module) or is_settled(module):
         state_of(module).guards = None  # the change may be undone
         changed = "other code or attributes" if reason is None else reason
-        raise ValueError(f"{_REFUSED.format(type(module).__name__)}, got {changed}")
+        raise ValueError(f"{REFUSED.format(type(module).__name__)}, got {changed}")
     return None
 
 
@@ -240,11 +245,11 @@ def require_heard(experts: nn.Module) -> None:
     if not is_seen(experts):
         return
     form: ExpertsForm = vars(experts)[FORM]
-    heard = [act_fn_of(experts), *map(experts.get_submodule, form.heard)]
+    called = {id(module) for module in state_in(experts).guards.called}
     for name, module in experts.named_modules():
-        called = any(module is each for each in state_in(experts).guards.called)
-        if called and is_observed(module) and not any(module is each for each in heard):
-            raise ValueError(f"{_REFUSED.format(type(experts).__name__)}, got a hook or a forward on {name}")
+        is_heard = name in (form.act_fn, *form.heard)
+        if id(module) in called and is_observed(module) and not is_heard:
+            raise ValueError(f"{REFUSED.format(type(experts).__name__)}, got a hook or a forward on {name}")
 
 
 def act_fn_of(experts: nn.Module) -> Any:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
 from ...ops.families.experts import _moe_experts
-from ..basics.interface import FORM, KIND, ExpertsForm
+from ..basics.interface import FORM, KIND, ExpertsForm, is_quantized, is_settled
 from ..basics.state import REWRITTEN, STATE, Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, apart, on_the_cpu, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import Begin, first_form
 from ..trials.replicas import bare_replica, random_parameter
-from .experts import act_fn_of, activation_arguments, experts_forward, rows_forward, with_identity
+from .experts import REFUSED, act_fn_of, activation_arguments, experts_forward, rows_forward, with_identity
 from .linears import QuantizedLinear
 
 ops = torch.ops.moe_mps
@@ -331,6 +331,8 @@ def class_with_form(
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         if original.forward is not own:  # somebody has patched the class
+            if is_quantized(self) or is_settled(self):
+                raise ValueError(f"{REFUSED.format(type(self).__name__)}, got another forward of its class")
             return original.forward(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         ours = rows_forward if len(names) == 1 else experts_forward

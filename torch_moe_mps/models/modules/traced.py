@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.code import code_of
 from ..basics.guards import MISSING, PLACES
-from ..basics.record import Path, Record, current
+from ..basics.record import RECORD, Path, Record, current
 from ..basics.scoped import Bounded
 from ..basics.sizes import Decisions
 from ..basics.state import original_class
@@ -39,7 +39,6 @@ Found = TypeVar("Found")
 Sizes = tuple[int, ...]
 PATH = "path"  # key of node.meta: the dotted name of the parameter that a node stands for
 
-_REAL = "_moe_mps_stands_for"
 _TENSORS = ("_parameters", "_buffers")
 _OF_MODULES = vars(nn.Module()).keys() | {"__dict__"}
 _FIXED = {"training": False, "_compiled_call_impl": None}
@@ -191,7 +190,7 @@ class _Watch:
         if isinstance(value, nn.Module):
             cls: type = _class_of(value)
             stand_in: Any = object.__new__(_class_of_stand_in(cls))
-            object.__getattribute__(stand_in, "__dict__")[_REAL] = value, self, path
+            object.__getattribute__(stand_in, "__dict__")[RECORD] = value, self, path
             return stand_in
         if hasattr(value, "__dict__") and not callable(value):
             return _Object(value, self, path)
@@ -209,14 +208,14 @@ class _Object:
     """Stands for an object that a module has, as a config."""
 
     def __init__(self, real: Any, watch: _Watch, path: Path):
-        vars(self)[_REAL] = real, watch, path
+        vars(self)[RECORD] = real, watch, path
 
     def __getattr__(self, name: str) -> Any:
-        real, watch, path = vars(self)[_REAL]
+        real, watch, path = vars(self)[RECORD]
         return watch.read(real, path, name)
 
     def _refuse(self, *args: Any) -> Any:
-        return vars(self)[_REAL][1].refuse("what an object is, or a change of it")
+        return vars(self)[RECORD][1].refuse("what an object is, or a change of it")
 
     __setattr__ = __delattr__ = __eq__ = __bool__ = _refuse
     __hash__ = None  # type: ignore[assignment]
@@ -227,7 +226,7 @@ def _class_of_stand_in(cls: type[nn.Module]) -> type:
     """Subclass whose instances read attributes of a real module, noting each, and refuse changes."""
 
     def getattribute(self: Any, name: str) -> Any:
-        real, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
+        real, watch, path = object.__getattribute__(self, "__dict__")[RECORD]
         if name in _FIXED:
             if name == "training":
                 watch.record.note(path, name)
@@ -236,7 +235,8 @@ def _class_of_stand_in(cls: type[nn.Module]) -> type:
             return watch.refuse(name)
         is_own = name in vars(real) and name != "forward"
         if not is_own and hasattr(type(_of_class(cls, name)), "__get__"):  # a method, a property
-            watch.record.note(path, name)
+            if name != "_call_impl":
+                watch.record.note(path, name)
             return object.__getattribute__(self, name)
         return watch.read(real, path, name)
 
@@ -246,12 +246,12 @@ def _class_of_stand_in(cls: type[nn.Module]) -> type:
         return cls.__getattr__(self, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _, watch, path = object.__getattribute__(self, "__dict__")[_REAL]
+        _, watch, path = object.__getattribute__(self, "__dict__")[RECORD]
         watch.record.note_call(path)
         return self.forward(*args, **kwargs)
 
     def refuse(self: Any, *args: Any) -> Any:
-        return object.__getattribute__(self, "__dict__")[_REAL][1].refuse("a change of the module")
+        return object.__getattribute__(self, "__dict__")[RECORD][1].refuse("a change of the module")
 
     members = {
         "__getattribute__": getattribute,
