@@ -11,10 +11,10 @@ from support.sweep import in_sweep
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers import is_experts
 from torch_moe_mps.models.basics.interface import FORM
 from torch_moe_mps.models.basics.state import class_before, state_in
 from torch_moe_mps.models.basics.unmodified import all_operators
+from torch_moe_mps.transformers import is_experts
 
 
 def pair(architecture: str, bits: int | None):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..._extension import PACKAGE
 from ...ops._activations import Activation
 from ...quantization import TENSORS, Format
 from .report import Done
@@ -289,10 +290,11 @@ def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[
 
 
 def numbers_in(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
-    """(path, name, value) of the whole numbers in the attributes of a module and those inside."""
+    """(path, name, value) of the whole numbers in the attributes of a module and its model's inside."""
     return tuple(
         (path, name, value)
         for path, part in module.named_modules()
+        if type(part).__module__.partition(".")[0] not in ("torch", PACKAGE.name)
         for name, value in vars(part).items()
         if type(value) is int
     )
