@@ -193,11 +193,13 @@ class Record:
             values: that were read of modules.
         """
         codes = {code: file for code, file in self._codes.items() if not _is_fixed_file(file)}
-        names = frozenset[str]().union(*map(names_in_code, codes), (name for _, name in self._names))
+        of_code = frozenset[str]().union(*map(names_in_code, codes))
+        names = of_code | frozenset(name for _, name in self._names)
         guards = Guards()
         for cls, is_called in classes.items():
-            values.append(vars(cls).get("forward"))
-            values += _of_class(guards, cls, names | {"forward"} if is_called else names - {"forward"})
+            values += (vars(base).get("forward") for base in cls.__mro__)
+            is_read = is_called or "forward" in of_code
+            values += _of_class(guards, cls, names | {"forward"} if is_read else names - {"forward"})
         for code, file in codes.items():
             self._add_globals(guards, names_in_code(code), file, values)
         self._add_closures(guards, codes, values)
@@ -216,6 +218,8 @@ class Record:
                 continue
             guards.add(Read(file, name, kept_value(value), None), file)
             values.append(value)
+            if isinstance(value, type):
+                values += _of_class(guards, value, frozenset(names))
             if _is_comparable(value):
                 continue
             if _is_object(value):  # with all that it has
