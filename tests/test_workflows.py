@@ -87,6 +87,14 @@ def test_permissions_are_the_least():
     assert commands(jobs(FOLDER / "release.yml")["publish"]) == ""
 
 
+def test_the_site_is_published_only_where_pages_are():
+    """GitHub deploys pages only from a job with this environment, and fails where the settings have none."""
+    publish = jobs(FOLDER / "site.yml")["publish"]
+    assert publish["if"] == "github.ref == 'refs/heads/main' && vars.PAGES == '1'"
+    assert publish["environment"]["name"] == "github-pages"
+    assert [step["uses"] for step in publish["steps"]] == ["actions/deploy-pages@v4"]
+
+
 @pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
 def test_runners_exist(workflow, name, job):
     """A job whose label no runner has is never scheduled, and neither is one that needs it."""

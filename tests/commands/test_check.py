@@ -219,8 +219,7 @@ QUICK_ENCODED = """
             except ValueError:
                 pass  # of heads that the operator does not take, as in compare()
 
-    for name in {*calls.SIZES} - {"cached_attention"}:  # whose blocks of 32 queries no small call has
-        del calls.SIZES[name]
+    calls.SIZES.clear()
     once.compare = encoded
     check.check_model = lambda dtype, formats: []
     check.check_control = lambda dtypes: {"failures": []}
@@ -349,6 +348,51 @@ def test_a_library_that_does_not_compile(few, capsys, monkeypatch):
     assert main(ONE) == 1
     assert "FAILED: missing does not compile: moe_mps: no library missing" in capsys.readouterr().out
     assert [failure["message"] for failure in report()["failures"]] == ["moe_mps: no library missing"]
+
+
+@pytest.mark.parametrize(("kind", "code"), [("differs", 0), ("does not compile", 0), ("stops the GPU", 1)])
+def test_what_the_package_does_without_fails_nothing(few, capsys, monkeypatch, kind, code):
+    """But for a kernel that stops the GPU, as one launch of it ends a model's step."""
+    subjects = "quantized_variants_affine4_32_f32", "tensor_units_affine4_32_f16"
+    variant, unit = (compare.Finding(subject, kind, "float16") for subject in subjects)
+    monkeypatch.setattr(check, "OPERATORS", [])
+    monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: [])
+    monkeypatch.setattr(check, "check_variants", lambda *arguments: ([], [variant]))
+    units = check.tensor_units.Use(faults={unit.subject: unit})
+    monkeypatch.setattr(check, "check_tensor_units", lambda *arguments: units)
+    assert main(ONE) == code
+    out, written = capsys.readouterr().out.splitlines(), report()
+    off = [each["subject"] for each in written["off"]]
+    if code:
+        assert not off and len(written["failures"]) == 2
+        assert out[-1].startswith("Please attach it to an issue.")
+        return
+    assert off == [unit.subject, variant.subject] and written["failures"] == []
+    assert f"OFF: {unit}" in out and not any(line.startswith("FAILED") for line in out)
+    assert out[-1].startswith(f"All right; off: {', '.join(off)}. Please attach it to an issue.")
+
+
+def test_a_format_is_not_called_wrong_for_another(few, capsys, monkeypatch):
+    wrong = [
+        compare.Finding("linear_quantized", "differs", "bfloat16", "mxfp4", error=1.0),
+        compare.Finding("quantized_few_mxfp4_bf16", "does not compile"),
+        compare.Finding("gemm32_nvfp4_global_bf16", "was not compared"),
+    ]
+    monkeypatch.setattr(check, "check_all", lambda *arguments: wrong[:2])
+    assert main(["check", "--quick"]) == 1
+    assert capsys.readouterr().out.splitlines()[-3:-1] == [
+        "Right: without a format, affine4_64",
+        "Wrong: mxfp4 (2)",
+    ]
+    formats = [*FORMATS.values()]
+    assert check.verdict_of_formats(wrong, formats) == [
+        f"Right: {len(formats) - 1} of {len(formats) + 1}",
+        "Wrong: mxfp4 (2), nvfp4_global (1)",
+    ]
+    wrong.append(compare.Finding("rms_norm", "differs", "bfloat16", error=1.0))
+    right, of_all = check.verdict_of_formats(wrong[-1:], formats[:2])
+    assert right == f"Right: {formats[0]}, {formats[1]}" and of_all == "Wrong: without a format (1)"
 
 
 def test_where_the_process_before_stopped(few, capsys, monkeypatch, tmp_path):

@@ -144,7 +144,7 @@ class Streamed:
     def timeline(self) -> Iterator[None]:
         self._dispatches, self._worked, self._token_began, self._is_slow = 0, 0.0, 0.0, False
         self._reads = (count for count in self._misses for _ in range(count))
-        timeline = simulator.timeline(self, COMMAND, an_event=self.waits.event)
+        timeline = simulator.timeline(self, COMMAND, an_event=self.waits.event, an_end=WAIT)
         with timeline as self.clock, simulator.reads(NumberedPool.read_of):
             yield
 
@@ -182,7 +182,7 @@ class Streamed:
     def _drain(self, step: int) -> None:
         Mark(torch.device("mps"), commits=True).wait()
         read = self._seconds(self._misses[step])
-        self.clock.work(WAIT + LOOK_UP + read + LAYER - 2 * COMMAND)
+        self.clock.work(LOOK_UP + read + LAYER - 2 * COMMAND)
 
 
 def reached(case: Case, waits: Waits, drains: bool = False) -> float:

@@ -104,7 +104,7 @@ def test_the_queue_is_not_drained(simulated, schedule):
 
 @SCHEDULES
 def test_no_more_buffers_than_a_queue_holds(simulated, schedule):
-    """Of Metal's 64: the host waits for the oldest, and each buffer waits for one answer."""
+    """Four: the host waits for the oldest, and each buffer waits for one answer."""
     simulated.set_schedule(schedule)
     pool, ids = Pool(), ids_on("mps", 1)
     pool.may_answer.clear()
@@ -113,7 +113,7 @@ def test_no_more_buffers_than_a_queue_holds(simulated, schedule):
 
     def answer() -> None:
         """Once the host has committed what it may, if it stops."""
-        while simulated.commits() < commits + 31:
+        while simulated.commits() < commits + 3:
             time.sleep(0.001)
         behind.append(simulated.commits() - commits)
         pool.may_answer.set()
@@ -123,7 +123,7 @@ def test_no_more_buffers_than_a_queue_holds(simulated, schedule):
         for _ in range(100):
             slots = expert_slots(ids, pool.number)
         answered.result()
-    assert behind[0] <= 33  # one more where Metal tells at once that the first is complete
+    assert behind[0] <= 5  # one more where Metal tells at once that the first is complete
     assert simulated.commits() == commits + 100
     waits = [line for line in commands if line in ("commit", "wait for event")]
     assert waits == ["commit", "wait for event"] * 100
@@ -475,13 +475,23 @@ def test_the_gpu_idles_for_the_disk_alone(simulated, schedule):
         assert clock.idle < 10e-6
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model} {case.mac}")
-def test_events_beat_a_drained_queue(simulated, case):
+# With 32 buffers that wait, a host that hears of an end 150 us late reaches the same.
+FIGURES = (
+    *((0.964, 0.907, 0.846, 0.987), (0.933, 0.889, 0.572, 0.957), (0.925, 0.867, 0.754, 0.958)),
+    *((0.919, 0.808, 0.613, 0.984), (0.910, 0.777, 0.721, 0.990)),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "figures"), zip(CASES, FIGURES, strict=True), ids=lambda each: getattr(each, "mac", "")
+)
+def test_events_beat_a_drained_queue(simulated, case, figures):
     """The goal is 0.8 of the bound of events. Of what others measure of a layer, the clock takes the most."""
-    events, drained, slow, at_full_clock = (
+    events, drained, slow, at_full_clock = found = [
         reached(case, *waits)
         for waits in ((EVENTS,), (EVENTS, True), (LAYERS,), (replace(LAYERS, clock=1.0),))
-    )
+    ]
+    assert found == pytest.approx(figures, abs=6e-4)
     assert 0.9 < events < 1 and drained < 0.96 * events
     assert 0.5 < slow < 0.9 < at_full_clock < 1.05  # a layer whose experts are in memory takes less
 

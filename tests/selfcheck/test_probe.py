@@ -18,7 +18,7 @@ SMALL = probe.ProbeSizes(
     **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18)},
     **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1},
     **{"expert_groups": 1, "expert_steps": 1},
-    **{"chunk": (24, 72, 16), "asked": 3, "late": (0.001, 0.01)},
+    **{"chunk": (24, 72, 16), "asked": 3, "late": (0.001, 0.01), "queued": (2, 0.002)},
 )
 RATES = ("dispatch_us", "read_gbs", "expert_reads_gbs", "fma_tmacs", "matrix_tmacs")
 AS_ASSUMED = {
@@ -49,8 +49,8 @@ def test_a_page(simulated, monkeypatch, capsys):
     assert page["machine"]["gpu"] == "Simulated Apple GPU" and page.keys() >= {*probe.PARTS, "compiling_s"}
     assert {name: page[name] for name in AS_ASSUMED} == AS_ASSUMED
     assert all(number >= 0 for name in RATES for number in numbers(page[name]))
-    asked = page["slots_of_experts"]
-    assert asked["us"] > 0 and asked["goes_on_after_s"] == {"0.001": True, "0.01": True}
+    assert page["slots_of_experts_us"] > 0
+    assert page["goes_on_after_s"] == {"0.001": True, "2 x 0.002": True, "0.01": True}
     assert page["compiling_s"].keys() == {"probe_f32", "norms_f32"}
     assert [*page["read_gbs"]] == ["0.0625", "0.25"] and [*page["dispatch_us"]["run"]] == ["1", "5"]
 
@@ -90,9 +90,29 @@ def test_reads_of_experts(simulated):
 def test_slots_that_stop_the_gpu(simulated):
     """As macOS may stop a GPU that waits too long."""
     with simulated.failing("timeout"):
-        found = probe.slots_of_experts(SMALL)
-    assert "Caused GPU Timeout Error" in found["goes_on_after_s"]["0.001"]
-    assert found["goes_on_after_s"]["0.01"] is True and found["us"] > 0
+        found = probe.late_answers(SMALL)
+    assert "Caused GPU Timeout Error" in found["0.001"]
+    assert found["2 x 0.002"] is found["0.01"] is True
+
+
+def test_waits_that_macos_may_end_come_last(simulated, monkeypatch):
+    """It may ignore the process from then on; what was measured before stays."""
+
+    def late(sizes) -> dict:
+        with simulated.failing("timeout"):
+            return probe.late_answers(sizes)
+
+    assert [*probe.PARTS][-1] == "goes_on_after_s"
+    parts = {name: probe.PARTS[name] for name in ("nan", "slots_of_experts_us")} | {"goes_on_after_s": late}
+    monkeypatch.setattr(probe, "PARTS", parts)
+    with simulated.ignoring(1):
+        page = probe.probe(SMALL, [])
+    assert page["nan"] == AS_ASSUMED["nan"] and page["slots_of_experts_us"] > 0
+    first, *others = page["goes_on_after_s"].values()
+    assert "Caused GPU Timeout Error" in first
+    assert len(others) == 2 and all(
+        "macOS has stopped all GPU work of this process" in each for each in others
+    )
 
 
 @pytest.mark.parametrize(("own", "sdpa"), [(0.003, 0.002), (0.002, 0.003)])

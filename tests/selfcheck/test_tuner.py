@@ -86,6 +86,22 @@ def calls_of(format: str | None, dtype: torch.dtype):
             yield "linear, normed", partial(ops.linear_quantized, y, *weight, format, norm_weight=norm)
 
 
+def test_a_variant_that_does_not_compile_is_no_choice(simulated, monkeypatch):
+    """A model's first call goes on with the others."""
+    tuned = []
+    monkeypatch.setattr(ops, "_tune", lambda kernel, number: tuned.append(number))
+
+    def call() -> torch.Tensor:
+        if tuned[-1] > tuner.VARIANT:
+            raise RuntimeError("moe_mps: quantized_variants_q4_k_f32 does not compile: no such type")
+        return torch.full((3,), float(tuned[-1] > 2))
+
+    assert tuner._with_equal_bits("gemm", (2, tuner.VARIANT + 2, 4), call) == [2]
+    assert tuned == [2, tuner.VARIANT + 2, 4]
+    with pytest.raises(RuntimeError, match="does not compile"):
+        tuner._with_equal_bits("gemm", (tuner.VARIANT + 2, 2), call)  # the planned one
+
+
 @pytest.mark.parametrize("format", [None, *in_sweep(EVERY_FORMAT, {"affine4_64"})])
 def test_bits(simulated, format):
     """Of every launch that is offered, in each of its kernels; what is launched has so many simdgroups."""

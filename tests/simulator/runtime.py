@@ -67,7 +67,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_host_clock.restype = ctypes.c_double
     library.simulator_clock.restype = ctypes.c_double
     library.simulator_idle.restype = ctypes.c_double
-    library.simulator_time_events.argtypes = [ctypes.c_double]
+    library.simulator_time_events.argtypes = [ctypes.c_double, ctypes.c_double]
     library.simulator_waited.restype = ctypes.c_double
     library.simulator_advance_answer.argtypes = [ctypes.c_double]
     library.simulator_answer_clock.restype = ctypes.c_double
@@ -499,6 +499,7 @@ def timeline(
     a_command: float = 0.0,
     an_operator: float = 0.0,
     an_event: float = 0.0,
+    an_end: float = 0.0,
 ) -> Iterator[Timeline]:
     """Clocks of the host and of the GPU, which run beside each other.
 
@@ -512,17 +513,18 @@ def timeline(
     waits or works: whoever waits for a handler alone waits for ever.
 
     A signal of an event is heard of `an_event` later, by the GPU and by the host's thread that answers it,
-    which has a clock of its own: see `Timeline.answer`.
+    which has a clock of its own: see `Timeline.answer`. A host that waits for a buffer knows of its end
+    `an_end` later.
     """
     torch.mps.synchronize()
     _runtime().simulator_time_host(True, a_command, an_operator)
-    _runtime().simulator_time_events(an_event)
+    _runtime().simulator_time_events(an_event, an_end)
     try:
         with clocked(run):
             yield Timeline()
     finally:
         _runtime().simulator_time_host(False, 0.0, 0.0)
-        _runtime().simulator_time_events(0.0)
+        _runtime().simulator_time_events(0.0, 0.0)
 
 
 @contextlib.contextmanager

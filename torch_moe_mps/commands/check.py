@@ -35,6 +35,8 @@ from .results import check_writable, written_whole
 
 REPORT = "moe_mps_report.json"
 NO_GPU = 2  # the exit code where nothing can be checked
+STOPS = "stops the GPU"
+MOST_NAMED = 6  # formats that are right
 QUICK = {"--dtype": "bfloat16", "--format": "affine4_64,mxfp4"}  # kernels of most models on Macs
 Item = TypeVar("Item")
 Save = Callable[[str, list[Finding]], None]  # takes a phase that has ended, and what is wrong so far
@@ -43,7 +45,7 @@ Save = Callable[[str, list[Finding]], None]  # takes a phase that has ended, and
 def run(options: argparse.Namespace) -> int:
     """Prints a verdict and writes the report.
 
-    Returns: the exit code: 1 where anything fails, 2 without a GPU.
+    Returns: the exit code: 1 where anything fails that the package needs, 2 without a GPU.
     """
     if not is_available():
         print(why_not())
@@ -59,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     path = options.json or REPORT
     check_writable("--json", path)
     report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped(), "phases": []}
+    optional = list[Finding]()
     for step in report["stopped_in"]:
         print(f"The process before stopped in: {step}")
     about = report["machine"]
@@ -71,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
     def save(phase: str, findings: list[Finding]) -> None:
         report["phases"].append(phase)
-        report["failures"] = [_entry(finding) for finding in findings]
+        report["failures"], report["off"] = ([*map(_entry, each)] for each in (findings, optional))
         with written_whole(path):
             Path(path).write_text(anonymous(json.dumps(report, indent=1, allow_nan=False)))
 
@@ -86,8 +89,11 @@ def run(options: argparse.Namespace) -> int:
         format = formats[0] if options.format else Format.named("affine4_64")
         findings = check_large(dtype, format, report)
     else:
-        findings = check_all(dtypes, formats, report, save_so_far, options.quick)
-    _print_verdict(findings, bool(report["control"]["failures"]), path, options)
+        findings = check_all(dtypes, formats, report, save_so_far, optional, options.quick)
+    _print_verdict(findings, optional, bool(report["control"]["failures"]), path, options)
+    if findings and not options.large:
+        print("\n".join(verdict_of_formats(findings, formats)))
+    print(f"{_last_words(findings, optional)} Report: {path}")
     save("all", findings)
     return 1 if findings else 0
 
@@ -118,17 +124,45 @@ def _command(finding: Finding, options: argparse.Namespace) -> str:
 
 
 def _print_verdict(
-    findings: list[Finding], control_failed: bool, path: str, options: argparse.Namespace
+    findings: list[Finding],
+    optional: list[Finding],
+    control_failed: bool,
+    path: str,
+    options: argparse.Namespace,
 ) -> None:
-    for finding in findings:
-        print(f"FAILED: {finding}")
+    for word, finding in [*(("OFF", each) for each in optional), *(("FAILED", each) for each in findings)]:
+        print(f"{word}: {finding}")
         for line in finding.lines():
             print(f"  {line}")
         print(f"  repeat it: {_command(finding, options)}")
     if findings and control_failed:
         print("Torch's own operators are wrong here, too: the failures above may be theirs.")
-    verdict = "Please attach it to an issue." if findings else "All built, all equal."
-    print(f"{verdict} Report: {path}")
+
+
+def _last_words(findings: list[Finding], optional: list[Finding]) -> str:
+    if findings:
+        return "Please attach it to an issue."
+    if not optional:
+        return "All built, all equal."
+    off = ", ".join(dict.fromkeys(finding.subject for finding in optional))
+    return f"All right; off: {off}. Please attach it to an issue."
+
+
+def verdict_of_formats(findings: Iterable[Finding], formats: Sequence[Format]) -> list[str]:
+    """Lines that say which formats are right and which are wrong; what no format has is needed by each."""
+    counts = dict.fromkeys(["without a format", *map(str, formats)], 0)
+    for finding in findings:
+        counts[_format_of(finding, formats) or "without a format"] += 1
+    right = [name for name, count in counts.items() if not count]
+    named = ", ".join(right) if len(right) <= MOST_NAMED else f"{len(right)} of {len(counts)}"
+    wrong = (f"{name} ({count})" for name, count in counts.items() if count)
+    return [f"Right: {named or 'none'}", f"Wrong: {', '.join(wrong)}"]
+
+
+def _format_of(finding: Finding, formats: Sequence[Format]) -> str:
+    """The format of a finding, also of a library's or a kernel's; empty where it has none."""
+    inside = [name for name in map(str, formats) if f"_{name}_" in f"_{finding.subject}_"]
+    return finding.format or max(inside, key=len, default="")
 
 
 def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
@@ -145,11 +179,15 @@ def check_all(
     formats: Sequence[Format],
     report: dict[str, Any],
     save: Save,
+    optional: list[Finding],
     quick: bool = False,
 ) -> list[Finding]:
     """Compiles every library, compares every operator, a tiny model, the tensor units, and variants.
 
     With `quick`, only the libraries and operators that most models run.
+
+    Returns: what is wrong. What the package does without is added to `optional`: it uses tensor units that
+    have passed, and of variants those with the bits of the planned kernel.
     """
     started = time.perf_counter()
     names = libraries(dtypes, formats)
@@ -174,9 +212,9 @@ def check_all(
     report["model"] = "run" if has_model else "not run: transformers is not installed"
     save("model", findings)
     units = check_tensor_units(dtypes, formats)
-    findings += units.faults.values()
+    faults = [*units.faults.values()]
     of_units = pipelines(units.libraries)
-    findings += [Finding(kernel, "was not compared") for kernel in never_launched(of_units)]
+    faults += [Finding(kernel, "was not compared") for kernel in never_launched(of_units)]
     report["kernels"] += of_units
     count = (
         f"{len(units.libraries)} of {len(units.libraries) + len(units.faults)} libraries agree with the CPU"
@@ -189,8 +227,9 @@ def check_all(
         f"{report['seconds_compiling']} s, {len(work)} operators compared with the CPU"
     )
     print(f"Tensor units: {report['tensor_units']}")
-    report["variants"], faults = check_variants(dtypes, formats)
-    findings += faults
+    report["variants"], of_variants = check_variants(dtypes, formats)
+    for fault in faults + of_variants:
+        (findings if fault.kind == STOPS else optional).append(fault)
     if tuned:
         print(tuner.told(tuned))
     return findings
@@ -259,7 +298,7 @@ def _or_fault(subject: str, compared: Callable[[], Finding | None]) -> Finding |
     try:
         return compared()
     except torch.AcceleratorError as error:
-        return Finding(subject, "stops the GPU", message=str(error))
+        return Finding(subject, STOPS, message=str(error))
 
 
 def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format]) -> tensor_units.Use:
@@ -326,10 +365,10 @@ def check_model(dtype: torch.dtype, weights: Sequence[Format | None]) -> list[Fi
                 largest = model_difference(actual, expected, config.num_experts_per_tok)
                 raise_fault()
         except RuntimeError as error:
-            findings.append(Finding("model", "raises", message=str(error)))
+            findings.append(Finding("model", "raises", format=str(format or ""), message=str(error)))
             continue
         if not largest <= 2 * TOLERANCE[dtype]:
-            findings.append(Finding("model", "differs", error=largest))
+            findings.append(Finding("model", "differs", format=str(format or ""), error=largest))
     for finding in findings:
         finding.dtype = str(dtype).removeprefix("torch.")
     return findings

@@ -2,7 +2,7 @@
 
     magic, length of the header, header    JSON: a key, the number of sources, and the layout of each layer
     digests                                SHA-256 of each source: a file that the experts were read from
-    stamps                                 size, times and inode of each source when it was last digested
+    stamps                                 size, time and inode of each source when it was last digested
     checksums                              two uint32 a block: 1 once the block is written, and its CRC-32
     blocks                                 at multiples of ALIGNMENT, layer by layer, expert by expert
 
@@ -36,7 +36,7 @@ ALIGNMENT = 1 << 14  # bytes: a page of Apple silicon
 _MAGIC = b"moe_mps experts\n"
 _LENGTH = struct.Struct("<Q")
 _ENTRY = struct.Struct("<II")
-_STAMP = struct.Struct("<QqqQ")
+_STAMP = struct.Struct("<QqQ")
 _DIGEST = hashlib.sha256().digest_size
 _CRC = struct.Struct("<I")
 _LARGEST_HEADER = 1 << 28
@@ -147,9 +147,12 @@ def _sealed(data: bytes) -> bytes:
 
 
 def stamp_of(source: str | os.PathLike) -> bytes:
-    """Size, times and inode of a file, which change with its content."""
+    """Size, time of modification and inode of a file, which change with its content.
+
+    Other times change with its permissions, too, and a digest of a checkpoint takes minutes.
+    """
     about = os.stat(source)
-    return _STAMP.pack(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
+    return _STAMP.pack(about.st_size, about.st_mtime_ns, about.st_ino)
 
 
 def _parts(data: bytes, size: int) -> Iterator[bytes]:

@@ -50,6 +50,7 @@ class ProbeSizes(NamedTuple):
     repeats: int = 5
     asked: int = 100  # requests for slots
     late: tuple[float, ...] = (0.5, 3.0, 4.0, 6.0)  # seconds
+    queued: tuple[int, float] = (8, 1.0)  # answers, one after the other, and seconds of each
 
 
 def probe(
@@ -172,25 +173,40 @@ class _Late:
         return ids
 
 
-def slots_of_experts(sizes: ProbeSizes) -> dict[str, Any]:
-    """Microseconds that the GPU waits for slots of experts which are in memory; and by seconds that a pool
-    takes to answer whether the GPU goes on, or why not: macOS may stop it before."""
-    ids = torch.arange(EXPERTS, dtype=torch.int32, device="mps")
+def slots_of_experts(sizes: ProbeSizes) -> float:
+    """Microseconds that the GPU waits for slots of experts which are in memory."""
+    ids = _ids()
 
     def asked() -> None:
         for _ in range(sizes.asked):
             torch.ops.moe_mps._expert_slots(ids, RESIDENT)
 
-    goes_on: dict[str, Any] = {}
-    for seconds in sizes.late:
+    return _digits(_best(asked, sizes.repeats) / sizes.asked * 1e6)
+
+
+def late_answers(sizes: ProbeSizes) -> dict[str, Any]:
+    """{seconds until a pool answers: True if the GPU goes on, or the error}.
+
+    "8 x 1" are eight requests of 1 s each, committed at once. macOS may stop a buffer that waits, and after
+    several of those all further work of this process.
+    """
+    ids, goes_on = _ids(), dict[str, Any]()
+    count, each = sizes.queued
+    for seconds, requests in sorted([*((late, 1) for late in sizes.late), (each, count)]):
         pool = _Late(seconds)
+        label = f"{seconds:g}" if requests == 1 else f"{requests} x {seconds:g}"
         try:
-            torch.ops.moe_mps._expert_slots(ids, pool.number)
+            for _ in range(requests):
+                torch.ops.moe_mps._expert_slots(ids, pool.number)
             Mark(ids.device).wait()
-            goes_on[f"{seconds:g}"] = True
+            goes_on[label] = True
         except torch.AcceleratorError as error:
-            goes_on[f"{seconds:g}"] = first_line(error)
-    return {"us": _digits(_best(asked, sizes.repeats) / sizes.asked * 1e6), "goes_on_after_s": goes_on}
+            goes_on[label] = first_line(error)
+    return goes_on
+
+
+def _ids() -> Tensor:
+    return torch.arange(EXPERTS, dtype=torch.int32, device="mps")
 
 
 def reads(sizes: ProbeSizes) -> dict[str, float]:
@@ -329,10 +345,11 @@ PARTS: dict[str, Callable[[ProbeSizes], Any]] = {
     "subnormals": subnormals,
     "bfloat_rounding": bfloat_rounding,
     "dispatch_us": dispatches,
-    "slots_of_experts": slots_of_experts,
+    "slots_of_experts_us": slots_of_experts,
     "read_gbs": reads,
     "expert_reads_gbs": expert_reads,
     "fma_tmacs": fma_rate,
     "matrix_tmacs": matrix_rates,
     "chunk_of_a_prompt_ms": chunk_of_a_prompt,
+    "goes_on_after_s": late_answers,  # the last: see there
 }

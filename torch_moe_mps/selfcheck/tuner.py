@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._environment import TUNE, is_on
 from .._extension import setting
-from .._faults import synchronize
+from .._faults import fault_of, synchronize
 from .compare import OutOfTime
 from .journal import noted
 from .machine import remember_tuned, tuned_before
@@ -219,13 +219,18 @@ def _tunable(call: Callable[[], Tensor]) -> dict[str, list[int]]:
 
 
 def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Tensor]) -> list[int]:
-    """Launches that give, on this very GPU, the bits of the planned one."""
-    results = []
+    """Launches that give, on this very GPU, the bits of the planned one. Others may not compile."""
+    results = {}
     for number in numbers:
         torch.ops.moe_mps._tune(kernel, number)
-        result = call()
-        results.append(result.view(torch.int16 if result.element_size() == 2 else torch.int32))
-    return [number for number, found in zip(numbers, results, strict=True) if torch.equal(found, results[0])]
+        try:
+            result = call()
+        except RuntimeError as error:
+            if number == numbers[0] or fault_of(error) is not None:
+                raise
+            continue
+        results[number] = result.view(torch.int16 if result.element_size() == 2 else torch.int32)
+    return [number for number, found in results.items() if torch.equal(found, results[numbers[0]])]
 
 
 def _apply(kernel: str) -> None:

@@ -56,6 +56,7 @@ struct State {
   double an_operator = 0;                              // seconds of the GPU for one of aten
   double idle = 0;                                     // seconds that the GPU has waited for the host
   double an_event = 0;                                 // seconds until a signal is heard of
+  double an_end = 0;                                   // and until a host that waits knows of a buffer's end
   double waited = 0;                                   // seconds that the GPU has waited for signals
   double answer = 0;                                   // the time of the host's thread that answers them
   CommandBuffer* opened = nullptr;                     // runs before it is committed
@@ -844,7 +845,8 @@ void tell_failed() {
 }
 
 void tell_listeners(std::vector<std::function<void()>> blocks) {
-  if (state().seed % 4 < 2 && !state().runs_alone) {
+  // A timeline's clocks are read where they stand.
+  if (state().timed || (state().seed % 4 < 2 && !state().runs_alone)) {
     for (const auto& block : blocks) block();
     return;
   }
@@ -971,6 +973,13 @@ void run_pending() {
     if (each->status == Status::kCommitted) return report(std::string("synchronize") + kBehind);
 }
 
+namespace {
+// The host has waited for what the GPU ends then. Under the mutex.
+void hears_of_end(State& s, double end) {
+  if (end > s.host) s.host = end + s.an_end;
+}
+}  // namespace
+
 void wait_for(const CommandBuffer& buffer) {
   State& s = state();
   if (buffer.status < Status::kCommitted)
@@ -979,7 +988,7 @@ void wait_for(const CommandBuffer& buffer) {
   if (buffer.status == Status::kCommitted) fail(std::string("waitUntilCompleted") + kBehind);
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    s.host = std::max(s.host, buffer.end);
+    hears_of_end(s, buffer.end);
   }
   show_ended();
   tell_ended();
@@ -989,7 +998,7 @@ void wait_for_all() {
   State& s = state();
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    s.host = std::max(s.host, s.clock.load());
+    hears_of_end(s, s.clock);
   }
   host_hears(last_run());
   show_ended();
@@ -1091,9 +1100,10 @@ double simulator_idle(void) {
   return state().idle;
 }
 
-void simulator_time_events(double an_event) {
+void simulator_time_events(double an_event, double an_end) {
   std::lock_guard<std::mutex> lock(state().mutex);
   state().an_event = an_event;
+  state().an_end = an_end;
 }
 
 double simulator_waited(void) {

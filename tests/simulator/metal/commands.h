@@ -33,7 +33,7 @@ double simulator_host_clock(void);
 double simulator_clock(void);  // of the GPU
 double simulator_idle(void);   // seconds that the GPU has waited for the host since then
 // Seconds from a signal of an event until it is heard of, and those that the GPU has waited for signals.
-void simulator_time_events(double an_event);
+void simulator_time_events(double an_event, double an_end);
 double simulator_waited(void);
 void simulator_advance_answer(double seconds);  // of the host's thread that answers signals
 double simulator_answer_clock(void);
