@@ -93,8 +93,10 @@ def test_of_a_layer(simulated):
     # tensor whether it is on the CPU; a norm gathers its arguments by a row of the recogniser, and attention
     # has a record of what a token sees; norms, routers and rotations ask for the device, as a CPU runs the
     # model's own; norms and MLPs ask for the rank, which eager code may decide by, and a module's view of its
-    # config answers by properties. A captured token makes none of these calls.
-    assert python["call"] <= 147 and python["c_call"] <= 205, python
+    # config answers by properties. Each rewritten forward asks whether a hook sees the modules that its code
+    # would call, and whether somebody else's class is on top of one. A captured token makes none of these
+    # calls.
+    assert python["call"] <= 170 and python["c_call"] <= 249, python
 
 
 # What a captured token of `generate` runs in Python: a batch with padding, whose tokens are sampled.

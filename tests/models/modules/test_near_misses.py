@@ -65,7 +65,7 @@ CASES = [
         (("index_topk", 6),),
     ),
     Case("compressed_attention", "deepseek_v4", "model.layers.0.self_attn", ("scaling", 2.0), "compressor"),
-    Case("hyper_connection", "deepseek_v4", "model.layers.0.attn_hc", ("hc_eps", 0.5), "input_norm"),
+    Case("_hyper_connection", "deepseek_v4", "model.layers.0.attn_hc", ("hc_eps", 0.5), "input_norm"),
     Case("router", "deepseek_v4", "model.layers.1.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
@@ -191,7 +191,7 @@ def test_a_norm_of_channels_first():
 def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     """At the width of large models, but for matrices of linear layers, which a trial does not read."""
     yield "selective_scan_", JambaMambaMixer(JambaConfig(hidden_size=4096), 0)
-    yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
+    yield "_hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
     yield "_index_topk", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
     yield "rms_norm_gated", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 

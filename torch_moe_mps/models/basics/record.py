@@ -9,6 +9,7 @@ package counts as fixed. What no record can hold is refused with a reason.
 import contextlib
 import enum
 import functools
+import logging
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -220,7 +221,7 @@ class Record:
             values.append(value)
             if isinstance(value, type):
                 values += _of_class(guards, value, frozenset(names))
-            if _is_comparable(value):
+            if _is_comparable(value) or isinstance(value, logging.Logger):  # no result rests on it
                 continue
             if _is_object(value):  # with all that it has
                 attributes = vars(value)

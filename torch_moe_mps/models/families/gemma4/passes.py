@@ -52,7 +52,9 @@ def options_of_gate(router: fx.Node) -> dict[str, Any] | None:
     like = tensor_of(hidden).new_empty(
         tensor_of(hidden).shape[0], len(tensor_of(weight)), dtype=torch.float32
     )
-    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps, factor=factor)
+    logits = put(
+        router, ours.router_logits.default, like, hidden, weight, None, norm, norm_eps=eps, factor=factor
+    )
     chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
     return {"logits": logits, "top_k": top_k, **chosen}
 
