@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.models import assert_close, operators_of
 from support.recognition import by_operators
+from support.tiny_models import tiny_model
 from torch import nn
 
 import torch_moe_mps
@@ -260,3 +262,21 @@ def test_torch_compile(cls):
     for _ in range(2):
         torch.testing.assert_close(result(compiled), expected)
     assert sum("causal_conv1d_update_" in target for target in targets) == 1
+
+
+def test_no_guard_rests_on_what_a_logger_remembers():
+    """transformers' files have loggers, which remember the levels that they were asked for."""
+    model = tiny_model("qwen3_next", torch.float32)
+    torch_moe_mps.accelerate(model)
+    (module,) = {each for each in model.modules() if hasattr(each, "conv1d") and each.layer_idx == 0}
+    x = torch.randn(1, 3, model.config.hidden_size)
+
+    def operators():
+        with torch.no_grad():
+            return operators_of(lambda: module(x))
+
+    before = operators()
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("transformers"):
+            logging.getLogger(name).isEnabledFor(7)
+    assert operators() == before and before
