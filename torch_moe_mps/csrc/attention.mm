@@ -397,7 +397,7 @@ Tensor cached_attention(const AttentionArguments& given) {
 }
 
 Tensor _cached_attention(AttentionArguments given, const Gate& gate, const Tail& tail,
-                       std::optional<std::string_view> dtype) {
+                         std::optional<std::string_view> dtype) {
   given.gate = gate;
   given.tail = tail;
   given.k.tail = tail.keys;
@@ -453,7 +453,7 @@ bool is_long(double products) {
 }
 
 void _write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
-                            const Tensor& biases_, int64_t start) {
+                             const Tensor& biases_, int64_t start) {
   if (states_.numel() == 0) return;
   const Tensor states = vector_rows(states_);
   const bool same_strides = scales_.strides() == biases_.strides() && scales_.stride(3) == 1;

@@ -110,8 +110,8 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
 }
 
 Tensor _heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                       const OptionalTensor& biases, std::string_view format, bool transposed,
-                       const OptionalTensor& tail, std::optional<std::string_view> output_dtype) {
+                        const OptionalTensor& biases, std::string_view format, bool transposed,
+                        const OptionalTensor& tail, std::optional<std::string_view> output_dtype) {
   const auto wanted = output_dtype ? dtype_named(*output_dtype) : x.scalar_type();
   const auto dtype = compute_dtype(wanted, {{weight_format(format), scales}});
   const MatrixStack matrix = quantized_heads(packed, scales, biases, weight_format(format), dtype);

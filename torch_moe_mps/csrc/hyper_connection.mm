@@ -44,7 +44,7 @@ int64_t mixing_groups(const HyperParams& params) {
 }
 
 Tensor _hyper_update(const Tensor& streams, const Tensor& out, const Tensor& post,
-                    const OptionalTensor& comb) {
+                     const OptionalTensor& comb) {
   const Tensor updated = at::empty(streams.sizes(), streams.options());
   if (updated.numel() == 0) return updated;
   const Update update = update_of(streams, out, post, comb);

@@ -16,8 +16,8 @@ using at::Tensor;
 constexpr double kSlotsOfWeight = 200;  // by the cost model
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> _quantize_by_importance(const Tensor& weight_,
-                                                                  const Tensor& importance_,
-                                                                  std::string_view to) {
+                                                                   const Tensor& importance_,
+                                                                   std::string_view to) {
   const WeightFormat& format = weight_format(to);
   const int64_t experts = weight_.size(0), rows = weight_.size(1), columns = weight_.size(2);
   const int64_t group = format.group_size;

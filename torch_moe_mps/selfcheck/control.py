@@ -1,7 +1,7 @@
 """Operators of torch itself on the GPU beside the CPU: where these are wrong, our results say nothing.
 
 Some machines compute torch's own operators wrongly: virtual GPUs of hosted runners (runner-images#14380), and
-some releases of torch on some chips (pytorch#183535, #180776).
+some releases of torch on some chips (pytorch#183535, #180776, #195163).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .._faults import raise_fault
 from .._text import first_line
 from .compare import TOLERANCE, Finding
+from .long_sums import TERMS, operands, product
 
 Operation = Callable[..., Tensor]
 _WIDTH, _ROWS, _WIDE = 256, 48, 1024
@@ -51,6 +52,7 @@ def calls() -> Iterator[tuple[str, Operation, tuple[Tensor, ...]]]:
     yield "linear of many rows", F.linear, (x, weight)
     yield "linear of 3 dimensions", lambda t, w: F.linear(t.view(2, -1, _WIDTH), w), (x, weight)
     yield "bmm", lambda t, w: torch.bmm(t.view(4, -1, _WIDTH), w.view(4, -1, _WIDTH).mT), (x, weight)
+    yield f"bmm of over {TERMS:,} terms", product, operands()
     yield "layer_norm", lambda t: F.layer_norm(t, (_WIDTH,)), (x,)
     yield "attention", F.scaled_dot_product_attention, heads
     yield "causal attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), heads

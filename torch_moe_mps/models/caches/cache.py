@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from ...ops.families.attention import CACHE_BITS
+from ...selfcheck.long_sums import ROWS, TERMS, warn_of_eager_attention
 from ..basics.residency import follow_moved
 from ..basics.state import state_in, state_of
 from ..upstream.calls import cache_among, cache_argument, cache_name, decoder_cache
@@ -77,6 +78,8 @@ def grow_cache(
     if torch.compiler.is_compiling():
         return given
     follow_moved()
+    if _has_long_sums(module, cache, args, kwargs):
+        warn_of_eager_attention(type(module).__name__)
     if is_plain:
         if (unknown := _grow(cache, CACHE_BITS if quantizes else None)) is not None:
             _warn_of(type(module).__name__, unknown)
@@ -84,6 +87,16 @@ def grow_cache(
     elif quantizes and not isinstance(cache, QuantizedCache):
         _warn_of_16_bits(cache)
     return given
+
+
+def _has_long_sums(module: Any, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a prompt whose eager attention on mps sums very many terms (selfcheck/long_sums.py)."""
+    states = kwargs.get("inputs_embeds")
+    tokens = kwargs.get("input_ids", args[0] if args else None) if states is None else states
+    if tokens is None or tokens.shape[1] < ROWS or tokens.device.type != "mps":
+        return False
+    is_eager = getattr(module.config, "_attn_implementation", None) == "eager"
+    return is_eager and cache.get_seq_length() + tokens.shape[1] >= TERMS
 
 
 def _cache_in_layers(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

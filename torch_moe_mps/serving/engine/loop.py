@@ -127,7 +127,7 @@ class EngineThread:
             for job in [sequence.job for sequence in self._engine.pool.sequences]:
                 job.end(death)
             self._end_queued(death)
-            with contextlib.suppress(Exception):  # what is on its way to the disk is written
+            with contextlib.suppress(Exception):  # queued parts of prefixes are written
                 if self._prompts is not None:
                     self._prompts.close()
             self.on_death()

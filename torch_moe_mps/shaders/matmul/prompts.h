@@ -4,7 +4,7 @@
 #include "matmul/gemm.h"
 #include "matmul/transposed.h"
 
-#define INSTANTIATE_PROMPTS()                                     \
-  INSTANTIATE("expert_combine", expert_combine<MOE_DTYPE>) \
-  INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8, false>)     \
+#define INSTANTIATE_PROMPTS()                                 \
+  INSTANTIATE("expert_combine", expert_combine<MOE_DTYPE>)    \
+  INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8, false>) \
   INSTANTIATE("gemm_transposed", gemm_transposed<Weights>)
