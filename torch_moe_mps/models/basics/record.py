@@ -9,7 +9,6 @@ package counts as fixed. What no record can hold is refused with a reason.
 import contextlib
 import enum
 import functools
-import logging
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -221,7 +220,8 @@ class Record:
             values.append(value)
             if isinstance(value, type):
                 values += _of_class(guards, value, frozenset(names))
-            if _is_comparable(value) or isinstance(value, logging.Logger):  # no result rests on it
+            is_of_library = is_fixed(type(value), _OF_LIBRARIES) and type(value) is not types.SimpleNamespace
+            if _is_comparable(value) or is_of_library:  # a logger, a registry: their state is the library's
                 continue
             if _is_object(value):  # with all that it has
                 attributes = vars(value)
