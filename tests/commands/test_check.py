@@ -370,7 +370,8 @@ def test_what_the_package_does_without_fails_nothing(few, capsys, monkeypatch, k
         return
     assert off == [unit.subject, variant.subject] and written["failures"] == []
     assert f"OFF: {unit}" in out and not any(line.startswith("FAILED") for line in out)
-    assert out[-1].startswith(f"All right; off: {', '.join(off)}. Please attach it to an issue.")
+    names = f"{unit.subject} (float16), {variant.subject} (float16)"
+    assert out[-1].startswith(f"All right; off: {names}. Please attach it to an issue.")
 
 
 def test_a_format_is_not_called_wrong_for_another(few, capsys, monkeypatch):

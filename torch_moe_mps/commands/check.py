@@ -144,7 +144,7 @@ def _last_words(findings: list[Finding], optional: list[Finding]) -> str:
         return "Please attach it to an issue."
     if not optional:
         return "All built, all equal."
-    off = ", ".join(dict.fromkeys(finding.subject for finding in optional))
+    off = ", ".join(dict.fromkeys(finding.what for finding in optional))
     return f"All right; off: {off}. Please attach it to an issue."
 
 

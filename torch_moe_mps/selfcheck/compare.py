@@ -47,11 +47,16 @@ class Finding:
     arguments: dict[str, str] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
+        """The subject, with the dtype and the format that it failed for."""
         where = ", ".join(filter(None, (self.dtype, self.format)))
-        what = self.kind if self.error is None else f"{self.kind} (largest error {self.error:.1e})"
+        return f"{self.subject} ({where})" if where else self.subject
+
+    def __str__(self) -> str:
+        kind = self.kind if self.error is None else f"{self.kind} (largest error {self.error:.1e})"
         line = first_line(self.message)
-        return f"{self.subject}{f' ({where})' if where else ''} {what}{f': {line}' if line else ''}"
+        return f"{self.what} {kind}{f': {line}' if line else ''}"
 
     def lines(self) -> list[str]:
         """Lines that describe a wrong result to people."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import inspect
 import logging
 import pickle
@@ -136,6 +137,9 @@ def rotate_half(x):
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
 
 
+own_rotate_half = rotate_half
+
+
 def turned(x, cos, sin):
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return x * cos + rotate_half(x) * sin
@@ -173,6 +177,46 @@ def test_a_helper_of_a_function_that_is_patched(monkeypatch):
         assert operators_of(lambda: layer(*tables())) == {}
         assert_close(layer(*tables()), Turns()(*tables()), 0)
     assert_close(by_operators(lambda: layer(*tables()), "rope_heads"), before, 0)
+
+
+@pytest.mark.parametrize("other", [lambda x: x, lambda x: 0.0 + own_rotate_half(x)], ids=["other", "equal"])
+def test_a_helper_that_is_patched_while_layers_are_accelerated(monkeypatch, other):
+    """What was found then, or not found, holds for no layer that is accelerated without the patch."""
+    memory.forget()
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "rotate_half", other)
+        expected = Turns()(*tables())
+        assert_close(accelerated(Turns)(*tables()), expected, 1e-5)
+    layer = accelerated(Turns)
+    assert_close(by_operators(lambda: layer(*tables()), "rope_heads"), Turns()(*tables()), 1e-5)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "rotate_half", other)
+        assert_close(accelerated(Turns)(*tables()), expected, 1e-5)
+
+
+collections = 0
+
+
+def count_a_collection(phase, info):
+    """As hypothesis does to tell the seconds of a test from those of the collector."""
+    global collections
+    collections += 1
+
+
+def test_what_the_garbage_collector_runs_is_no_code_of_a_trial():
+    memory.forget()
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(count_a_collection)
+    gc.set_threshold(1)
+    try:
+        layer = accelerated(Turns)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(count_a_collection)
+    assert collections and gc.isenabled()
+    assert_close(by_operators(lambda: layer(*tables()), "rope_heads"), Turns()(*tables()), 1e-5)
+    count_a_collection("stop", {})
+    assert_close(by_operators(lambda: layer(*tables()), "rope_heads"), Turns()(*tables()), 1e-5)
 
 
 CONDITIONS = {

@@ -140,7 +140,7 @@ def test_a_model_elsewhere_says_nothing_of_units():
 
 @pytest.mark.parametrize("is_faulty", [False, True])
 def test_the_command(m5, monkeypatch, tmp_path, capsys, is_faulty):
-    """`torch-moe-mps check` compares every library, and has the fault in its report."""
+    """`torch-moe-mps check` compares every library, and reports a fault of what the package does without."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "check_model", lambda *arguments: [])
@@ -151,15 +151,16 @@ def test_the_command(m5, monkeypatch, tmp_path, capsys, is_faulty):
     )
     command = ["check", "--dtype", "float16", "--format", "affine4_32"]
     with m5.intercepted(faulty("_tensor_dense_" if is_faulty else "nothing")):
-        assert main(command) == int(is_faulty)
+        assert main(command) == 0
     out = capsys.readouterr().out
     report = json.loads((tmp_path / "moe_mps_report.json").read_text())
     count = "1 of 2" if is_faulty else "2 of 2"
     assert f"Tensor units: {count} libraries agree with the CPU" in out
     assert report["tensor_units"] == f"{count} libraries agree with the CPU"
-    assert [failure["format"] for failure in report["failures"]] == (
-        ["dense on tensor units"] if is_faulty else []
-    )
+    assert [each["format"] for each in report["off"]] == ["dense on tensor units"] * is_faulty
+    assert report["failures"] == []
+    off = "All right; off: _moe_experts (float16, dense on tensor units)."
+    assert (off if is_faulty else "All built, all equal.") in out
 
 
 def test_libraries_of_formats(simulated):
