@@ -125,8 +125,8 @@ def reads_of(fast, own):
         recorded = {(place, (name,)) for place, names in parts.items() for name in names}
         traced = {
             (name, names)
-            for owner, names in tracer.attributes
-            if (name := paths.get(owner)) in parts and name.startswith(path)
+            for (owner, names), below in tracer.attributes.items()
+            if (name := paths.get(owner)) in parts and own.get_submodule(path) in below
         }
         first = {(name, names[:1]) for name, names in traced}
         missed = {

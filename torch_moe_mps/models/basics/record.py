@@ -32,7 +32,7 @@ _FIXED = frozenset(("torch", PACKAGE.name, "builtins", *sys.stdlib_module_names)
 _OF_LIBRARIES = _FIXED | {"transformers"}
 _CALLED = "_call_impl"  # the method of a module that runs hooks and its forward
 RECORD = "<record>"  # where a module of a replica, and what stands for one, have their record and path
-_OF_MODULES = frozenset(vars(nn.Module()).keys() | {STATE}) - {"training"}
+_OF_MODULES = frozenset(vars(nn.Module()).keys() | {STATE, "_compiled_call_impl"}) - {"training"}
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type, range, slice, torch.dtype,
     torch.device, torch.Size, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
