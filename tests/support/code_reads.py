@@ -16,6 +16,7 @@ from torch import nn
 
 FIXED = {"torch", "torch_moe_mps", "builtins", *sys.stdlib_module_names}
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+FORWARDS = ("forward", "map", "reduce")  # what operators take the place of
 _SELF = ("LOAD_FAST", "LOAD_FAST_BORROW")
 
 
@@ -46,12 +47,12 @@ class Tracer:
     """Reads of the code that runs in its block.
 
     Attributes:
-        attributes: (module, names that lead from it).
+        attributes: {(module, names that lead from it): modules whose forward it was read below}.
         names: (globals of a file, name), by the id of the first.
     """
 
     def __init__(self) -> None:
-        self.attributes: set[tuple[nn.Module, tuple[str, ...]]] = set()
+        self.attributes: dict[tuple[nn.Module, tuple[str, ...]], set[nn.Module]] = {}
         self.names: dict[tuple[int, str], dict[str, Any]] = {}
 
     def __enter__(self) -> "Tracer":
@@ -65,16 +66,21 @@ class Tracer:
         if is_fixed(frame.f_globals):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._look
+        owners, outer = set[nn.Module](), frame
+        while outer is not None:
+            owner = outer.f_locals.get("self") if outer.f_code.co_name in FORWARDS else None
+            owners |= {owner} if isinstance(owner, nn.Module) else set()
+            outer = outer.f_back  # type: ignore[assignment]
+        return functools.partial(self._look, owners)
 
-    def _look(self, frame: types.FrameType, event: str, argument: object) -> Any:
+    def _look(self, owners: set[nn.Module], frame: types.FrameType, event: str, argument: object) -> Any:
         if event == "opcode":
             kind, names = _reads_at(frame.f_code).get(frame.f_lasti, ("", ()))
             if kind == "global" and names[0] in frame.f_globals:
                 self.names[id(frame.f_globals), names[0]] = frame.f_globals
             elif kind == "self" and isinstance(owner := frame.f_locals.get("self"), nn.Module):
-                self.attributes.add((owner, names))
-        return self._look
+                self.attributes.setdefault((owner, names), set()).update(owners)
+        return functools.partial(self._look, owners)
 
 
 # --- changes

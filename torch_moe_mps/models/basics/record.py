@@ -3,14 +3,17 @@
 Modules of a replica have recording classes meanwhile, objects in their attributes, as configs, are shown by
 stand-ins, and Python reports the functions that run. A record holds paths and names, so that it becomes the
 guards of the module that a replica stood for, and of each that is alike. Code of torch, of Python and of this
-package counts as fixed. What no record can hold is refused with a reason.
+package counts as fixed. Code that the process runs in between, as finalizers of garbage, does not count. What
+no record can hold is refused with a reason.
 """
 
 import contextlib
 import enum
 import functools
+import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -32,7 +35,7 @@ _FIXED = frozenset(("torch", PACKAGE.name, "builtins", *sys.stdlib_module_names)
 _OF_LIBRARIES = _FIXED | {"transformers"}
 _CALLED = "_call_impl"  # the method of a module that runs hooks and its forward
 RECORD = "<record>"  # where a module of a replica, and what stands for one, have their record and path
-_OF_MODULES = frozenset(vars(nn.Module()).keys() | {STATE}) - {"training"}
+_OF_MODULES = frozenset(vars(nn.Module()).keys() | {STATE, "_compiled_call_impl"}) - {"training"}
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type, range, slice, torch.dtype,
     torch.device, torch.Size, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
@@ -40,6 +43,8 @@ _CONSTANTS = (
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _OF_A_LAYER = {"layer_idx", "training"}  # modules that compute the same differ in them
 _LARGEST = 64  # entries of a container that is looked into
+# Files of Python that run code which others gave to the process: handlers, finalizers, files at their import.
+_OF_PROCESS = {"logging", "warnings", "weakref", "importlib._bootstrap"}
 
 
 class Record:
@@ -59,24 +64,34 @@ class Record:
         self._roots: list[Any] = []
         self._others: dict[type, None] = {}  # classes of modules that code makes itself
         self._shared: dict[tuple[type, ...], Guards] = {}
+        self._between: types.FrameType | None = None  # the outermost call of what runs by chance now
 
     # --- while code runs
 
     def note(self, path: Path, name: str) -> None:
         """Notes that code reads an attribute of the object at a path."""
-        self._names[path, name] = None
+        if self._between is None:
+            self._names[path, name] = None
 
     def note_call(self, path: Path) -> None:
         """Notes that code calls the module at a path."""
-        self._called[path] = None
+        if self._between is None:
+            self._called[path] = None
 
     def refuse(self, what: str) -> None:
         """Notes what no record holds."""
-        self.refused = self.refused or what
+        if self._between is None:
+            self.refused = self.refused or what
 
     def look(self, frame: types.FrameType, event: str, argument: object) -> None:
         """Notes the functions that run. Hook for sys.setprofile."""
-        if event == "call" and frame.f_code not in self._codes:
+        if self._between is not None:
+            if event == "return" and frame is self._between:
+                self._between = None
+        elif event == "call" and frame.f_code not in self._codes:
+            if _runs_by_chance(frame):
+                self._between = frame
+                return
             self._codes[frame.f_code] = frame.f_globals
             if not _is_fixed_file(frame.f_globals):
                 owner = frame.f_locals.get("self")
@@ -359,6 +374,24 @@ def _is_object(value: Any) -> bool:
 def is_fixed(cls: type, packages: Collection[str] = _FIXED) -> bool:
     """True for a class of torch, of Python or of this package, or of other packages."""
     return cls.__module__.partition(".")[0] in packages
+
+
+def _runs_by_chance(frame: types.FrameType) -> bool:
+    """True for a call that Python makes by itself, or for others, and not the code that runs."""
+    code, names = frame.f_code, frame.f_globals
+    if code.co_name == "__del__" or names.get("__name__") in _OF_PROCESS:
+        return True
+    arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if isinstance(last := arguments[-1] if arguments else None, weakref.ref) and last() is None:
+        return True  # what it referred to is gone
+    is_handler = last is not None and last is frame.f_back  # of a signal
+    return is_handler or any(_code_called(each) is code for each in gc.callbacks)
+
+
+def _code_called(value: Any) -> Any:
+    """The code of a function or a method, or of an object that can be called; None without one."""
+    function = function_of(value)
+    return getattr(function, "__code__", None) or getattr(type(value).__call__, "__code__", None)
 
 
 def _is_fixed_file(names: dict[str, Any]) -> bool:
