@@ -26,7 +26,7 @@ from torch.nn import functional
 from ..._extension import PACKAGE
 from .code import Code, codes_in, function_of, names_in_code
 from .guards import MISSING, NOWHERE, PLACES, Guards, Read, are_unchanged, kept_value
-from .scoped import having, shown_calls
+from .scoped import having
 from .state import STATE, Unsupported, class_before
 
 Path = tuple[str, ...]  # to an object: the names that lead there from the module
@@ -106,8 +106,13 @@ class Record:
             self.note((), function.__name__)
         if root is None and function not in self._roots:
             self._roots.append(function)
-        with contextlib.nullcontext() if root is None else self._showing(root), shown_calls(self.look):
-            return function(*args, **options)
+        before = sys.getprofile()
+        with contextlib.nullcontext() if root is None else self._showing(root):
+            sys.setprofile(self.look)
+            try:
+                return function(*args, **options)
+            finally:
+                sys.setprofile(before)
 
     @contextlib.contextmanager
     def _showing(self, root: nn.Module) -> Iterator[None]:

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..basics.scoped import shown_calls
 from .fakes import FakeResults, geometry, listed
 
 _ATEN = torch.ops.aten
@@ -174,8 +173,12 @@ class Recorder(TorchDispatchMode):
         with torch.compiler.set_stance("force_eager"), self.fakes.mode, self:
             if self._look_at is None:
                 return function()
-            with shown_calls(self._look_at):
+            before = sys.getprofile()
+            sys.setprofile(self._look_at)
+            try:
                 return function()
+            finally:
+                sys.setprofile(before)
 
     def finish(self, results: list[Tensor]) -> None:
         """Ends the graph, which returns these tensors."""
