@@ -190,6 +190,16 @@ def test_programs_that_pass_a_config_of_ours(layout, converted, tmp_path):
     assert torch.equal(output(loaded, prompt()), output(expected, prompt()))
 
 
+def test_libraries_that_call_transformers(converted):
+    """They pass a config that has ours of the checkpoint's weights, as docs/embeddings.md shows."""
+    stored = transformers.AutoConfig.from_pretrained(converted).quantization_config
+    ours = {"quantization_config": QuantizationConfig(**stored)}
+    config = transformers.AutoConfig.from_pretrained(converted, **ours)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(converted, config=config)
+    expected = torch_moe_mps.from_pretrained(str(converted))
+    assert torch.equal(output(loaded, prompt()), output(expected, prompt()))
+
+
 def test_weights_that_a_config_asks_for_are_never_random(converted, tmp_path):
     """A config with words of another method beside those of our layout, which count."""
     shutil.copytree(converted, tmp_path / "new")

@@ -1,4 +1,4 @@
-"""Encoders and rerankers that `convert` has written, in sentence-transformers, beside the dense ones."""
+"""Encoders and rerankers that `convert` has written, in sentence-transformers, compared with dense ones."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from support.checkpoints import tokenizer_of
 from support.tiny_models import randomise
 from torch import nn
 
+from torch_moe_mps import QuantizationConfig
 from torch_moe_mps.commands import main
 from torch_moe_mps.models.modules.linears import QuantizedLayer
 from torch_moe_mps.quantization import QuantizedWeight, dequantize
@@ -45,6 +46,13 @@ def as_stored(dense: nn.Module, quantised: nn.Module) -> int:
     return count
 
 
+def both(cls: type, folder) -> list:
+    """The dense model and the quantised one, loaded as docs/embeddings.md shows."""
+    stored = transformers.AutoConfig.from_pretrained(folder / "four").quantization_config
+    options = {"dense": {}, "four": {"quantization_config": QuantizationConfig(**stored)}}
+    return [cls(str(folder / name), device="cpu", config_kwargs=each) for name, each in options.items()]
+
+
 def check(dense, quantised, ask, matrices: int) -> None:
     before = ask(dense)
     assert as_stored(dense, quantised) == matrices
@@ -65,7 +73,7 @@ def test_vectors(cls, matrices, tmp_path):
     model = Transformer(str(tmp_path / "plain"))
     SentenceTransformer(modules=[model, Pooling(64, "mean"), Normalize()]).save(str(tmp_path / "dense"))
     assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "four"), "--bits", "4"]) == 0
-    dense, four = (SentenceTransformer(str(tmp_path / name), device="cpu") for name in ("dense", "four"))
+    dense, four = both(SentenceTransformer, tmp_path)
     check(dense, four, lambda model: torch.tensor(model.encode(TEXTS)), matrices)
 
 
@@ -76,6 +84,6 @@ def test_scores(family, matrices, tmp_path):
     cls = getattr(transformers, f"{family}ForSequenceClassification")
     write(tmp_path / "dense", cls, num_labels=1)
     assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "four"), "--bits", "4"]) == 0
-    dense, four = (CrossEncoder(str(tmp_path / name), device="cpu") for name in ("dense", "four"))
+    dense, four = both(CrossEncoder, tmp_path)
     pairs = [("sky", text) for text in TEXTS]
     check(dense, four, lambda model: torch.tensor(model.predict(pairs)), matrices)
