@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from .._faults import synchronize
+from ..checkpoints.in_place import keep_when_saving, quantize_model
 from ..checkpoints.quantize.importance import Importance, given_importance
-from ..checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
 from ..models.attention.implementations import (
     attention_layers,
@@ -287,7 +287,7 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     end_residency(model)
     if _is_of_transformers(model):
-        from ..checkpoints.write.saving import restore_saving
+        from ..checkpoints.own.saving import restore_saving
         from ..models.caches.cache import restore_cache
         from ..models.capture.classes import restore_calls
         from ..models.modules.loss import restore_losses
