@@ -65,6 +65,34 @@ def test_imports_go_down():
     assert not upwards
 
 
+def folders(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """{folder: the folders that it imports}, by {module: modules that it imports}.
+
+    A file that lies directly in a floor, such as checkpoints/quantizer.py, counts as a folder: a folder that
+    imports it must not be imported by it. Folders are compared within one floor, and families/ with what is
+    next to it.
+    """
+    parents = {name.rpartition(".")[0] for name in edges}
+
+    def folder(name: str) -> str:
+        return ".".join(name.split(".")[:3]) if name in parents or name.count(".") > 2 else name
+
+    found: dict[str, set[str]] = {folder(name): set() for name in edges}
+    for name, others in edges.items():
+        same = {folder(other) for other in others if other.split(".")[:2] == name.split(".")[:2]}
+        found[folder(name)] |= same - {folder(name)}
+    return found
+
+
+def test_no_circle_of_folders_inside_a_floor():
+    """No floor has an exception: a folder may be read with those below it, and nothing else."""
+    between = folders(graph())
+    assert len(between) > 100 and "torch_moe_mps.checkpoints.quantize" in between
+    assert circle(between) is None
+    up = {"torch_moe_mps.checkpoints.quantize.sizes": {"torch_moe_mps.checkpoints.write.parts"}}
+    assert circle(folders(graph() | up)) is not None
+
+
 def test_families_are_known_by_themselves_alone():
     rooms = {path.parent.name for path in (PACKAGE / "models/families").glob("*/__init__.py")}
     for name, others in graph().items():

@@ -27,9 +27,9 @@ from support.trained import needed
 from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence, Drafter
+from torch_moe_mps.serving.engine.drafter import DraftedSequence, Drafter
+from torch_moe_mps.serving.engine.width import MOST
 from torch_moe_mps.serving.speculative.prompt_lookup import Lookup
-from torch_moe_mps.serving.speculative.width import MOST
 
 RECORDED = REPOSITORY / "tests" / "serving" / "speculative" / "recorded.json"
 CODE = """

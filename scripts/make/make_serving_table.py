@@ -23,8 +23,8 @@ from support.models import tiny
 from transformers import GenerationConfig
 
 import torch_moe_mps
+from torch_moe_mps.serving.engine.drafter import Drafter
 from torch_moe_mps.serving.engine.memory import MOST_ROWS
-from torch_moe_mps.serving.speculative.drafter import Drafter
 
 HEAD = "Architecture | Experts | mlx-lm | Batched | Prefix cache | Speculative"
 NEW = 6  # tokens of an answer

@@ -13,7 +13,8 @@ from support.quantized_layers import bits_of
 from support.tiny_models import dense_twin, tiny_model
 
 import torch_moe_mps
-from torch_moe_mps.checkpoints.quantize import in_place, weights
+from torch_moe_mps.checkpoints import in_place
+from torch_moe_mps.checkpoints.quantize import weights
 from torch_moe_mps.models.basics.report import QuantizedProjection
 from torch_moe_mps.quantization import Format, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of

@@ -20,8 +20,8 @@ from torch_moe_mps._environment import ONE_THREAD
 from torch_moe_mps.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.checkpoints.quantize.sizes import total_bytes
-from torch_moe_mps.checkpoints.quantize.streaming import one_by_one
 from torch_moe_mps.checkpoints.source import Source
+from torch_moe_mps.checkpoints.threads import one_by_one
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.models.basics.interface import experts_of, is_quantized

@@ -17,7 +17,7 @@ import torch_moe_mps
 from torch_moe_mps.commands import bench, main
 from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 from torch_moe_mps.serving.engine.job import Job
-from torch_moe_mps.serving.speculative.width import Width
+from torch_moe_mps.serving.engine.width import Width
 
 SIZES = ["--prompt", 6, "--max-tokens", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
 TESTS = ["pp6", "tg3", "tg3 sampled", "pp6 @ d20", "tg3 @ d20", "tg3 sampled @ d20", "ttft2 @ d20"]

@@ -15,11 +15,11 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import draft_cache, drafts_of
 from torch_moe_mps.models.modules.linears import formats_in
+from torch_moe_mps.serving.engine.drafter import DraftedSequence
+from torch_moe_mps.serving.engine.width import Width
 from torch_moe_mps.serving.prefix_cache import disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.dflash import DFlash
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence
-from torch_moe_mps.serving.speculative.width import Width
 
 PROMPT = "abcabcabc"
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from support.images import as_url, picture
 
+from torch_moe_mps.serving.http.media import loading
+from torch_moe_mps.serving.http.media.decoding import Limits, MediaFile, decoded
 from torch_moe_mps.serving.http.request import Refused
-from torch_moe_mps.serving.media import loading
-from torch_moe_mps.serving.media.decoding import Limits, MediaFile, decoded
 
 
 def opened(url: str) -> Any:

@@ -16,8 +16,8 @@ from PIL import Image
 from support import scripted
 from support.scripted import ask
 
+from torch_moe_mps.serving.http.media import decoding
 from torch_moe_mps.serving.http.request import Refused
-from torch_moe_mps.serving.media import decoding
 
 UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 

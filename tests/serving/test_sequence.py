@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from torch_moe_mps.serving.engine.drafter import DraftedSequence
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sequence import Sequence
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 
 PROMPT = torch.tensor([[7, 8, 9]])
 

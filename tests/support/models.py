@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from support import tiny_models
-from torch_moe_mps.checkpoints.quantize.in_place import quantize_model
+from torch_moe_mps.checkpoints.in_place import quantize_model
 from torch_moe_mps.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig
 
+from torch_moe_mps.serving.engine.drafter import Drafter
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.serving.speculative.drafter import Drafter
 
 LENGTHS = (5, 20, 40, 9, 3)
 

@@ -7,6 +7,7 @@ Other parts of the package import these names alone:
     calibration          importance_for, SAMPLE
     cutting              cutting, is_cutting, loading_class
     gguf.file            check_file, GGUF_ARCHITECTURES
+    in_place             keep_when_saving, LOADED, quantize_model
     layouts.files        check_files, checkpoint_files, LARGEST, progress_file, sample_of, Shards
     mlx.names            check_architecture
     mlx.older_keys       with_older_keys
@@ -15,18 +16,18 @@ Other parts of the package import these names alone:
                          note_folder, planned_mtp, read_mtp, recipe_of_last_layer, require_mtp
     on_disk              DiskPlan, memories_to_compare, planned, reading_beside_the_disk
     own.config           QuantizationConfig
+    own.saving           restore_saving
     quantize.decision    weights_of
     quantize.importance  collect_importance, given_importance, Importance, is_file_of_importance,
                          read_importance
-    quantize.in_place    keep_when_saving, LOADED, quantize_model
     quantize.recipe      ARGUMENTS, AUTO, fits, Recipe, recipe_of, requested_recipe, SAME
     quantize.sizes       bytes_a_token, bytes_of_experts, large_tables, memory_for_slots, prompt_bytes,
                          quantized_sizes, room_for_experts, top_k, total_bytes
-    quantize.streaming   one_by_one, threads_crash
     quantize.target      quantizable, Target
     quantizer            layout_of, Quantizer, register
     source               NO_MODEL, read_tokenizer, Source
+    threads              one_by_one, threads_crash
     write.parts          Parts
     write.plan           LoadPlan, planned
-    write.saving         restore_saving, save_parts
+    write.saving         save_parts
 """

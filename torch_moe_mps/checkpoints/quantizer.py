@@ -21,28 +21,24 @@ from ..models.upstream.weights import (
 )
 from ..ops._checks import Check
 from .absent import leave_out
-from .gguf.reading import GgufLayout
+from .gguf.reading import DequantizedGguf, GgufLayout
+from .in_place import finish_loading, quantize_targets, refuse_dequantizing, refuse_second_method
 from .layouts.checking import check_scales
-from .layouts.dense import DenseLayout
+from .layouts.converters import QuantizeParameters
 from .layouts.layout import Layout, Section
+from .layouts.streaming import StreamingLayout
 from .mlx.reading import MlxLayout
 from .others.reading import OthersLayout
 from .own.config import QuantizationConfig
 from .own.reading import OwnLayout
 from .quantize.decision import drop_packed, weights_of
 from .quantize.importance import Importance
-from .quantize.in_place import (
-    finish_loading,
-    quantize_targets,
-    refuse_dequantizing,
-    refuse_second_method,
-)
 from .quantize.sizes import bytes_a_token
-from .quantize.streaming import QuantizeParameters, one_by_one, threads_crash
 from .quantize.target import Target, present
 from .quantize.tied import tie_quantized
 from .quantize.weights import empty_weight, replace, store_empty
 from .stacks import conversions_to_save, of_stacks, settle_stacks
+from .threads import one_by_one, threads_crash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +110,8 @@ class Quantizer(HfQuantizer):
         settle_stacks(model)
         config = self.quantization_config
         if not self.pre_quantized:
-            self.layout = DenseLayout(model, config.dequantized_gguf)
+            file = config.dequantized_gguf
+            self.layout = StreamingLayout(model) if file is None else DequantizedGguf(model, file)
         else:
             # Its patterns ("scale") fit our names ("scales").
             vars(model)["_get_dtype_plan"] = lambda dtype: {}
@@ -150,11 +147,11 @@ class Quantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """True for a dense weight that is quantised once it is read."""
-        wanted = self.layout.wanted if isinstance(self.layout, DenseLayout) else {}
+        wanted = self.layout.wanted if isinstance(self.layout, StreamingLayout) else {}
         return not self.pre_quantized and param_name in wanted
 
     def get_quantize_ops(self) -> QuantizeParameters:
-        assert isinstance(self.layout, DenseLayout)
+        assert isinstance(self.layout, StreamingLayout)
         return self.layout.operation
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:

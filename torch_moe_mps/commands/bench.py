@@ -30,11 +30,11 @@ from ..models.modules.experts_on_disk import reads_of
 from ..models.upstream.calls import cache_among, cache_argument
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
+from ..serving.engine.drafting import Drafting
 from ..serving.engine.engine import Engine
 from ..serving.engine.job import Job
 from ..serving.engine.prefill import END
 from ..serving.prefix_cache.memory import PrefixCache
-from ..serving.speculative.drafting import Drafting
 from .arguments import NO_DRAFTS
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids

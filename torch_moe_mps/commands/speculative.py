@@ -10,13 +10,13 @@ from .._text import first_line
 from ..checkpoints.mtp import has_mtp, recipe_of_last_layer
 from ..checkpoints.source import Source
 from ..models.modules.experts_on_disk import expert_pools
+from ..serving.engine.drafting import Drafting
 from ..serving.engine.ranges import vocabulary_of
 from ..serving.prefix_cache.memory import PrefixCache
 from ..serving.speculative import LOOKUP, MTP
 from ..serving.speculative.asked import drafting_of
 from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
-from ..serving.speculative.drafting import Drafting
 from .arguments import NO_DRAFTS
 from .caches import KVCache, block_cache, kv_cache
 from .sources import folder_of, loading_options, skeleton_of, tokenizer_of

@@ -54,7 +54,7 @@ def generate_batch(
         streamer: N objects with `put`, called with each generated token, and `end`; or None.
         speculative: the drafter: "lookup" for prompt lookup, "mtp" for MTP layers of the checkpoint, a draft
             model of the same vocabulary, a DFlash assistant, or an object with `draft(rows)` and
-            `accepted(rows, counts)` (`serving/speculative/drafter.py`); from a list, the first with draft
+            `accepted(rows, counts)` (`serving/engine/drafter.py`); from a list, the first with draft
             tokens. Their number follows step times and acceptance rates. Answers equal those without
             speculative decoding up to rounding, also sampled ones with a seed. Models that cannot be batched,
             or must compute a prompt in one call, run without it and log that.

@@ -155,6 +155,18 @@ def restore_module(module: nn.Module) -> None:
     module.__dict__.pop(STATE, None)
 
 
+def restore_modules(model: nn.Module) -> None:
+    """Restores all modules of a model."""
+    for module in model.modules():
+        restore_module(module)
+
+
+def drop_forwards_of_classes(model: nn.Module) -> None:
+    """Drops forwards of instances that are their classes', in all modules of a model."""
+    for module in model.modules():
+        drop_forward_of_class(module)
+
+
 def drop_forward_of_class(module: nn.Module) -> None:
     """Drops a forward of the instance that is its class's, as hooks of the accelerate library leave it."""
     forward = module.__dict__.get("forward")

@@ -19,9 +19,9 @@ from ..checkpoints.on_disk import planned, reading_beside_the_disk
 from ..checkpoints.own.config import QuantizationConfig
 from ..checkpoints.quantize.importance import Importance, is_file_of_importance
 from ..checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
-from ..checkpoints.quantize.streaming import one_by_one, threads_crash
 from ..checkpoints.quantizer import Quantizer
 from ..checkpoints.source import NO_MODEL, Source
+from ..checkpoints.threads import one_by_one, threads_crash
 from ..macs import machine_memory
 from ..models.attention.implementations import require_kv_bits
 from ..models.basics.unmodified import why_unmodified

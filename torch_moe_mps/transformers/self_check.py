@@ -109,7 +109,7 @@ def begin(
     """
     if kv_bits == CACHE_BITS and (requested := REQUESTED.get(CACHE, REQUESTED.get("cached_attention"))):
         warnings.warn(
-            f"torch_moe_mps: {REFUSE} names {requested}; keys and values stay in 16 bits", stacklevel=3
+            f"torch_moe_mps: {REFUSE} names {requested}; keys and values stay in 16 bits", stacklevel=4
         )
         kv_bits = 16
     if not check or not _is_wanted(model):
@@ -186,7 +186,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     for operator, finding in result.items():
         if operator in ("expert_qmm", *_OF_KIND.values()):
             _refuse_weights(function, finding)
-        warnings.warn(_warning(finding), stacklevel=3)
+        warnings.warn(_warning(finding), stacklevel=4)
     return bool(result)
 
 
@@ -199,7 +199,7 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     compile_libraries(names, strict=False)
     result, _ = _failing(model, [CACHE, "cached_attention"], options=[("k_scales",)])
     for finding in result.values():
-        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
+        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=5)
     return 16 if result else bits
 
 
@@ -212,7 +212,7 @@ def use_tensor_units(model: nn.Module, check: bool) -> str | None:
         compile_libraries(names, strict=is_forced())
     use = decide(names, check)
     for fault in use.faults.values():
-        warnings.warn(without_units(fault), stacklevel=3)
+        warnings.warn(without_units(fault), stacklevel=4)
     return f"tensor units: {use}"
 
 

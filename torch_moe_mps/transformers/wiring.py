@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..checkpoints.gguf.file import GGUF_ARCHITECTURES
-from ..checkpoints.quantize.in_place import LOADED
+from ..checkpoints.in_place import LOADED
 from ..checkpoints.quantizer import register as register_quantizer
 from ..models import families
 from ..models.attention.attention import attention, attention_mask

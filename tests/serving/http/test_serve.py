@@ -33,9 +33,9 @@ from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.models.caches.quantized_states import QuantizedStates
 from torch_moe_mps.models.upstream.calls import cache_among
+from torch_moe_mps.serving.engine.width import Width
 from torch_moe_mps.serving.http.template import NOT_READ, NOT_SHOWN
 from torch_moe_mps.serving.prefix_cache import disk
-from torch_moe_mps.serving.speculative.width import Width
 
 
 def options(command: str, *arguments) -> argparse.Namespace:

@@ -10,8 +10,8 @@ from support.models import eager
 from support.speculative import Answered, prompts, settings
 
 import torch_moe_mps
+from torch_moe_mps.serving.engine.drafter import DraftedSequence
 from torch_moe_mps.serving.speculative.draft import Draft
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 
 
 @functools.cache

@@ -5,8 +5,8 @@ import random
 import torch
 from transformers import DynamicCache
 
+from torch_moe_mps.serving.engine.drafter import DraftedSequence
 from torch_moe_mps.serving.prefix_cache.memory import CachedPrefix, PrefixCache
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence
 from torch_moe_mps.serving.speculative.prompt_lookup import _CANDIDATES, _LONGEST, Index, Lookup
 
 

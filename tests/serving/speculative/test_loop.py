@@ -23,9 +23,9 @@ from torch_moe_mps.serving.engine import drafts as drafts_of
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.sampling import Sampler
+from torch_moe_mps.serving.engine.verify import verified
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 from torch_moe_mps.serving.speculative.asked import drafting_of
-from torch_moe_mps.serving.speculative.verify import verified
 from torch_moe_mps.transformers.deferrable import deferrable_layers
 
 # No logits of text, and a cache of its own.

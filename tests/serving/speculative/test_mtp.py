@@ -17,13 +17,13 @@ from torch_moe_mps import _environment
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import drafts_of
 from torch_moe_mps.models.capture.classes import captures_of
+from torch_moe_mps.serving.engine.drafter import DraftedSequence
+from torch_moe_mps.serving.engine.drafting import Drafting
 from torch_moe_mps.serving.engine.memory import Memory
+from torch_moe_mps.serving.engine.width import Width
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence
-from torch_moe_mps.serving.speculative.drafting import Drafting
 from torch_moe_mps.serving.speculative.mtp import Mtp
 from torch_moe_mps.serving.speculative.prompt_lookup import Lookup
-from torch_moe_mps.serving.speculative.width import Width
 from torch_moe_mps.transformers.mtp.steps import mtp_steps
 
 pytestmark = pytest.mark.slow("two models, and each step's drafts by transformers' code")

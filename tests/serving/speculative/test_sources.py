@@ -10,9 +10,9 @@ from support.models import eager
 from support.speculative import Answered, prompts, settings
 
 import torch_moe_mps
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence, Drafter
-from torch_moe_mps.serving.speculative.drafting import Drafting
-from torch_moe_mps.serving.speculative.width import Width
+from torch_moe_mps.serving.engine.drafter import DraftedSequence, Drafter
+from torch_moe_mps.serving.engine.drafting import Drafting
+from torch_moe_mps.serving.engine.width import Width
 
 
 @functools.cache

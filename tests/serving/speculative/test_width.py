@@ -12,8 +12,8 @@ import pytest
 from measured.apple.tokens import TOKENS
 from simulator.apple.facts import GPUS, START_US
 
-from torch_moe_mps.serving.speculative.drafter import DraftedSequence
-from torch_moe_mps.serving.speculative.width import MOST, Width
+from torch_moe_mps.serving.engine.drafter import DraftedSequence
+from torch_moe_mps.serving.engine.width import MOST, Width
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 WRONG = {"found": str(MOST), "held": "0"}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, core_model_loading, modeling_util
 import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps._environment import ONE_THREAD
-from torch_moe_mps.checkpoints.quantize import streaming
+from torch_moe_mps.checkpoints import threads
 from torch_moe_mps.commands.sources import usable_device
 from torch_moe_mps.models.modules.linears import QuantizedLinear
 from torch_moe_mps.quantization import quantize
@@ -194,7 +194,7 @@ def test_loading_takes_one_thread_where_torch_needs_it(monkeypatch, tmp_path, pl
         return load(*args, **kwargs)
 
     monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", noted)
-    monkeypatch.setattr(streaming, "sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr(threads, "sys", SimpleNamespace(platform=platform))
     monkeypatch.setattr(torch, "__version__", version)
     torch_moe_mps.from_pretrained(tmp_path)
     assert seen == [expected] and ONE_THREAD not in os.environ

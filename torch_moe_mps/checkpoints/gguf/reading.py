@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ...models.basics.report import QuantizationReport
+from ..layouts.converters import NamedConverter
 from ..layouts.layout import Layout
 from ..layouts.operations import Operation
-from ..mlx.rows import NamedConverter
+from ..layouts.streaming import StreamingLayout
 from ..quantize.reasons import Reasons
 from ..quantize.sizes import add_stored, bytes_a_token
 from ..quantize.target import Target, quantizable
@@ -154,6 +155,24 @@ class GgufLayout(Layout):
                 source = self._sources.get(f"{name}.{parameter}")
                 if source is not None:
                     add_stored(self.report, self.targets[name], parameter, source.format)
+
+
+class DequantizedGguf(StreamingLayout):
+    """Layout of a GGUF file whose weights are dequantised, and quantised anew where a recipe asks for it."""
+
+    has_other_names = True
+
+    def __init__(self, model: Any, file: str):
+        super().__init__(model)
+        self.file = file
+
+    def conversions(self, others: list) -> list:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """{name of a parameter: its values}, as transformers' loader takes a state dict."""
+        whole = checked_file(self.file, self.model)
+        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
 
 
 def _tensors(weights: list[Any]) -> list[Tensor]:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.upstream.weights import ConversionOps
 from ...quantization import Format, QuantizedWeight, dequantize
-from ..layouts.operations import Operation, each, only
+from ..layouts.operations import Operation, each
 from ..quantize.weights import as_int32
 
 
@@ -40,20 +39,6 @@ def stacked(count: int, stacks: int) -> Operation:
 
 def one_less() -> Operation:
     return each(lambda tensor: tensor - 1, lambda tensor: tensor + 1)
-
-
-class Cast(ConversionOps):
-    """Casts tensors to the dtypes of the model's parameters and buffers, as the last operation."""
-
-    hf_quantizer = True
-
-    def convert(self, input_dict: dict, target_patterns: list[str], model: Any, **kwargs: Any) -> dict:
-        named = zip(target_patterns, map(only, input_dict.values()), strict=True)
-        return {name: tensor.to(model.get_parameter_or_buffer(name).dtype) for name, tensor in named}
-
-    @property
-    def reverse_op(self) -> Operation:
-        return Operation(list)
 
 
 def dequantized(

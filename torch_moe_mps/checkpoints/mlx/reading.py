@@ -20,13 +20,14 @@ from ...ops._checks import Check
 from ...quantization import Format
 from ..absent import beside_text
 from ..layouts.checking import DENSE, check_tensor, may_lack
-from ..layouts.dense import StreamingLayout
+from ..layouts.converters import NamedConverter
 from ..layouts.files import checkpoint_files, tensors_in
+from ..layouts.streaming import StreamingLayout
 from ..quantize.reasons import Reasons
 from ..quantize.target import Target, quantizable
 from ..quantize.tied import add_tied, tied_layers
 from .names import MlxNames, canonical
-from .rows import PARTS, NamedConverter, RowConverters
+from .rows import PARTS, RowConverters
 
 _CHECK = Check("load")
 # The tensors of a quantised matrix have these dtypes; the scales of formats without biases are uint8.

@@ -3,55 +3,20 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...models.basics.interface import Experts, count_of, experts_of, is_transposed
 from ...models.modules.experts import is_interleaved
-from ...models.upstream.weights import (
-    Concatenate,
-    ConversionOps,
-    Interleave,
-    Transpose,
-    WeightConverter,
-    WeightTransform,
-)
+from ...models.upstream.weights import Concatenate, ConversionOps, Interleave, Transpose
 from ...quantization import TENSORS, Format
+from ..layouts.converters import Cast, NamedConverter
 from ..quantize.weights import quantized_names
 from .names import MlxNames
-from .operations import Cast, as_stored, dequantized, halves, joined_stacks, one_less, stacked
+from .operations import as_stored, dequantized, halves, joined_stacks, one_less, stacked
 
 PARTS = ("weight", "scales", "biases")  # tensors of a quantised matrix in MLX
-
-
-class NamedConverter(WeightConverter):
-    """A converter between tensors and parameters given by full names, not patterns."""
-
-    def __init__(
-        self,
-        source_patterns: list[str],
-        target_patterns: list[str],
-        operations: list[ConversionOps],
-        force_cpu: bool = False,
-    ):
-        # WeightConverter allows several names on one side only.
-        WeightTransform.__init__(self, source_patterns, target_patterns)
-        converter: Any = self
-        converter.operations, converter.force_cpu = operations, force_cpu
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if source_key in self.source_patterns:
-            return self.target_patterns[0], source_key
-        return source_key, None
-
-    def of(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """Parameters made of named tensors; a converter can be used once."""
-        target = self.target_patterns[0]
-        for name in self.source_patterns:
-            self.add_tensor(target, name, name, tensors[name])
-        return self.convert(target, model=model, config=model.config)
 
 
 class RowConverters:

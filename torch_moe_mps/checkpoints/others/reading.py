@@ -32,10 +32,10 @@ from ...ops._checks import Check
 from ...quantization import QuantizedWeight
 from ...quantization.formats import ErrorSums
 from ..layouts.checking import DENSE, check_tensor
-from ..layouts.dense import StreamingLayout
+from ..layouts.converters import NamedConverter
 from ..layouts.layout import Section
 from ..layouts.operations import Operation, only
-from ..mlx.rows import NamedConverter
+from ..layouts.streaming import StreamingLayout
 from ..quantize.reasons import Reasons
 from ..quantize.sizes import add_stored
 from ..quantize.target import Target, quantizable

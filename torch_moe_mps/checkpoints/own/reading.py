@@ -12,10 +12,9 @@ from ...models.basics.report import QuantizationReport
 from ...models.upstream.weights import WeightConverter
 from ...quantization import Format, QuantizedWeight, dequantize
 from ..layouts.checking import check_files
-from ..layouts.dense import StreamingLayout
+from ..layouts.converters import Cast, NamedConverter
 from ..layouts.operations import Operation, packed_blocks
-from ..mlx.operations import Cast
-from ..mlx.rows import NamedConverter
+from ..layouts.streaming import StreamingLayout
 from ..quantize.target import Target
 from ..quantize.weights import quantized_names
 from .config import QuantizationConfig

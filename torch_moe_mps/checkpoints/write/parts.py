@@ -27,12 +27,12 @@ from ..layouts.checking import may_lack
 from ..layouts.files import Shards
 from ..quantize.importance import Importance
 from ..quantize.sizes import bytes_a_token
-from ..quantize.streaming import one_by_one
 from ..quantize.target import layer_of, quantizable
 from ..quantize.tied import tied_layers, tied_pairs
 from ..quantizer import Quantizer, quantizer_for
 from ..rows import names_of_keys
 from ..source import Source
+from ..threads import one_by_one
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings

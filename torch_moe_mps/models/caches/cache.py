@@ -49,11 +49,12 @@ def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
             module.register_forward_pre_hook(grow_cache, with_kwargs=True)
 
 
-def restore_cache(module: nn.Module) -> None:
-    """Undo `grow_caches_in_place` for one module. A cache that grows in place goes on doing so."""
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is grow_cache]:
-        del module._forward_pre_hooks[key]
-        del module._forward_pre_hooks_with_kwargs[key]
+def restore_caches(model: nn.Module) -> None:
+    """Undoes `grow_caches_in_place`. A cache that grows in place goes on doing so."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is grow_cache]:
+            del module._forward_pre_hooks[key]
+            del module._forward_pre_hooks_with_kwargs[key]
 
 
 def grow_cache(

@@ -9,12 +9,12 @@ import torch
 
 from ...models.trials.batching import reason_for_order
 from ...transformers.deferrable import deferrable_layers
-from ..speculative.drafter import DraftedSequence
-from ..speculative.drafting import Drafting
-from ..speculative.verify import Choice, verified
+from .drafter import DraftedSequence
+from .drafting import Drafting
 from .groups import BatchedGroup
 from .scheduler import Budget
 from .sequence import Sequence
+from .verify import Choice, verified
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from ...models.caches.batched import NotBatchable, batch_capacity, capacity
 from ...models.caches.deferred_states import bytes_beside
 from ...models.caches.state import LayerState
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from ..speculative.drafting import Drafting
 from .abilities import Abilities, check_model
 from .decoding import Decoding
+from .drafting import Drafting
 from .drafts import Drafts
 from .executor import executor_of
 from .groups import Single

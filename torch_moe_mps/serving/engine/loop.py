@@ -18,7 +18,7 @@ from ..._text import first_line
 from ...models.trials.batching import reason_for_order
 from ..prefix_cache.disk import Disk
 from ..prefix_cache.memory import PrefixCache
-from ..speculative.drafting import Drafting
+from .drafting import Drafting
 from .engine import Engine
 from .job import Counts, Job, Reason
 from .memory import Memory, is_short, is_watched

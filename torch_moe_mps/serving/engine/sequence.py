@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..prefix_cache.disk import Restoring
-from ..speculative.drafter import DraftedSequence
+from .drafter import DraftedSequence
 from .job import Job, prompt_length
 from .prefill import Prefill
 from .sampling import Sampler

@@ -17,13 +17,13 @@ from ..engine.inputs import images_of
 from ..engine.job import Job, prompt_length
 from ..engine.penalties import Penalties
 from ..engine.ranges import MOST, check_settings, unknown_token, vocabulary_of
-from ..media.decoding import MediaFile, decoded
-from ..media.loading import opened
 from ..prefix_cache.memory import Images
 from . import limits
 from .answer import Answer, Event, Items, text_stream
 from .answers import Answers
 from .logprobs import Logprobs
+from .media.decoding import MediaFile, decoded
+from .media.loading import opened
 from .protocols import grammar
 from .protocols.reader import Reader, Sink
 from .request import STOPS, Chat, Refused, Request, check_count, stops_of, wrong

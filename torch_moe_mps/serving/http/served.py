@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..engine.loop import EngineThread
-from ..media.decoding import Limits, limits_of
+from .media.decoding import Limits, limits_of
 from .request import Request
 from .structured import Grammars
 from .template import READERS, ChatTemplate

@@ -4,15 +4,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..engine.drafter import Drafter
+from ..engine.drafting import Drafting
+from ..engine.width import MOST, Width
 from ..prefix_cache.memory import PrefixCache
 from . import LOOKUP, MTP
 from .dflash import DFlash, is_dflash
 from .draft import Draft
-from .drafter import Drafter
-from .drafting import Drafting
 from .mtp import Mtp
 from .prompt_lookup import Lookup
-from .width import MOST, Width
 
 
 def drafting_of(

@@ -16,7 +16,7 @@ from ...models.caches.batched import reserve, take_back
 from ...models.caches.cache import grow_cache
 from ...models.caches.state import LayerState
 from ...transformers.dflash import DFlashStep
-from .drafter import DraftedSequence, RowDrafter
+from ..engine.drafter import DraftedSequence, RowDrafter
 
 _WAITING = 512  # states of a row that wait until some tokens are drafted; more are read at once
 

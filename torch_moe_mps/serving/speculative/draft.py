@@ -10,10 +10,10 @@ from ...models.caches.batched import BatchedCache, NotBatchable
 from ...models.upstream.calls import cache_argument
 from ...transformers.deferrable import forgets_states
 from ..engine.abilities import keeps_prompts
+from ..engine.drafter import DraftedSequence, RowDrafter
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of
-from .drafter import DraftedSequence, RowDrafter
-from .width import MOST
+from ..engine.width import MOST
 
 _NAME = "moe_mps::speculative"
 

@@ -15,8 +15,8 @@ from ...models.caches.batched import forgetting, reserve, take_back
 from ...models.caches.state import LayerState
 from ...transformers.accelerate import accelerate
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
+from ..engine.drafter import DraftedSequence, RowDrafter
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import DraftedSequence, RowDrafter
 
 _WAITING = 64  # states of a row that wait until some tokens are drafted; more are read at once
 _SMALL_GAP = 8  # states that are missing between a cached prefix and the first new one, and stand as zeros

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ..engine.drafter import DraftedSequence, Drafter
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
-from .drafter import DraftedSequence, Drafter
 
 _GRAM = 3  # tokens that must repeat
 _BITS = 21  # for a token in the number that stands for a gram

@@ -6,20 +6,21 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ..._faults import release_cache
-from ..._progress import with_progress
-from ...models.basics.interface import formats_of, is_quantized, weights_in
-from ...models.basics.report import QuantizationReport
-from ...models.modules.experts import unsupported
-from ...models.modules.linears import QuantizedLayer, has_quantized_weights
-from .counting import count_packed_weights
-from .decision import weights_of
-from .importance import Importance
-from .recipe import Recipe
-from .sizes import bytes_a_token
-from .target import Target, size_of
-from .tied import sharing, tie_quantized
-from .weights import check_target, quantize_target
+from .._faults import release_cache
+from .._progress import with_progress
+from ..models.basics.interface import formats_of, is_quantized, weights_in
+from ..models.basics.report import QuantizationReport
+from ..models.modules.experts import unsupported
+from ..models.modules.linears import QuantizedLayer, has_quantized_weights
+from .own.saving import describe_when_saving, mark_quantized
+from .quantize.counting import count_packed_weights
+from .quantize.decision import weights_of
+from .quantize.importance import Importance
+from .quantize.recipe import Recipe
+from .quantize.sizes import bytes_a_token
+from .quantize.target import Target, size_of
+from .quantize.tied import sharing, tie_quantized
+from .quantize.weights import check_target, quantize_target
 
 
 def quantize_model(
@@ -67,8 +68,6 @@ def quantize_targets(
         _check_adapters(model, dense)
         _check_one_method(model)
         if _is_savable(model):
-            from ..write.saving import describe_when_saving
-
             describe_when_saving(model)  # before an interruption can leave some weights quantised
     report.bytes_before = report.bytes_before or bytes_a_token(model)
     alike = sharing(model, dense)
@@ -107,8 +106,6 @@ LOADED: list[Callable[[Any], object]] = []
 
 def finish_loading(model: Any) -> None:
     """Finish a loaded quantised model: no gradients, marked for saving, accelerated."""
-    from ..write.saving import mark_quantized
-
     model.requires_grad_(False)
     count_packed_weights(model)
     mark_quantized(model)
@@ -119,10 +116,6 @@ def finish_loading(model: Any) -> None:
 def keep_when_saving(model: nn.Module) -> None:
     """Marks the models of transformers in `model` as quantised."""
     if _is_savable(model) and any(map(has_quantized_weights, model.modules())):
-        from ..write.saving import (
-            mark_quantized,  # needs transformers; quantising a plain module does not
-        )
-
         mark_quantized(model)
 
 

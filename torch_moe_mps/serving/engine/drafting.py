@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._text import first_line
-from ..engine.job import as_errors
-from ..engine.ranges import placeholders_of, vocabulary_of
 from .drafter import DraftedSequence, Drafter
+from .job import as_errors
+from .ranges import placeholders_of, vocabulary_of
 from .width import Width
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine.sampling import Sampler, sample
+from .sampling import Sampler, sample
 
 Choice = int | Exception
 

@@ -6,7 +6,6 @@ device takes their place in the model, to be tied or initialised.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +15,17 @@ from ..._faults import release_cache
 from ...models.basics.report import QuantizationReport
 from ...ops._checks import Check
 from ...quantization import QuantizedWeight
-from ..gguf.reading import Dense, checked_file
-from ..quantize.streaming import QuantizeParameters
 from ..quantize.target import Target
 from ..quantize.tied import tied_layers, tied_pairs
 from ..quantize.weights import quantize_parameter, replace
+from .converters import QuantizeParameters
 from .layout import Layout
 
 _CHECK = Check("quantize")
 
 
 class StreamingLayout(Layout):
-    """Layout that quantises dense parameters one by one while it reads them.
+    """Layout that quantises dense parameters one by one while it reads them; that of a dense checkpoint.
 
     Attributes:
         wanted: {full name of a parameter: (target, name in the target)}.
@@ -119,22 +117,6 @@ class StreamingLayout(Layout):
                 self._done[f"{names[0]}.weight"] = second
                 self.report.modules.pop(names[0])
                 self.report.shared[names[0]] = names[1]
-
-
-class DenseLayout(StreamingLayout):
-    """Layout of a dense checkpoint, or of a GGUF file that is dequantised."""
-
-    def __init__(self, model: PreTrainedModel, gguf: str | None):
-        super().__init__(model)
-        self.gguf, self.has_other_names = gguf, gguf is not None
-
-    def conversions(self, others: list) -> list:
-        return [] if self.has_other_names else others
-
-    def state(self) -> dict[str, Any]:
-        assert self.gguf is not None
-        whole = checked_file(self.gguf, self.model)
-        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
 
 
 def _is_float8(target: Target) -> bool:

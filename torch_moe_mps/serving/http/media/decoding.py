@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from ..http.request import Refused, wrong
+from ..request import Refused, wrong
 
 MOST_PIXELS = 1 << 26  # in all pictures of a request
 MOST_SAMPLES = 1 << 25  # in all sounds of a request, of all channels: half an hour at 16 kHz

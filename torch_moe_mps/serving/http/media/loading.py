@@ -5,7 +5,7 @@ from typing import Any
 
 import pybase64
 
-from ..http.request import Refused
+from ..request import Refused
 
 MOST_BYTES = 32 << 20  # in one picture or sound
 
