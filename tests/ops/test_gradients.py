@@ -318,16 +318,6 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(call, [*inputs.values()], fast_mode=True)
 
 
-def test_float64_is_of_the_cpu(device):
-    """It has none of Metal, where no kernel has it, and of routers, whose weights are float32."""
-    x = torch.ones(2, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match="logits must be float32 or float16 or bfloat16, got float64"):
-        packet("moe_router_topk_softmax")(x, 2, True)
-    if device == "mps":
-        with pytest.raises((TypeError, ValueError), match="float64"):
-            packet("expert_activation")(x.to(device))
-
-
 def test_of_more_experts_than_can_be_sorted(device):
     """The experts at both ends of each thousand and a bit, and ids that are none."""
     s, experts = sample("affine4_32"), 1030

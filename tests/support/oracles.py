@@ -9,6 +9,7 @@ FORMATS = {
     torch.float32: (24, -126, float(np.finfo(np.float32).max)),
     torch.float16: (11, -14, 65504.0),
     torch.bfloat16: (8, -126, 3.3895313892515355e38),
+    torch.float64: (53, -1022, float(np.finfo(np.float64).max)),
 }
 LARGEST = FORMATS[torch.float32][2]
 FLOAT32_EPS = 2.0**-23

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# An argument `dtype` is a name: torch reads a number in its place unchecked, and 99 ends the process.
+# An argument `dtype` is a name: torch reads a number in its place unchecked, and 99 ends the process. float64
+# is one of them beside a tensor that has it.
 NAMED_DTYPES: dict[Any, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
 }
 ID_DTYPES: dict[Any, torch.dtype] = {"int32": torch.int32, "int64": torch.int64}
 PACKED_DTYPES = (torch.uint32, torch.int32)
@@ -20,6 +22,13 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts per token
 MAX_EXPERTS = 1024
 Options = TypeVar("Options", bound=tuple)
+
+
+class Like(NamedTuple):
+    """The shape and dtype of a tensor whose elements a backward does not need."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def options_in(given: dict[str, Any], group: type[Options]) -> Options:
@@ -36,6 +45,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 def wide(x: Tensor) -> Tensor:
     """x in the dtype that a reference computes in: float32, or float64 if x has it."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def wide_dtype(x: Tensor | Like) -> torch.dtype:
+    """The dtype of wide(x)."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def widened(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in the dtype that a reference computes in with all of them."""
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return [tensor.double() if is_double else tensor.float() for tensor in tensors]
 
 
 def is_of_shape(tensor: Tensor, sizes: Sequence[Any]) -> bool:

@@ -7,6 +7,9 @@ size, `...` any leading dimensions, `...*K` the product of those and K, `|` sepa
 After the colon is the dtype: a key of DTYPES, another argument's name, "any", or "ids_dtype", which that
 argument says; without one it is one of the three activation dtypes. After the arrow are the results, by shape
 and dtype or as the name of an argument. A result's size may also be an integer argument.
+
+Except on mps, activations, masks and what is declared as float32 may be float64: references compute in it. If
+the first tensor is, results that are declared as float32 are float64.
 """
 
 import math
@@ -29,6 +32,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "int32": (torch.int32,),
     "int64": (torch.int64,),
 }
+WITH_DOUBLES = ("", "float32", "mask")  # keys of these that take float64, too
 _TENSOR = re.compile(r"(\w*)((?:\|?\[[^\]]*\])*)(?::(\w+))?")
 _BETWEEN = re.compile(r" (?![^\[]*\])")  # tensors
 _SIZE = re.compile(r"([^<>]+)(?:([<>])=(\d+))?")
@@ -110,17 +114,14 @@ class Declared:
 
     Attributes:
         line, texts: the declaration and the dependences, as they were written.
-        doubles: activations may be float64, but on mps.
         tensors: (argument, shapes, dtype) of each.
         results: (argument or "", shapes, dtype) of each; None if the line says nothing of results.
         allowed: of other arguments: names, a range of integers, or the least number.
         dependences: of arguments on others.
     """
 
-    def __init__(
-        self, line: str, allowed: dict[str, Any], dependences: Sequence[str] = (), doubles: bool = False
-    ):
-        self.line, self.texts, self.doubles = line, dependences, doubles
+    def __init__(self, line: str, allowed: dict[str, Any], dependences: Sequence[str] = ()):
+        self.line, self.texts = line, dependences
         arguments, arrow, results = line.partition("->")
         self.tensors = tensors_in(arguments)
         self.results = tensors_in(results) if arrow else None
@@ -137,7 +138,7 @@ class Declared:
             for text, rule in zip(self.texts, self.dependences, strict=True)
             if rule.other in arguments and any(name in arguments for name in rule.arguments)
         ]
-        return Declared(" ".join(tensors) + arrow + results, allowed, rules, self.doubles)
+        return Declared(" ".join(tensors) + arrow + results, allowed, rules)
 
     def check(self, check: Check, given: dict[str, Any]) -> None:
         """Refuses arguments whose dtype, shape, value or combination is not the declared one."""
@@ -145,13 +146,13 @@ class Declared:
             tensor = given[argument]
             if tensor is None:
                 continue
-            if kind == "" and self.doubles and _is_double(tensor):
-                pass
-            elif kind != "any":
+            if kind != "any" and not (kind in WITH_DOUBLES and _is_double(tensor)):
                 check.dtype(argument, tensor, _dtypes(kind, given))
             if shapes:
                 _check_shape(check, argument, tensor, shapes)
-        for argument, allowed in ({"dtype": NAMED_DTYPES} | self.allowed).items():
+        doubles = any(_is_double(given[argument]) for argument, *_ in self.tensors)
+        names = [name for name, dtype in NAMED_DTYPES.items() if doubles or dtype in ACTIVATION_DTYPES]
+        for argument, allowed in ({"dtype": names} | self.allowed).items():
             value = given.get(argument)
             if value is None:
                 continue
@@ -210,12 +211,13 @@ class Declared:
 
     def outputs(self, check: Check, given: dict[str, Any]) -> Any:
         first, sizes = given[self.tensors[0][0]], {**given, **check.sizes}
-        made = [
-            given[name].new_empty(given[name].shape)
-            if name
-            else first.new_empty(shapes[0].result(sizes), dtype=_dtypes(kind, given)[0])
-            for name, shapes, kind in self.results or ()
-        ]
+        made = []
+        for name, shapes, kind in self.results or ():
+            if name:
+                made.append(given[name].new_empty(given[name].shape))
+                continue
+            dtype = first.dtype if kind == "float32" and _is_double(first) else _dtypes(kind, given)[0]
+            made.append(first.new_empty(shapes[0].result(sizes), dtype=dtype))
         return made[0] if len(made) == 1 else tuple(made) or None
 
 

@@ -24,7 +24,7 @@ from .._weight_formats import (
     Integers,
     LikeActivations,
 )
-from ._checks import ACTIVATION_DTYPES, Check
+from ._checks import ACTIVATION_DTYPES, Check, wide
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
@@ -326,7 +326,7 @@ def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format)
 
 
 def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
-    """Applies scales and biases in place: the numbers [..., group_size] of codes become values."""
+    """Values of the numbers [..., group_size] of codes; in place, if scales are not float64."""
     if format.row.offset:  # before an infinite scale
         values.sub_(format.row.offset / format.row.step)
     if format.scale_type:
@@ -334,8 +334,9 @@ def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Forma
         return values if biases is None else values.mul_(biases.view(torch.float32).unsqueeze(-1))
     if not format.is_affine:
         scales, biases = _scales_of_ggml(scales, biases, format)
-    values.mul_(scales.float().unsqueeze(-1))
-    return values if biases is None else values.add_(biases.float().unsqueeze(-1))
+    scales = wide(scales)
+    values = values.to(scales.dtype).mul_(scales.unsqueeze(-1))
+    return values if biases is None else values.add_(wide(biases).unsqueeze(-1))
 
 
 def _halves(bits: Tensor) -> Tensor:

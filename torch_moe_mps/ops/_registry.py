@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
-from ._checks import FLOAT32_MAX, Check, dtype_name
+from ._checks import FLOAT32_MAX, Check, Like, dtype_name
 from ._declared import Declared
 
 NAMESPACE = "moe_mps"
@@ -62,13 +62,6 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 _NO_GRADIENT_OF = "moe_mps::{}: backward is not implemented for {}, only for {}"
 
 
-class Like(NamedTuple):
-    """The shape and dtype of a tensor whose elements a backward does not need."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class Backward(NamedTuple):
     """The backward of an operator with one output.
 
@@ -103,7 +96,6 @@ def operator(
     allowed: dict[str, Any] | None = None,
     dependences: tuple[str, ...] = (),
     backward: Backward | None = None,
-    doubles: bool = False,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -121,8 +113,6 @@ def operator(
 
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
-    `doubles`: the reference computes in float64 where activations have it, on the CPU alone.
-
     The decorated name becomes a function that calls the operator, on whatever device its arguments are. An
     operator whose declared results are arguments that it writes has no result in its schema, since
     torch.compile takes no aliases from it; the function returns them.
@@ -130,7 +120,7 @@ def operator(
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         least = {name: 0.0 for name in inspect.signature(reference).parameters if name.endswith("eps")}
-        declared = Declared(tensors, least | (allowed or {}), dependences, doubles)
+        declared = Declared(tensors, least | (allowed or {}), dependences)
         made = Operator(reference, meta, declared, backward).register()
         return cast(Callable[Arguments, Result], made)
 

@@ -1,6 +1,7 @@
 """Operators of the family pooling: valid arguments, results in float64, and invalid arguments."""
 
 import numpy as np
+import torch
 
 from support.ops import wrong
 from support.oracles import FLOAT32_EPS, exact
@@ -53,7 +54,8 @@ def expected__pool_window_(a):
         weight = exact(a.norm_weight)
         error += abs(pooled) * (8 * FLOAT32_EPS + inverse * np.sqrt(np.mean(error**2, -1, keepdims=True)))
         x, error = pooled * inverse * weight, error * inverse * abs(weight)
-        angles = (np.float32(window * rate) * a.inv_freq.float().numpy()).astype(np.float64)
+        frequencies = a.inv_freq if a.inv_freq.dtype == torch.float64 else a.inv_freq.float()
+        angles = exact(window * rate * frequencies)
         cos, sin = np.cos(angles) * a.rotary_scale, np.sin(angles) * a.rotary_scale
         first, second = (slice(of_entry - 2 * len(angles) + i, None, 2) for i in range(2))
         sizes = abs(x[:, first]) + abs(x[:, second])

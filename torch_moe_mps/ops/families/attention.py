@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._weight_formats import GROUP_SIZES
-from .._checks import NAMED_DTYPES, PACKED_DTYPES, Check
+from .._checks import NAMED_DTYPES, PACKED_DTYPES, Check, wide, wide_dtype
 from .._formats import Format, dequantize_values, pack
 from .._registry import door, operator
 from .._sample import Calls, Changes, Sample, whole_groups
@@ -139,22 +139,22 @@ def seen_in_order(
     return seen
 
 
-def _times_selected(indices: Tensor, block: int, keys: int) -> Tensor:
-    """[B, Hk or 1, T, S] float32: how often the indices select a key."""
+def _times_selected(indices: Tensor, block: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """[B, Hk or 1, T, S]: how often the indices select a key."""
     rows = indices.long().unsqueeze(-1) * block + torch.arange(block, device=indices.device)
     exists = (indices >= 0).unsqueeze(-1) & (rows < keys)
     rows = torch.where(exists, rows, keys).flatten(3)
-    times = torch.zeros((*indices.shape[:3], keys + 1), dtype=torch.float32, device=indices.device)
-    return times.scatter_add_(3, rows, torch.ones_like(rows, dtype=torch.float32))[..., :keys]
+    times = torch.zeros((*indices.shape[:3], keys + 1), dtype=dtype, device=indices.device)
+    return times.scatter_add_(3, rows, torch.ones_like(rows, dtype=dtype))[..., :keys]
 
 
 def _seen_of_tail(
-    indices: Tensor | None, tokens: int, keys: int, rate: int, position: int, device: torch.device
+    indices: Tensor | None, tokens: int, keys: int, rate: int, position: int, like: Tensor
 ) -> Tensor:
-    """Summand of the scores of a tail's keys, [B or 1, Hk or 1, T, N] in float32."""
-    limits = (torch.arange(position + 1, position + tokens + 1, device=device) // rate)[:, None]
-    seen = _added((torch.arange(keys, device=device) < limits)[None, None])
-    return seen if indices is None else _times_selected(indices, 1, keys).log_() + seen
+    """Summand of the scores of a tail's keys, [B or 1, Hk or 1, T, N] in the dtype of `like`."""
+    limits = (torch.arange(position + 1, position + tokens + 1, device=like.device) // rate)[:, None]
+    seen = _added((torch.arange(keys, device=like.device) < limits)[None, None])
+    return seen if indices is None else _times_selected(indices, 1, keys, like.dtype).log_() + seen
 
 
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
@@ -165,31 +165,31 @@ def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
 
 
 def _added(mask: Tensor) -> Tensor:
-    """Summand of the scores, [B or 1, Hk or 1, T, S] in float32: -inf where a token sees no key."""
+    """Summand of the scores, [B or 1, Hk or 1, T, S]: -inf where a token sees no key."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
-    return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+    return wide(mask).masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
 def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Tensor:
-    """Keys or values in float32."""
+    """Keys or values in float32 or float64."""
     if scales is None:
-        return cache.float()
+        return wide(cache)
     group = cache.shape[3] * 32 // CACHE_BITS // scales.shape[3]
     return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
 
 
 def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor | None:
-    """[B, T, Hq, Dv] by torch's attention in float32; None where a number is not finite.
+    """[B, T, Hq, Dv] by torch's attention in the dtype of keys; None where a number is not finite.
 
     What hidden keys hold reaches its results as NaN.
     """
     (batch, heads, tokens, width), (key_heads, width_of_values) = q.shape, values.shape[1::2]
     group = heads // key_heads
-    rows = q.float().reshape(batch, key_heads, group * tokens, width)
+    rows = wide(q).reshape(batch, key_heads, group * tokens, width)
     if tokens > 1:
         bias = bias.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias.to(rows.dtype), scale=scale)
     if not out.isfinite().all():
         return None
     return out.reshape(batch, heads, tokens, width_of_values).transpose(1, 2)
@@ -264,7 +264,7 @@ def _cached_attention(
     own = (window, key_range, softcap, sinks, indices, k_tail)
     is_torchs = q.is_cpu and all(option is None for option in own)
     if indices is not None and k_tail is None:
-        bias = _times_selected(indices, index_block, keys).log_()
+        bias = _times_selected(indices, index_block, keys, wide_dtype(q)).log_()
     else:
         mask = attn_mask
         if mask is None:
@@ -273,15 +273,15 @@ def _cached_attention(
             mask = bits_as_bool(mask, keys)
         bias = _added(mask)
     if k_tail is not None and v_tail is not None:
-        seen = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
+        seen = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, keys_)
         shape = torch.broadcast_shapes(bias.shape[:3], seen.shape[:3])
         bias = torch.cat((bias.expand(*shape, -1), seen.expand(*shape, -1)), 3)
-        keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
+        keys_, values = torch.cat((keys_, wide(k_tail)), 2), torch.cat((values, wide(v_tail)), 2)
     out = _by_torch(q, keys_, values, bias, scale) if is_torchs else None
     if out is None:
         out = _attended(q, keys_, values, bias, scale, softcap, sinks)
     if gate is not None:
-        out = out * GATES[gate_activation](gate.float())
+        out = out * GATES[gate_activation](wide(gate))
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
@@ -369,16 +369,16 @@ def _attended(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[B, T, Hq, Dv] in float32. What hidden keys and values hold has no effect."""
+    """[B, T, Hq, Dv] in float32 or float64. What hidden keys and values hold has no effect."""
     (batch, heads, tokens, width), key_heads = q.shape, keys.shape[1]
-    queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
+    queries = wide(q).reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
     bias = bias.unsqueeze(2)
     hidden = bias == -torch.inf
     logits = torch.matmul(queries, keys.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
         logits = (logits / softcap).tanh_() * softcap
     logits = (logits + bias).masked_fill(hidden, -torch.inf)  # a hidden key may hold NaN
-    sink = logits.new_full((heads,), -torch.inf) if sinks is None else sinks.float()
+    sink = logits.new_full((heads,), -torch.inf) if sinks is None else sinks.to(logits.dtype)
     sink = sink.expand(batch, tokens, heads).mT.reshape(*queries.shape[:4], 1)
     # Without any key and sink the softmax is NaN.
     probabilities = torch.cat((logits, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
@@ -513,11 +513,11 @@ def _write_cache_quantized_(
     """
     if states.numel() == 0:
         return packed_, scales_, biases_
-    groups = states.float().unflatten(-1, (scales_.shape[3], -1))
+    groups = wide(states).unflatten(-1, (scales_.shape[3], -1))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     not_finite = (groups * 0).sum(-1, keepdim=True)  # NaN if any number is, else 0
     bias = low + not_finite
-    scale = ((high - low) / 254 + not_finite).to(states.dtype).float()
+    scale = wide(((high - low) / 254 + not_finite).to(states.dtype))
     codes = ((groups - low) / scale).round_().clamp_(max=255)
     codes = torch.where(scale > 0, codes, 0.0).to(torch.uint8)
     for target, new in (

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._checks import wide
 from .._pending import MAX_PENDING, PENDING, check_keep, counts
 from .._registry import operator
 from .._sample import Calls, Changes
@@ -18,8 +19,8 @@ def _check_conv(check, conv_state_, weight, pending_, keep, **_):
 
 
 def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tensor:
-    """The state, in float32, with the first `counts` tokens of each row taken in."""
-    whole, length = torch.cat((conv_state.float(), pending.float()), -1), conv_state.shape[2]
+    """The state, in float32 or float64, with the first `counts` tokens of each row taken in."""
+    whole, length = torch.cat((wide(conv_state), wide(pending)), -1), conv_state.shape[2]
     places = counts.clamp(0, pending.shape[2]).long().view(-1, 1, 1) + torch.arange(
         length, device=whole.device
     )
@@ -78,21 +79,21 @@ def causal_conv1d_update_(
         [[[2.0, 3.0]]]
     """
     length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[1]
-    held = conv_state_.float()
+    held = wide(conv_state_)
     if pending_ is not None and counts is not None:
         held = _behind_pending(conv_state_, pending_, counts)
-    every = torch.cat((held, x.mT.float()), -1)
+    every = torch.cat((held, wide(x).mT), -1)
     conv_state_.copy_(held if keep else every[..., every.shape[-1] - length :])
     if pending_ is not None and keep:
         pending_[..., :tokens] = x.mT
     windows = every[..., length - width + 1 :].unfold(-1, width, 1) if width and tokens else None
-    out = x.new_zeros((x.shape[0], x.shape[2], tokens), dtype=torch.float32)
+    out = x.new_zeros((x.shape[0], x.shape[2], tokens), dtype=every.dtype)
     if windows is not None:
-        out = (windows * weight.float().unsqueeze(1)).sum(-1)
+        out = (windows * wide(weight).unsqueeze(1)).sum(-1)
     if bias is not None:
-        out = out + bias.float().unsqueeze(-1)
+        out = out + wide(bias).unsqueeze(-1)
     out = (torch.nn.functional.silu(out) if activation == "silu" else out).mT
-    return (out + x.float() if add_input else out).to(x.dtype)
+    return (out + wide(x) if add_input else out).to(x.dtype)
 
 
 CALLS: Calls = {

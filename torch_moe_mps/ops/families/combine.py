@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._activations import Activation
-from .._checks import Check, options_in, wide
+from .._checks import Check, options_in, wide, wide_dtype
 from .._registry import Backward, operator
 from .._sample import Calls, Changes, Sample
 from .norms import normed
@@ -20,13 +20,13 @@ from .norms import normed
 def _sum_over_slots(slots: Tensor, topk_weights: Tensor) -> Tensor:
     """sum_s topk_weights[..., s] * slots[..., s, :] in float32, s ascending."""
     topk_weights = wide(topk_weights).unsqueeze(-1)
-    total = torch.zeros_like(slots[..., 0, :], dtype=torch.promote_types(slots.dtype, torch.float32))
+    total = torch.zeros_like(slots[..., 0, :], dtype=wide_dtype(slots))
     for s in range(slots.shape[-2]):
         total += topk_weights[..., s, :] * slots[..., s, :]
     return total
 
 
-@operator("gate[..., I] up[..., I]:gate -> gate", doubles=True)
+@operator("gate[..., I] up[..., I]:gate -> gate")
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU's product silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
@@ -68,7 +68,7 @@ def _meta_expert_activation_backward(check, dy, x, **options):
     return x.new_empty(x.shape)
 
 
-@operator("x[..., N] dy[..., _]:x", _meta_expert_activation_backward, doubles=True)
+@operator("x[..., N] dy[..., _]:x", _meta_expert_activation_backward)
 def _expert_activation_backward(
     dy: Tensor,
     x: Tensor,
@@ -102,7 +102,6 @@ def _activation_backward(grad, asked, given):
     "x[..., N]",
     _meta_expert_activation,
     backward=Backward(_activation_backward, {"x": ("x",)}),
-    doubles=True,
 )
 def expert_activation(
     x: Tensor,
@@ -140,7 +139,7 @@ def expert_activation(
 SLOTS = "expert_out[..., S>=1, H] topk_weights[..., S]"
 
 
-@operator(f"{SLOTS} -> [..., H]:expert_out", doubles=True)
+@operator(f"{SLOTS} -> [..., H]:expert_out")
 def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Weighted sum of expert outputs: sum_s topk_weights[..., s] * expert_out[..., s, :], s ascending.
 
@@ -164,7 +163,7 @@ def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     return _sum_over_slots(expert_out, topk_weights).to(expert_out.dtype)
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_", doubles=True)
+@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
 def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place.
 
@@ -191,7 +190,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_w
     return residual_.copy_(wide(residual_) + _sum_over_slots(expert_out, topk_weights))
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out", doubles=True)
+@operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out")
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, expert_out: Tensor, topk_weights: Tensor, norm_weight: Tensor, norm_eps: float
 ) -> Tensor:
@@ -272,14 +271,13 @@ OF_SLOTS = "topk_weights[..., K>=1] expert_out[..., K, H]|[...*K, H]"
 
 
 def _meta_weighted_reduce_backward(check, topk_weights, expert_out, **_):
-    dtype = torch.promote_types(topk_weights.dtype, torch.float32)
-    return expert_out.new_empty(expert_out.shape), topk_weights.new_empty(topk_weights.shape, dtype=dtype)
+    of_weights = topk_weights.new_empty(topk_weights.shape, dtype=wide_dtype(topk_weights))
+    return expert_out.new_empty(expert_out.shape), of_weights
 
 
 @operator(
     f"{OF_SLOTS} dy[..., H]:expert_out",
     _meta_weighted_reduce_backward,
-    doubles=True,
 )
 def _moe_weighted_reduce_backward(
     dy: Tensor, expert_out: Tensor, topk_weights: Tensor
@@ -297,9 +295,7 @@ def _moe_weighted_reduce_backward(
     rows = wide(dy).unsqueeze(-2)
     products = (wide(expert_out).reshape(*topk_weights.shape, dy.shape[-1]) * rows).sum(-1)
     slots = (wide(topk_weights).unsqueeze(-1) * rows).to(expert_out.dtype)
-    return slots.reshape(expert_out.shape), products.to(
-        torch.promote_types(topk_weights.dtype, torch.float32)
-    )
+    return slots.reshape(expert_out.shape), products.to(wide_dtype(topk_weights))
 
 
 def _reduce_backward(grad, asked, given):
@@ -320,7 +316,6 @@ def _check_weighted_reduce(check, **given):
         dict.fromkeys(("topk_weights", "expert_out"), ("topk_weights", "expert_out")),
         unless=("shared_gate", "shared_out", "residual"),
     ),
-    doubles=True,
 )
 def moe_weighted_reduce(
     expert_out: Tensor,

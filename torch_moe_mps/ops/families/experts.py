@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._activations import Activation
-from .._checks import MAX_EXPERTS, MAX_TOP_K, options_in, wide
-from .._registry import Backward, Like, door, operator
+from .._checks import MAX_EXPERTS, MAX_TOP_K, Like, options_in, wide, wide_dtype
+from .._registry import Backward, door, operator
 from .._sample import Calls, Changes
 from .combine import ADDED, ExpertSum
 from .norms import InputNorm
@@ -139,15 +139,15 @@ class Mlp(NamedTuple):
     def rows(self, x: Tensor, groups: Groups, topk_ids: Tensor) -> Tensor:
         rows = add_bias(self.gate_up(x, groups), groups, topk_ids, self.gate_up_bias)
         rows = self.activation.apply(rows).to(x.dtype)
-        return add_bias(self.down(rows, groups), groups, topk_ids, self.down_bias).float()
+        return add_bias(self.down(rows, groups), groups, topk_ids, self.down_bias).to(wide_dtype(x))
 
     def row(self, x: Tensor, expert: int) -> Tensor:
-        """[1, H] -> [1, H], in float32: one expert of a single token."""
+        """[1, H] -> [1, H], in float32 or float64: one expert of a single token."""
         row = self.gate_up.of(x, expert)
         if self.gate_up_bias is not None:
-            row = row + self.gate_up_bias[expert].float()
+            row = row + wide(self.gate_up_bias[expert])
         row = self.down.of(self.activation.apply(row).to(x.dtype), expert)
-        return row.float() if self.down_bias is None else row + self.down_bias[expert].float()
+        return wide(row) if self.down_bias is None else row + wide(self.down_bias[expert])
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def combine_experts(
     """
     leading = x.shape
     x, topk_ids, topk_weights = as_rows(norm.applied_to(x)), as_rows(topk_ids), as_rows(topk_weights)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    total = x.new_zeros(x.shape, dtype=wide_dtype(x))
     if has_identity:
         share = wide(topk_weights).masked_fill(topk_ids < num_experts, 0.0).sum(-1, keepdim=True)
         total += share * x
@@ -232,9 +232,7 @@ def _mm_backward(grad, asked, given):
     if "x" in asked:
         gradients["x"] = ops.expert_mm(grad, topk_ids, weight, None, not transposed)
         if is_per_token(x, topk_ids):
-            gradients["x"] = (
-                gradients["x"].sum(-2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-            )
+            gradients["x"] = gradients["x"].sum(-2, dtype=wide_dtype(x)).to(x.dtype)
     if "weight" in asked:
         outer = _outer_of_all(grad, x, topk_ids, weight.shape[0]).to(weight.dtype)
         gradients["weight"] = outer.mT if transposed else outer
@@ -245,7 +243,6 @@ def _mm_backward(grad, asked, given):
     f"{IDS} x[..., H]|[..., K, H] weight[E, _, _]:x bias[E, _]",
     _meta_expert_mm,
     backward=Backward(_mm_backward, {"x": ("weight", "topk_ids"), "weight": ("x", "topk_ids")}),
-    doubles=True,
 )
 def expert_mm(
     x: Tensor, topk_ids: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
@@ -278,15 +275,13 @@ def expert_mm(
 
 
 def _meta_expert_outer(check, dy, x, topk_ids, num_experts):
-    dtype = torch.promote_types(dy.dtype, torch.float32)
-    return dy.new_empty(num_experts, dy.shape[-1], x.shape[-1], dtype=dtype)
+    return dy.new_empty(num_experts, dy.shape[-1], x.shape[-1], dtype=wide_dtype(dy))
 
 
 @operator(
     f"{IDS} dy[..., K, N] x[..., H]|[..., K, H]:dy",
     _meta_expert_outer,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
-    doubles=True,
 )
 def _expert_outer(dy: Tensor, x: Tensor, topk_ids: Tensor, num_experts: int) -> Tensor:
     """The gradient of the weight of expert_mm: out[e] = sum over the pairs of e dy[t, k] x[t, k]^T.

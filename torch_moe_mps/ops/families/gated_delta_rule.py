@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._activations import sigmoid_anywhere, softplus_anywhere
+from .._checks import wide
 from .._pending import MAX_PENDING, PENDING, check_keep, counts
 from .._registry import door, operator
 from .._sample import Calls, Changes, Sample
@@ -24,12 +25,12 @@ def _log_decay(
     g: Tensor | None, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> Tensor:
     """Logarithm of the state's factor, [B, T, Hv, Dk or 1], or what broadcasts to it."""
-    rate = None if A_log is None else A_log.float().exp()
+    rate = None if A_log is None else wide(A_log).exp()
     if g is None:
         assert rate is not None
         return (-rate * beta).unsqueeze(-1)
     is_wide = g.dim() == 4
-    g = g.float() if dt_bias is None else g.float() + dt_bias.float()
+    g = wide(g) if dt_bias is None else wide(g) + wide(dt_bias)
     if rate is not None:
         rate = rate.unsqueeze(-1) if is_wide else rate
         g = -rate * softplus_anywhere(g) if lower_bound is None else lower_bound * sigmoid_anywhere(rate * g)
@@ -59,8 +60,8 @@ def pending_width(key_width: int, value_width: int, is_wide: bool = False) -> in
 
 
 def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> tuple[Tensor, Tensor]:
-    """q or k for each head of v, in float32, and the factor [B, T, Hv, 1] of its norm."""
-    x = x.float().repeat_interleave(heads // x.shape[2], 2)
+    """q or k for each head of v, in float32 or float64, and the factor [B, T, Hv, 1] of its norm."""
+    x = wide(x).repeat_interleave(heads // x.shape[2], 2)
     if l2norm_eps is None:
         return x, x.new_ones((*x.shape[:3], 1))
     return x, torch.rsqrt(x.square().sum(-1, keepdim=True) + l2norm_eps)
@@ -164,9 +165,9 @@ def _gated_delta_rule_(
     """
     heads = v.shape[2]
     (q, q_scale), (k, k_scale) = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
-    strength = beta.float()
+    strength = wide(beta)
     if beta_activation == "softplus":
-        shifted = strength if dt_bias is None else strength + dt_bias.float()
+        shifted = strength if dt_bias is None else strength + wide(dt_bias)
         strength = softplus_anywhere(shifted)
     elif beta_activation == "sigmoid":
         strength = sigmoid_anywhere(strength)
@@ -179,15 +180,15 @@ def _gated_delta_rule_(
         state = _advanced(state, pending_, counts, delta)
         if keep:
             state_.copy_(state)
-            every = torch.cat((k, v.float(), k_scale, strength, factor), -1)
+            every = torch.cat((k, wide(v), k_scale, strength, factor), -1)
             pending_[:, :, : v.shape[1]] = every.transpose(1, 2)
     q, k = q * q_scale, k * k_scale
     out = v.new_empty(v.shape)
     for t in range(v.shape[1]):  # each needs the state that the one before leaves
-        token = _Token(k[:, t], v[:, t].float(), strength[:, t], factor[:, t])
+        token = _Token(k[:, t], wide(v[:, t]), strength[:, t], factor[:, t])
         state = token.taken_in(state, delta)
         result = (state * q[:, t].unsqueeze(-1)).sum(-2) * scale
-        out[:, t] = result if skip is None else result + skip.float().unsqueeze(-1) * token.value
+        out[:, t] = result if skip is None else result + wide(skip).unsqueeze(-1) * token.value
     if not keep:
         state_.copy_(state)
     if gate is None or norm_weight is None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._checks import ACTIVATION_DTYPES, NAMED_DTYPES, Check, dtype_name
+from .._checks import ACTIVATION_DTYPES, NAMED_DTYPES, Check, dtype_name, widened
 from .._decoded import decoded
 from .._formats import Format, QuantizedWeight
 from .._registry import operator
@@ -31,8 +31,9 @@ def _meta_heads(
 def _product(
     x: Tensor, matrices: Tensor, transposed: bool, appended: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`matrices`: [Hq, rows, columns] in float32."""
-    out = torch.einsum("bthr,hrc->bthc" if transposed else "bthc,hrc->bthr", x.float(), matrices).to(dtype)
+    """`matrices`: [Hq, rows, columns]."""
+    rows, matrices = widened(x, matrices)
+    out = torch.einsum("bthr,hrc->bthc" if transposed else "bthc,hrc->bthr", rows, matrices).to(dtype)
     return out if appended is None else torch.cat((out, appended), -1)
 
 
@@ -70,7 +71,7 @@ def _heads_mm(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    return _product(x, weight.float(), transposed, appended, weight.dtype)
+    return _product(x, weight, transposed, appended, weight.dtype)
 
 
 def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, appended, dtype):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .._checks import wide, wide_dtype, widened
 from .._registry import operator
 from .._sample import Calls, Changes
 
@@ -40,10 +41,11 @@ def _hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    rows = streams.float()
+    rows = wide(streams)
     if comb is not None:
+        rows, comb = widened(rows, comb)
         rows = comb.mT @ rows
-    return (post.unsqueeze(-1) * block_out.float().unsqueeze(-2) + rows).to(streams.dtype)
+    return (post.unsqueeze(-1) * wide(block_out).unsqueeze(-2) + rows).to(streams.dtype)
 
 
 def _meta_hyper_connection(check, streams, fn, fn_scale, block_out, **_):
@@ -56,8 +58,8 @@ def _meta_hyper_connection(check, streams, fn, fn_scale, block_out, **_):
     check.shape("fn_scale", fn_scale, (parts,), "[1 to 3, as many as parts of fn]")
     return (
         streams.new_empty((*leading, width)),
-        streams.new_empty((*leading, count) if parts > 1 else (0,), dtype=torch.float32),
-        streams.new_empty((*leading, count, count) if parts > 2 else (0,), dtype=torch.float32),
+        streams.new_empty((*leading, count) if parts > 1 else (0,), dtype=wide_dtype(streams)),
+        streams.new_empty((*leading, count, count) if parts > 2 else (0,), dtype=wide_dtype(streams)),
         streams.new_empty((0,) if block_out is None else streams.shape),
     )
 
@@ -121,13 +123,13 @@ def _hyper_connection(
     if block_out is not None and post is not None:
         streams = updated = _hyper_update(streams, block_out, post, comb)
     *leading, count, _ = streams.shape
-    flat = streams.flatten(-2).float()
-    mixed = flat @ fn.float().mT * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    flat, fn = widened(streams.flatten(-2), fn)
+    mixed = flat @ fn.mT * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     parts = [count, count, count * count][: fn_scale.numel()]
-    of_parts = zip(mixed.split(parts, -1), fn_scale.float().unbind(), base.float().split(parts), strict=True)
+    of_parts = zip(mixed.split(parts, -1), wide(fn_scale).unbind(), wide(base).split(parts), strict=True)
     logits = [part * factor + shift for part, factor, shift in of_parts]
     pre = torch.sigmoid(logits[0]) + mix_eps
-    x = (pre.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype)
+    x = (pre.unsqueeze(-1) * wide(streams)).sum(-2).to(streams.dtype)
     ahead, mixture = flat.new_empty(0), flat.new_empty(0)
     if len(parts) > 1:
         ahead = post_factor * torch.sigmoid(logits[1]) + post_eps

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import wide, widened
 from .._registry import operator
 from .._sample import Calls, Changes
 from .attention import MAX_INDEX_BLOCK, WORD, seen_in_order
@@ -96,10 +97,10 @@ def _index_topk(
     tokens = q.shape[1]
     is_pooled = reduce == "heads" and block > 1
     keys = keys if is_pooled else k.shape[1]
-    products = torch.einsum("bthd,bsd->bhts", q.float(), k.float()) * scale
+    products = torch.einsum("bthd,bsd->bhts", wide(q), wide(k)) * scale
     if reduce == "heads":
         weights = q.new_ones(q.shape[:3]) if weights is None else weights
-        scores = torch.einsum("bhts,bth->bts", products.relu(), weights.float()).unsqueeze(1)
+        scores = torch.einsum("bhts,bth->bts", *widened(products.relu(), weights)).unsqueeze(1)
     else:
         scores = products
     lowest = torch.finfo(torch.float32).min

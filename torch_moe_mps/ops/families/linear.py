@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._activations import POINTWISE, Activation
-from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide
+from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide, wide_dtype
 from .._decoded import in_blocks
 from .._formats import TENSORS, Format, QuantizedWeight
 from .._registry import Backward, DtypeName, door, operator
@@ -45,7 +45,7 @@ def _check_linear_quantized_transposed(check, dy, packed, scales, biases, format
     return dy.new_empty(*dy.shape[:-1], columns)
 
 
-@operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed, doubles=True)
+@operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed)
 def _linear_quantized_transposed(
     dy: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
 ) -> Tensor:
@@ -79,7 +79,7 @@ def _linear_backward(grad, asked, given):
         gradients["x"] = torch.ops.moe_mps._linear_quantized_transposed(grad, *weight, given["format"])
     if "bias" in asked:
         rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
-        total = rows.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+        total = rows.sum(0, dtype=wide_dtype(grad))
         gradients["bias"] = total.to(given["bias"].dtype)
     return gradients
 
@@ -105,7 +105,6 @@ def _meta_linear_quantized(
         frozen=TENSORS,
         unless=("order", "norm_weight", "activation", "dtype"),
     ),
-    doubles=True,
 )
 def linear_quantized(
     x: Tensor,
@@ -264,7 +263,7 @@ def _mlp_quantized(
     down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
     options = Activation(activation, alpha, limit, gated, interleaved)
     out = mlp_outputs(x, norm, gate_up, down, options, gate_up_bias, down_bias)
-    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
+    return (out if residual is None else out.add_(wide(residual))).to(x.dtype)
 
 
 @door(_mlp_quantized)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._checks import MAX_EXPERTS, wide
+from .._checks import MAX_EXPERTS, wide, widened
 from .._registry import Backward, operator
 from .._sample import Calls, Changes
 from .experts import IDS, Product, is_per_token, project_slots
@@ -35,7 +35,7 @@ def _meta_linear_lora(check, added, x, a, b, scaling):
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 
-@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora, doubles=True)
+@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora)
 def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
     """A linear layer's output with its adapter: out = added + scaling * (x @ a^T) @ b^T.
 
@@ -57,7 +57,8 @@ def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float =
         >>> ops.linear_lora(torch.tensor([[100.0, 200.0]]), x, a, b, scaling=2.0).tolist()
         [[122.0, 244.0]]
     """
-    return (wide(added) + (wide(x) @ wide(a).T) @ wide(b).T * scaling).to(added.dtype)
+    rows, of_x, of_out = widened(x, a, b)
+    return (wide(added) + (rows @ of_x.T) @ of_out.T * scaling).to(added.dtype)
 
 
 def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
@@ -105,7 +106,6 @@ _READ = ("x", "topk_ids", "a", "b", "pair_order", "offsets")
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     dependences=("offsets only with pair_order",),
     backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
-    doubles=True,
 )
 def expert_lora(
     added: Tensor,
@@ -167,7 +167,6 @@ def _meta_backward(check, x, a, b, offsets, num_experts, scaling, **_):
     f"{IDS} dy[..., K, N] x[..., H]|[..., K, H]:dy {_FACTORS} {_PAIRS}",
     _meta_backward,
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
-    doubles=True,
 )
 def _expert_lora_backward(
     dy: Tensor,

@@ -46,7 +46,7 @@ def _check_offset(check, weight, weight_offset, **_):
         check.fail("weight_offset", "0.0 without a weight", weight_offset)
 
 
-@operator("x[..., H] weight[H] bias[H] -> x", _check_offset, doubles=True)
+@operator("x[..., H] weight[H] bias[H] -> x", _check_offset)
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -87,7 +87,7 @@ def _check_rows(check, x, weight, **others):
     _check_offset(check, weight, **others)
 
 
-@operator("x[..., H] weight[H]|[_, H] -> x", _check_rows, doubles=True)
+@operator("x[..., H] weight[H]|[_, H] -> x", _check_rows)
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
@@ -126,7 +126,6 @@ def _check_group(check, x, group_size, **_):
     "x[..., H] gate[..., H]:x weight[H] -> x",
     _check_group,
     allowed={"activation": GATE_ACTIVATIONS},
-    doubles=True,
 )
 def rms_norm_gated(
     x: Tensor,
@@ -173,7 +172,7 @@ def rms_norm_gated(
 # The norm of the input, added to the residual
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] -> residual", doubles=True)
+@operator("residual[..., H] x[..., H]:residual weight[H] -> residual")
 def fused_norm_add(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -199,7 +198,7 @@ def fused_norm_add(
     return (wide(residual) + normed(x, weight, eps, weight_offset)).to(residual.dtype)
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual", doubles=True)
+@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_norm_add_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -231,7 +230,7 @@ def _meta_residual_norm(check, residual, **_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H]", _meta_residual_norm, doubles=True)
+@operator("residual[..., H] x[..., H]:residual weight[H]", _meta_residual_norm)
 def fused_residual_norm(
     residual: Tensor,
     x: Tensor,
@@ -270,7 +269,7 @@ def _meta_residual_layer_norm(check, residual, weight, weight_offset, **_):
     return _meta_residual_norm(check, residual)
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm, doubles=True)
+@operator("residual[..., H] x[..., H]:residual weight[H] bias[H]", _meta_residual_layer_norm)
 def fused_residual_layer_norm(
     residual: Tensor,
     x: Tensor,
@@ -301,7 +300,7 @@ def fused_residual_layer_norm(
     return _layer_normed(total, weight, bias, eps, weight_offset).to(residual.dtype), total
 
 
-@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual", doubles=True)
+@operator("residual[..., H] x[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_residual_norm_scalar(
     residual: Tensor, x: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import wide, wide_dtype
 from .._registry import operator
 from .._sample import Calls, Changes
 from .attention import MAX_POSITION
@@ -79,8 +80,8 @@ def _pool_window_(
     if closed > first:
         begin = max(first - (width > of_entry), 0) * rate
         every = torch.cat((state_[:, torch.arange(begin, position) % rows], new), 1)
-        windows = every[:, : closed * rate - begin].float().unflatten(1, (-1, rate))
-        values, logits = windows[..., 0, :], windows[..., 1, :] + position_bias.float()
+        windows = every[:, : closed * rate - begin].unflatten(1, (-1, rate))
+        values, logits = wide(windows[..., 0, :]), wide(windows[..., 1, :]) + wide(position_bias)
         if width > of_entry:
             values, logits = (
                 _overlapped(F.pad(x, (0, 0, 0, 0, 1, 0), value=nothing) if first == 0 else x)
@@ -102,7 +103,7 @@ def _overlapped(x: Tensor) -> Tensor:
 def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, rotary_scale: float) -> Tensor:
     """The entries from number `first` on, with their last columns turned."""
     numbers = torch.arange(first, first + entries.shape[1], device=entries.device)
-    angles = (numbers * rate)[:, None].float() * inv_freq.float()
+    angles = (numbers * rate)[:, None].to(wide_dtype(inv_freq)) * wide(inv_freq)
     cos, sin = angles.cos() * rotary_scale, angles.sin() * rotary_scale
     still, turning = entries.split([entries.shape[2] - 2 * len(inv_freq), 2 * len(inv_freq)], -1)
     a, b = turning[..., 0::2], turning[..., 1::2]

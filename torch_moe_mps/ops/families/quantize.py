@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import wide, wide_dtype
 from .._encoding import affine_range
 from .._formats import FORMATS, Format, decode, dequantize_values, pack
 from .._registry import operator
@@ -27,7 +28,8 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
     groups = columns // format.group_size
     scales = weight.new_empty(*rows, groups)
     packed = weight.new_empty(*rows, format.packed_columns(columns), dtype=torch.int32)
-    return packed, scales, torch.empty_like(scales), weight.new_empty(*rows, groups, 2, dtype=torch.float32)
+    sums = weight.new_empty(*rows, groups, 2, dtype=wide_dtype(weight))
+    return packed, scales, torch.empty_like(scales), sums
 
 
 @operator(
@@ -72,7 +74,7 @@ def _quantize_by_importance(
     for index in chunks(weight, CHUNK):
         part = weight[index].unflatten(-1, (-1, stored.group_size))
         if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
-            room = weight.new_empty(5, part.numel(), dtype=torch.float32)
+            room = weight.new_empty(5, part.numel(), dtype=wide_dtype(weight))
         groups, *others = [buffer[: part.numel()].view(part.shape) for buffer in room]
         own, dtype = importance[index[0]], weight.dtype
         codes, *line = search(groups.copy_(part), own, dtype, stored.bits, others)
@@ -116,15 +118,15 @@ def search(
     """Results of `encode`, with errors weighed by importance.
 
     Args:
-        groups: float32 [M, R, G, group_size].
+        groups: float32 or float64 [M, R, G, group_size].
         importance: float32 [M, 1, G, group_size], not negative.
         dtype: of the scales and biases.
         room: four tensors like `groups`, to be overwritten.
     """
     low, high, scale, bias, fit = fitted_lines(groups, importance, bits, room)
-    scale, half = scale.to(dtype).float(), 2 ** (bits - 1)
+    scale, half = wide(scale.to(dtype)), 2 ** (bits - 1)
     lines = affine_range(low, high, bits), (scale, bias - half * scale)
-    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
+    theirs, ours = [(wide(scale.to(dtype)), wide(bias.to(dtype))) for scale, bias in lines]
     error = fit.error_of(fit.apart(groups, *theirs))
     apart = fit.apart(groups, *ours)
     near = apart.amax(-1, keepdim=True) <= torch.maximum(low.abs(), high.abs())
@@ -211,7 +213,7 @@ class _Fit:
 def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
     """Decoded share of a matrix's weights, by importance; the error as stated; and how wrong that is."""
     packed, scales, biases, sums = results
-    weight, importance = arguments["weight"].float(), arguments["importance"][:, None]
+    weight, importance = wide(arguments["weight"]), arguments["importance"][:, None]
     format = FORMATS[arguments["format"]]
     decoded = dequantize_values(packed, scales, biases, format)
     products = [(importance * weight * other).sum((1, 2)) for other in (decoded, weight)]

@@ -40,7 +40,7 @@ def _check_expert_qmm_transposed(check, dy, packed, scales, biases, topk_ids, fo
     return dy.new_empty(*(topk_ids.shape[:-1] if sums else topk_ids.shape), columns)
 
 
-@operator(f"{IDS} dy[..., K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed, doubles=True)
+@operator(f"{IDS} dy[..., K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed)
 def _expert_qmm_transposed(
     dy: Tensor,
     topk_ids: Tensor,
@@ -85,7 +85,6 @@ def _check_expert_qmm(check, packed, scales, biases, format, **_):
     f"{IDS} x[..., H]|[..., K, H] packed[E, N, _]:packed bias[E, N] -> [..., K, N]:x",
     _check_expert_qmm,
     backward=Backward(_qmm_backward, {"x": (*TENSORS, "topk_ids")}, frozen=TENSORS),
-    doubles=True,
 )
 def expert_qmm(
     x: Tensor,

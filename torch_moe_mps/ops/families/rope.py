@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import Check, wide
+from .._checks import Check, wide, widened
 from .._registry import operator
 from .._sample import Calls, Changes, Sample
 from .norms import normed
@@ -114,7 +114,6 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     _meta_rope,
     allowed={"pairs": PAIRS},
     dependences=("sin only with cos",),
-    doubles=True,
 )
 def rope(
     q: Tensor,
@@ -171,7 +170,6 @@ def rope(
     _meta_rope_heads,
     allowed={"pairs": PAIRS},
     dependences=("sin only with cos",),
-    doubles=True,
 )
 def rope_heads(
     x: Tensor,
@@ -300,7 +298,8 @@ def _rope_cache_(
     norm = norm_eps, norm_weight_offset
     rest = norm, cos, sin, pairs, rotary_dim, rotary_last
     if k_bias is not None and k_norm_weight is not None:
-        new = F.layer_norm(k.float(), k.shape[-1:], k_norm_weight.float(), k_bias.float(), norm_eps)
+        rows, weight, bias = widened(k, k_norm_weight, k_bias)
+        new = F.layer_norm(rows, k.shape[-1:], weight, bias, norm_eps)
         new = _rotated(new, None, *rest)
     else:
         new = _rotated(k, k_norm_weight, *rest)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check
+from .._checks import FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, NAMED_DTYPES, Check, wide, widened
 from .._registry import DtypeName, operator
 from .._sample import Calls, Changes
 from .norms import InputNorm, normed
@@ -30,8 +30,8 @@ ROWS_PER_TILE = 64
 
 
 def _finite(x: Tensor) -> Tensor:
-    """x in float32 with NaN and the infinities replaced by the finite values they count as."""
-    return torch.nan_to_num(x.float(), nan=-FLOAT32_MAX, posinf=FLOAT32_MAX, neginf=-FLOAT32_MAX)
+    """x in float32 or float64 with NaN and the infinities replaced by the finite values they count as."""
+    return torch.nan_to_num(wide(x), nan=-FLOAT32_MAX, posinf=FLOAT32_MAX, neginf=-FLOAT32_MAX)
 
 
 def _select(choice: Tensor, count: int) -> Tensor:
@@ -195,7 +195,7 @@ def moe_router(
     scores = SCORINGS[scoring](x)
     choice = x if bias_on_logits or scoring == "softmax_after_topk" else scores
     if correction_bias is not None:
-        choice = _finite(choice + correction_bias.float())
+        choice = _finite(choice + wide(correction_bias))
     # Without a bias the choice is monotone in the logits.
     compared = x if correction_bias is None and masked_score is None else choice
     if num_groups > 1:
@@ -210,7 +210,7 @@ def moe_router(
     if scaling_factor != 1.0:
         topk_weights = topk_weights * scaling_factor
     if per_expert_scale is not None:
-        topk_weights = topk_weights * per_expert_scale.float()[topk_ids]
+        topk_weights = topk_weights * wide(per_expert_scale)[topk_ids]
     return topk_weights, topk_ids.to(ID_DTYPES[ids_dtype])
 
 
@@ -256,7 +256,7 @@ def _scaled_softmax_of_selected(
 ) -> tuple[Tensor, Tensor]:
     x = _finite(logits)
     topk_ids = _select(x, top_k)
-    topk_weights = torch.softmax(x.gather(-1, topk_ids), -1) * per_expert_scale.float()[topk_ids]
+    topk_weights = torch.softmax(x.gather(-1, topk_ids), -1) * wide(per_expert_scale)[topk_ids]
     return topk_weights, topk_ids.to(ID_DTYPES[ids_dtype])
 
 
@@ -339,9 +339,10 @@ def router_logits(
         >>> ops.router_logits(torch.tensor([[1.0, 2.0]]), weight, factor=2.0).tolist()
         [[2.0, 4.0, 6.0]]
     """
-    rows = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x).float()
-    shift = None if bias is None else bias.float()
-    return torch.nn.functional.linear(rows * factor, weight.float(), shift).to(NAMED_DTYPES[dtype])
+    rows = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x)
+    rows, weight = widened(rows, weight)
+    shift = None if bias is None else bias.to(rows.dtype)
+    return torch.nn.functional.linear(rows * factor, weight, shift).to(NAMED_DTYPES[dtype])
 
 
 @operator(
@@ -391,7 +392,8 @@ def moe_gate(
         >>> topk_weights.tolist(), topk_ids.tolist()
         ([[0.5, 0.5]], [[1, 2]])
     """
-    logits = normed(x, norm_weight, norm_eps) @ weight.float().T
+    rows, weight = widened(normed(x, norm_weight, norm_eps), weight)
+    logits = rows @ weight.T
     topk_weights, topk_ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k, ids_dtype)
     return (_divide_by_sum(topk_weights) if renormalize_after_scale else topk_weights), topk_ids
 

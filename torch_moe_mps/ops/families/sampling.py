@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import wide
 from .._registry import operator
 from .._sample import Calls, Changes, Sample
 
@@ -54,9 +55,9 @@ def _sample_with_flags(
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
     if draws is None:
-        best, tokens = logits.float().max(-1)
+        best, tokens = wide(logits).max(-1)
         return _result(tokens, best > -torch.inf, invalid, otherwise)
-    scores = logits.float() / temperature
+    scores = wide(logits) / temperature
     vocabulary = scores.shape[1]
     highest = scores.amax(-1, keepdim=True)
     valid = highest.isfinite()
@@ -65,8 +66,8 @@ def _sample_with_flags(
         scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1.0:
         ascending, order = scores.sort(stable=True)
-        wide = torch.float32 if logits.device.type == "mps" else torch.float64
-        below = ascending.to(wide).softmax(-1).cumsum(-1).float() <= 1.0 - top_p
+        summed = torch.float32 if logits.device.type == "mps" else torch.float64
+        below = ascending.to(summed).softmax(-1).cumsum(-1).to(scores.dtype) <= 1.0 - top_p
         below[:, -1] = False
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
     weights = (scores - torch.where(valid, highest, 0.0)).exp()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._activations import softplus_anywhere
+from .._checks import wide, wide_dtype
 from .._pending import MAX_PENDING, PENDING, check_keep, counts
 from .._registry import operator
 from .._sample import Calls, Changes, Sample
@@ -104,16 +105,16 @@ def selective_scan_(
         >>> state.item()
         96.0
     """
-    rate = -A_log.float().exp()
+    rate = -wide(A_log).exp()
 
     def taken_in(state: Tensor, x: Tensor, octaves: Tensor, b: Tensor) -> Tensor:
         strength = octaves * math.log(2.0)
         written = (strength * x).unsqueeze(-1) * b
         return state * (rate * strength.unsqueeze(-1)).exp() + written
 
-    shifted = step.float() if dt_bias is None else step.float() + dt_bias.float()
+    shifted = wide(step) if dt_bias is None else wide(step) + wide(dt_bias)
     octaves = softplus_anywhere(shifted) / math.log(2.0)
-    results = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    results = x.new_empty(x.shape, dtype=wide_dtype(x))
     state = state_.clone()
     if pending_ is not None and counts is not None:
         held = (_of_channels(pending_, first, x.shape[2]) for first in (0, SCANNED_CHANNELS))
@@ -125,14 +126,14 @@ def selective_scan_(
             state_.copy_(state)
             _keep_scanned(pending_, x, octaves, B)
     for token in range(x.shape[1]):  # each needs the state that the one before leaves
-        state = taken_in(state, x[:, token].float(), octaves[:, token], B[:, token, None].float())
-        results[:, token] = (state * C[:, token].float().unsqueeze(1)).sum(-1)
+        state = taken_in(state, wide(x[:, token]), octaves[:, token], wide(B[:, token, None]))
+        results[:, token] = (state * wide(C[:, token]).unsqueeze(1)).sum(-1)
     if not keep:
         state_.copy_(state)
     if skip is not None:
-        results += skip.float() * x.float()
+        results += wide(skip) * wide(x)
     if gate is not None:
-        results *= torch.nn.functional.silu(gate.float())
+        results *= torch.nn.functional.silu(wide(gate))
     return results.to(x.dtype)
 
 
