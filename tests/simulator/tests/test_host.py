@@ -353,6 +353,30 @@ def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
 
 
 @simulator.torch_version("2.14")
+def test_what_follows_a_timeout(calls, simulated, x):
+    """A buffer that waits behind it fails with it; after the last that macOS forgives, it runs none."""
+    y, results = torch.zeros_like(x), []
+
+    def run(*names: str) -> None:
+        for name in names:
+            results.append(calls.axpy(x, y, 2.0))
+            calls.watch(name), calls.commit()
+        torch.mps.synchronize()
+
+    with simulated.ignoring(2, victims=True):
+        for then in ("c: 4", "c: 5 4 Ignored (for causing prior/excessive GPU errors)"):
+            with simulated.failing("timeout"):
+                run("a", "b")
+            timeout, victim = calls.seen()
+            assert timeout.startswith("a: 5 2 Caused GPU Timeout Error")
+            assert victim.startswith("b: 5 1 Discarded (victim of GPU error/recovery)")
+            run("c")
+            assert calls.seen()[0].startswith(then)
+        assert [result.isnan().all().item() for result in results] == [True, True, False, True, True, True]
+    assert usable(calls)
+
+
+@simulator.torch_version("2.14")
 @pytest.mark.parametrize("schedule", [2, 3])
 def test_late_handlers(calls, simulated, x, schedule):
     """Of the newest buffer first, behind the wait, on another thread; the buffer knows its end before."""
