@@ -177,8 +177,9 @@ def test_quick(few, capsys, monkeypatch, refused):
     asked = []
     monkeypatch.setattr(check, "check_all", lambda *arguments: asked.append(arguments[:2]) or [])
     assert main(["check", "--quick"]) == 0
-    ((dtypes, formats),) = asked
-    assert dtypes == [torch.bfloat16] and list(map(str, formats)) == ["affine4_64", "mxfp4"]
+    assert main(["check", "--quick", "--format", "q4_k"]) == 0
+    for (dtypes, formats), names in zip(asked, (["affine4_64", "mxfp4"], ["q4_k"]), strict=True):
+        assert dtypes == [torch.bfloat16] and list(map(str, formats)) == names
     assert "--dtype must be left out with --quick, got 'float16'" in refused(
         "check", "--quick", "--dtype", "float16"
     )

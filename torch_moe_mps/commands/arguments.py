@@ -331,7 +331,7 @@ def _check(command: argparse.ArgumentParser) -> None:
     instead.add_argument(
         "--quick",
         action="store_true",
-        help="only bfloat16, with weights in affine4_64 and mxfp4: what most models on Macs run",
+        help="only bfloat16, and affine4_64 and mxfp4 unless --format names others: what most models run",
     )
     instead.add_argument(
         "--large",

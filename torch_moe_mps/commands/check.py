@@ -102,10 +102,11 @@ def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype],
     """Raises: ValueError for names that are unknown, or that do not go with another option."""
     names = {"--dtype": options.dtype, "--format": options.format}
     for option, value in names.items():
-        if value is not None and (options.probe or options.quick):
+        if value is not None and (options.probe or (options.quick and option != "--format")):
             instead = "--probe" if options.probe else "--quick"
             raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
-    names = QUICK if options.quick else names
+    if options.quick:
+        names = QUICK | {option: value for option, value in names.items() if value is not None}
     dtypes = _chosen("--dtype", names["--dtype"], {str(d).removeprefix("torch."): d for d in DTYPES})
     formats = _chosen("--format", names["--format"], {str(format): format for format in FORMATS})
     for option, chosen in (("--dtype", dtypes), ("--format", formats)):
@@ -118,7 +119,7 @@ def _command(finding: Finding, options: argparse.Namespace) -> str:
     """The command that repeats a finding: its dtype and format, as far as they are known."""
     dtype, format = finding.dtype or options.dtype, finding.format or options.format
     if not finding.dtype and options.quick:
-        return f"{COMMAND} --quick"
+        return f"{COMMAND} --quick" + (f" --format {format}" if format else "")
     parts = [COMMAND, "--large" if options.large else "", f"--dtype {dtype}" if dtype else ""]
     return " ".join(filter(None, [*parts, f"--format {format}" if format else ""]))
 

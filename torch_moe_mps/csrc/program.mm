@@ -210,9 +210,10 @@ struct Argument {
 struct Call {
   c10::OperatorHandle op;
   Range arguments;
-  Range results;  // -1: nobody reads it
-  Range last;     // read by this call for the last time
-  bool is_list;   // the results are those of one list
+  Range results;        // -1: nobody reads it
+  Range last;           // read by this call for the last time
+  bool is_list;         // the results are those of one list
+  bool writes = false;  // tensors that the model's call holds, so that it cannot be repeated
 };
 
 List list_of(const c10::Type& element) {
@@ -288,6 +289,9 @@ class Program : public torch::CustomClassHolder {
                       add_items<int64_t>(listed_, last), is_list});
   }
 
+  // The last call writes tensors that the model's call holds.
+  void mark_written() { calls_.back().writes = true; }
+
   void finish(int64_t places, const Places& results) {
     places_ = places;
     results_ = results;
@@ -351,9 +355,10 @@ class Program : public torch::CustomClassHolder {
         [&](const at::Tensor& tensor, const Layout& layout) { return layout.fits(tensor, none); });
   }
 
-  // The results of a call that is bound.
+  // The results of a call that is bound. `has_written` becomes true before the first call that writes what
+  // the model's call holds.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& arriving,
-                              const Places& integers) const {
+                              const Places& integers, bool& has_written) const {
     const int64_t begun = checks_begun();
     const WithoutChecks unchecked(checked_ == begun);
     const at::NoGradGuard no_grad;
@@ -366,6 +371,7 @@ class Program : public torch::CustomClassHolder {
     for (const Call& call : calls_) {
       for (const Argument& argument : items_of(arguments_, call.arguments)) push(argument, values, stack);
       forget(call.last, values);
+      has_written |= call.writes;
       run_call(call, stack);
       if (call.is_list) {
         const auto list = stack[0].toTensorVector();
@@ -479,15 +485,19 @@ class Bound : public torch::CustomClassHolder {
       : program_(std::move(program)), inputs_(std::move(inputs)), integers_(std::move(integers)) {}
 
   // The results and the integers of the call; no results where other tensors arrive than did.
-  std::tuple<std::vector<at::Tensor>, Places> run(const std::vector<at::Tensor>& arriving) const {
+  std::tuple<std::vector<at::Tensor>, Places> run(const std::vector<at::Tensor>& arriving) {
     if (!program_->arriving_fits(arriving)) return {};
-    return {program_->run(inputs_, arriving, integers_), integers_};
+    return {program_->run(inputs_, arriving, integers_, has_written_), integers_};
   }
+
+  // True if a run has written what the model's call holds: it cannot be repeated after an error.
+  bool has_written() const { return has_written_; }
 
  private:
   c10::intrusive_ptr<Program> program_;
   std::vector<at::Tensor> inputs_;
   Places integers_;
+  bool has_written_ = false;
 };
 
 // The call, bound; text that says what differs where the program is for other calls.
@@ -502,10 +512,10 @@ c10::IValue bind(const c10::intrusive_ptr<Program>& program, std::vector<at::Ten
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.class_<Bound>("Bound").def(
-      "run", [](const c10::intrusive_ptr<Bound>& self, const std::vector<at::Tensor>& arriving) {
-        return self->run(arriving);
-      });
+  m.class_<Bound>("Bound")
+      .def("run", [](const c10::intrusive_ptr<Bound>& self,
+                     const std::vector<at::Tensor>& arriving) { return self->run(arriving); })
+      .def("has_written", [](const c10::intrusive_ptr<Bound>& self) { return self->has_written(); });
   m.class_<Program>("Program")
       .def(torch::init<>())
       .def("add_constant", &Program::add_constant)
@@ -519,6 +529,7 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
       .def("add_view", &Program::add_view)
       .def("add_buffer", &Program::add_buffer)
       .def("add_call", &Program::add_call)
+      .def("mark_written", &Program::mark_written)
       .def("finish", &Program::finish)
       .def("bind", bind);
 }

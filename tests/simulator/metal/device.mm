@@ -30,14 +30,18 @@ std::atomic<bool> strict = false;
 
 static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream);
 static id<MTLCommandBuffer> simulated_command_buffer(const std::shared_ptr<simulator::Encoding>& encoding);
-static id<MTLCommandQueue> simulated_new_queue(simulator::StreamNumber stream);
+static id<MTLCommandQueue> simulated_new_queue(simulator::StreamNumber stream, bool is_hosts = false);
 
 namespace {
 thread_local int torches = 0;
 
+// Whether host code that has to be portable makes an object for itself.
+bool is_hosts() {
+  return simulator::is_strict() && !simulator::AsTorch::is_there();
+}
 // Of what host code may do only where it does not have to be portable.
 void only_torch(const char* method) {
-  if (simulator::is_strict() && !simulator::AsTorch::is_there()) not_ours(method);
+  if (is_hosts()) not_ours(method);
 }
 }  // namespace
 
@@ -85,9 +89,10 @@ int simulator::macos() {
   return simulator::live_bytes();
 }
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
-  only_torch("newBufferWithLength");
   if (length == 0) fail("newBufferWithLength: of no bytes");
-  return simulated_buffer(std::make_shared<simulator::Memory>(length), nil, 0);
+  const auto memory = std::make_shared<simulator::Memory>(length);
+  memory->is_hosts = is_hosts();
+  return simulated_buffer(memory, nil, 0);
 }
 - (id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pointer
                                    length:(NSUInteger)length
@@ -145,9 +150,8 @@ int simulator::macos() {
   return simulated_shared_event();
 }
 - (id<MTLCommandQueue>)newCommandQueue {
-  only_torch("newCommandQueue");
   static std::atomic<simulator::StreamNumber> next{simulator::StreamNumber{1} << 32};  // none of torch's
-  return simulated_new_queue(next++);
+  return simulated_new_queue(next++, is_hosts());
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options
@@ -166,12 +170,13 @@ int simulator::macos() {
 @interface SimulatorCommandQueue : NSObject <MTLCommandQueue> {
  @public
   simulator::StreamNumber stream;
+  bool is_hosts;  // of host code's own
 }
 @end
 @implementation SimulatorCommandQueue
 - (id<MTLCommandBuffer>)commandBuffer {
-  only_torch("[commandQueue commandBuffer]");
-  return simulated_command_buffer(simulator::new_encoding(stream, true));
+  if (!is_hosts) only_torch("[commandQueue commandBuffer]");
+  return simulated_command_buffer(simulator::new_encoding(stream, true, is_hosts));
 }
 - (id<MTLCommandBuffer>)commandBufferWithUnretainedReferences {
   only_torch("commandBufferWithUnretainedReferences");
@@ -239,7 +244,7 @@ int simulator::macos() {
   simulated_wait(event, value, **encoding);
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  only_torch("computeCommandEncoder");
+  if (!(*buffer)->is_hosts) only_torch("computeCommandEncoder");
   [self check:"computeCommandEncoder"];
   return simulated_compute_encoder(*encoding);
 }
@@ -256,7 +261,7 @@ int simulator::macos() {
   simulator::enqueue(*buffer, (*encoding)->queue);
 }
 - (void)commit {
-  only_torch("commit");
+  if (!(*buffer)->is_hosts) only_torch("commit");
   [self check:"commit" says:"commit an already committed command buffer"];
   simulator::check_encoder(**encoding);
   if (simulator::is_of_torch(**encoding)) return simulator::commit((*encoding)->queue);
@@ -366,9 +371,10 @@ static MPSCommandBuffer* simulated_buffers(simulator::StreamNumber stream) {
   made->stream = stream;
   return made;
 }
-static id<MTLCommandQueue> simulated_new_queue(simulator::StreamNumber stream) {
+static id<MTLCommandQueue> simulated_new_queue(simulator::StreamNumber stream, bool is_hosts) {
   SimulatorCommandQueue* queue = [SimulatorCommandQueue new];
   queue->stream = stream;
+  queue->is_hosts = is_hosts;
   return queue;
 }
 id<MTLCommandQueue> simulated_queue(simulator::StreamNumber stream) {

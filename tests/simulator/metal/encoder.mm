@@ -100,6 +100,11 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   Command& c = [self set:"setBuffer"];
   check_index("setBuffer", index);
   c.buffers[index] = buffer ? bind("setBuffer", buffer, offset, 1) : simulator::Binding();
+  const auto& memory = c.buffers[index].memory;
+  const bool is_hosts = (*encoding)->open && (*encoding)->open->is_hosts;
+  if (memory && memory->is_hosts != is_hosts && simulator::is_strict())
+    fail(
+        "setBuffer: nothing orders torch's streams and a queue of host code's own, and both use this buffer");
 }
 - (void)setBuffers:(const id<MTLBuffer>[])buffers
            offsets:(const NSUInteger[])offsets

@@ -202,6 +202,10 @@ void simulated_wait(id<MTLEvent> event, uint64_t value, simulator::Encoding& int
   simulator::record_event("wait for event", act, waits, into);
 }
 
+double simulator::longest_wait() {
+  return limit;
+}
+
 extern "C" void simulator_limit_waits(double seconds) {
   limit = seconds > 0 ? seconds : kLimit;
 }

@@ -88,6 +88,7 @@ struct Memory {
   const size_t size;
   const uint64_t identity;
   const std::function<void()> release = nullptr;
+  bool is_hosts = false;  // host code's own, which only its own queues use
 
   std::atomic<int> lent = 0;  // commands of buffers that do not retain it
   // Guarded (guards.cpp):
@@ -217,6 +218,7 @@ struct CommandBuffer {
   std::vector<std::function<void()>> visible;    // once the host knows that it has,
   std::vector<std::function<void()>> completed;  // and of the host's own, which are told of it
   bool tells_host = false;                       // there are some
+  bool is_hosts = false;                         // of a queue of host code's own
   bool retains = true;                           // the memory of its commands,
   std::vector<std::shared_ptr<void>> borrowed;   // which is not released before, otherwise
   Status status = Status::kNotEnqueued;
@@ -235,13 +237,16 @@ struct CommandBuffer {
 using StreamNumber = int64_t;
 
 // What commands are recorded into: a command buffer, or those of a stream of torch's, one after the other.
+//
+// A queue that host code has made for itself has no order with the streams: its buffers run as soon as they
+// are committed, also while a stream waits for an event, and use no memory of torch's.
 struct Encoding {
   const StreamNumber queue;
   std::shared_ptr<CommandBuffer> open;
   void* encoder = nullptr;  // an object, until it ends
 };
 std::shared_ptr<Encoding> encoding_of(StreamNumber stream);
-std::shared_ptr<Encoding> new_encoding(StreamNumber queue, bool retains);
+std::shared_ptr<Encoding> new_encoding(StreamNumber queue, bool retains, bool is_hosts = false);
 void end_encoder(Encoding& encoding);          // that of torch's stream (encoder.mm)
 void check_encoder(const Encoding& encoding);  // before a commit: that it has ended
 bool is_of_torch(const Encoding& encoding);
@@ -287,6 +292,7 @@ void gpu_hears(double signalled);
 void answer_hears(double signalled);
 // Calls the handlers of buffers that have failed: while the GPU waits for a signal, only they may give it.
 void tell_failed();
+double longest_wait();  // for a signal, in seconds of the real clock: a longer one is a finding
 // Calls the blocks of listeners, where the schedule says so late and on another thread.
 void tell_listeners(std::vector<std::function<void()>> blocks);
 bool has_pending();  // something is recorded or waited for, or runs in another thread

@@ -11,8 +11,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -467,13 +469,31 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
        [set release];
      }},
     {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
-    {"own memory",
-     [](const Tensor& x) { [device() newBufferWithLength:16 options:MTLResourceStorageModeShared]; }},
+    {"own memory on the stream",
+     [](const Tensor& x) {
+       static const id<MTLBuffer> own = [device() newBufferWithLength:400
+                                                              options:MTLResourceStorageModeShared];
+       in_block(^(Encoder encoder) {
+         [encoder setBuffer:own offset:0 atIndex:0];
+       });
+     }},
+    {"a tensor on an own queue",
+     [](const Tensor& x) {
+       @autoreleasepool {
+         static const id<MTLCommandQueue> queue = [device() newCommandQueue];
+         const Encoder encoder = [[queue commandBuffer] computeCommandEncoder];
+         try {
+           [encoder setBuffer:buffer(x) offset:0 atIndex:0];
+         } catch (...) {
+           [encoder endEncoding];
+           throw;
+         }
+       }
+     }},
     {"own heap", [](const Tensor& x) { [device() newHeapWithDescriptor:[MTLHeapDescriptor new]]; }},
     {"own blits", [](const Tensor& x) { [stream()->commandBuffer() blitCommandEncoder]; }},
     {"own buffers of the stream",
      [](const Tensor& x) { [MPSCommandBuffer commandBufferFromCommandQueue:stream()->commandQueue()]; }},
-    {"own queue", [](const Tensor& x) { [device() newCommandQueue]; }},
     {"own command buffer", [](const Tensor& x) { [stream()->commandQueue() commandBuffer]; }},
     {"own encoder", [](const Tensor& x) { [stream()->commandBuffer() computeCommandEncoder]; }},
     {"commit", [](const Tensor& x) { [stream()->commandBuffer() commit]; }},
@@ -691,6 +711,32 @@ void own_buffers(const Tensor& x, const Tensor& middle, const Tensor& out) {
   [second release];
 }
 
+// What axpy of ones computes, on a queue and in memory of host code's own; raises if it takes `seconds`.
+double beat(double seconds) {
+  static const id<MTLCommandQueue> queue = [device() newCommandQueue];
+  static const id<MTLBuffer> out = [device() newBufferWithLength:4 options:MTLResourceStorageModeShared];
+  const auto is_over = std::make_shared<std::promise<void>>();
+  @autoreleasepool {
+    const id<MTLCommandBuffer> beaten = [queue commandBuffer];
+    const Encoder encoder = [beaten computeCommandEncoder];
+    const float one = 1;
+    [encoder setComputePipelineState:kernel("axpy")];
+    [encoder setBytes:&one length:4 atIndex:0];
+    [encoder setBytes:&one length:4 atIndex:1];
+    [encoder setBuffer:out offset:0 atIndex:2];
+    [encoder setBytes:&one length:4 atIndex:3];
+    dispatch(encoder, 1, 1);
+    [encoder endEncoding];
+    [beaten addCompletedHandler:^(id<MTLCommandBuffer>) {
+      is_over->set_value();
+    }];
+    [beaten commit];
+  }
+  const auto found = is_over->get_future().wait_for(std::chrono::duration<double>(seconds));
+  TORCH_CHECK(found == std::future_status::ready, "the queue has not gone on");
+  return *static_cast<float*>([out contents]);
+}
+
 // A fill of memory that is released before its buffer is committed.
 void release_early(bool retains) {
   with_own_buffer([retains](Buffer retaining) {
@@ -765,6 +811,7 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("contents(Tensor x) -> int", contents);
   m.def("blit(Tensor source, Tensor out, int[] range, bool is_torch, bool ends) -> ()", blit);
   m.def("own_buffers(Tensor x, Tensor(a!) middle, Tensor(b!) out) -> ()", own_buffers);
+  m.def("beat(float seconds) -> float", beat);
   m.def("release_early(bool retains) -> ()", release_early);
   m.def("heap(bool is_placed, int place) -> int[]", heap);
   m.def("read_file(str path, Tensor x, int first, int size) -> ()", read_file);

@@ -299,3 +299,28 @@ def test_a_buffer_that_takes_over_5_s_fails(calls, simulated, x, schedule, waits
     assert buffers(1, 2.5) == ["a: 4", "b: 4"]
     says, rest = buffers(1, 5.5) if waits else buffers(4, 0.5)
     assert says.startswith("a: 5 2 Caused GPU Timeout Error") and rest == "b: 4"
+
+
+@pytest.mark.parametrize("own_gpu", [False, True])
+def test_a_queue_of_the_hosts_own_goes_on_beside_a_stream_that_waits(calls, simulated, x, own_gpu):
+    """It is no part of a trace, and the stream has its bits."""
+    first = calls.signalled() + 1
+    with simulated.own_gpu(1) if own_gpu else contextlib.nullcontext(), ThreadPoolExecutor(1) as pool:
+        calls.wait_by_gpu(first)
+        y = calls.axpy(x, x, 1.0)
+        calls.commit()
+        waits = pool.submit(torch.mps.synchronize)
+        assert [calls.beat(5.0) for _ in range(3)] == [2.0] * 3
+        assert calls.signalled() < first and not waits.done()
+        calls.signal_by_host(first)
+        waits.result()
+        assert torch.equal(y.cpu(), 2 * x.cpu())
+
+
+def test_an_own_queue_is_no_part_of_a_trace(calls, simulated, x):
+    with simulated.trace() as commands, ThreadPoolExecutor(1) as pool:
+        beat = pool.submit(calls.beat, 5.0)
+        while not beat.done():
+            torch.mps.synchronize()
+        assert beat.result() == 2.0
+    assert not [line for line in commands if "axpy" in line]

@@ -58,11 +58,11 @@ FAULTS = {
     "residency without a request": "endResidency: it was not requested",
     "removal of what is not there": "removeAllocation: of what is not in the set",
     "own device": "MTLCreateSystemDefaultDevice: host code uses PyTorch's device",
-    "own memory": "newBufferWithLength: " + NOT_OURS,
+    "own memory on the stream": "setBuffer: nothing orders torch's streams and a queue of host code's own",
+    "a tensor on an own queue": "setBuffer: nothing orders torch's streams and a queue of host code's own",
     "own heap": "newHeapWithDescriptor: " + NOT_OURS,
     "own blits": "blitCommandEncoder: " + NOT_OURS,
     "own buffers of the stream": "commandBufferFromCommandQueue: " + NOT_OURS,
-    "own queue": "newCommandQueue: " + NOT_OURS,
     "own command buffer": "[commandQueue commandBuffer]: " + NOT_OURS,
     "own encoder": "computeCommandEncoder: " + NOT_OURS,
     "commit": "commit: " + NOT_OURS,
@@ -350,6 +350,30 @@ def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
     calls.watch("d")
     simulated.reset()  # what is dropped is complete, too
     assert calls.seen() == ["d: 4"]
+
+
+@simulator.torch_version("2.14")
+def test_what_follows_a_timeout(calls, simulated, x):
+    """A buffer that waits behind it fails with it; after the last that macOS forgives, it runs none."""
+    y, results = torch.zeros_like(x), []
+
+    def run(*names: str) -> None:
+        for name in names:
+            results.append(calls.axpy(x, y, 2.0))
+            calls.watch(name), calls.commit()
+        torch.mps.synchronize()
+
+    with simulated.ignoring(2, victims=True):
+        for then in ("c: 4", "c: 5 4 Ignored (for causing prior/excessive GPU errors)"):
+            with simulated.failing("timeout"):
+                run("a", "b")
+            timeout, victim = calls.seen()
+            assert timeout.startswith("a: 5 2 Caused GPU Timeout Error")
+            assert victim.startswith("b: 5 1 Discarded (victim of GPU error/recovery)")
+            run("c")
+            assert calls.seen()[0].startswith(then)
+        assert [result.isnan().all().item() for result in results] == [True, True, False, True, True, True]
+    assert usable(calls)
 
 
 @simulator.torch_version("2.14")

@@ -160,10 +160,15 @@ class Match(NamedTuple):
     buffers: Buffers
     writes: list[list[Write]]
 
-    def bind(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Bound | str:
+    def bind(
+        self, arguments: dict[str, Any], padding: Callable[[], Any], on_copies: bool = False
+    ) -> Bound | str:
         """A call like the recorded one, bound to the program; for another one what differs.
 
-        `padding` gives what `padding_of` gives for the call.
+        Args:
+            padding: gives what `padding_of` gives for the call.
+            on_copies: binds copies of all states. Of a buffer a program writes only free slots, which the
+                model's forward writes again.
         """
         inputs: list[Tensor] = []
         differs = self._around(arguments) or self._passed(arguments, padding, inputs)
@@ -179,7 +184,9 @@ class Match(NamedTuple):
         buffers = self.buffers.shown(views)
         if buffers is None:
             return "the layers of the cache share other buffers"
-        inputs += all_parts(self.slots.tensors(values) + tuple([buffer.tensor for buffer in buffers]))
+        states = all_parts(self.slots.tensors(values))
+        inputs += [state.clone() for state in states] if on_copies else states
+        inputs += all_parts(tuple([buffer.tensor for buffer in buffers]))
         if any(map(is_not, map(type, inputs), repeat(Tensor))):
             return "a tensor is of another class"
         ends = [buffer.end for buffer in buffers]

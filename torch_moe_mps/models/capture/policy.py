@@ -1,5 +1,6 @@
 """Policy of capture: the third call of a kind is captured, with symbols for the numbers that vary."""
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -170,13 +171,20 @@ class Policy:
         self.failure = reason
         self._failures += 1
         self._rest = min(4**self._failures, _LONGEST_REST)
-        if not self._has_warned and not (is_expected and (has_programs or self._failures < 2)):
-            self._has_warned = True
-            warnings.warn(
-                f"torch_moe_mps: a token could not be captured and runs module by module: {reason}",
-                stacklevel=7,
-            )
+        if not (is_expected and (has_programs or self._failures < 2)):
+            self._warn_once(f"a token could not be captured and runs module by module: {reason}")
         return reason
+
+    def refuse(self, reason: str) -> str:
+        """Lets no further call be captured, as a program was wrong. Returns: the reason."""
+        self.failure, self._rest = reason, sys.maxsize
+        self._warn_once(f"a captured token failed, tokens run module by module from now on: {reason}")
+        return reason
+
+    def _warn_once(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"torch_moe_mps: {text}", stacklevel=8)
 
 
 def wanted_capture(capture: bool | None) -> bool | None:

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions
 
+from ..graphs.nodes import memory_of, written
 from ..graphs.tracing import (
     ITEM,
     PARTS,
@@ -120,7 +121,7 @@ def assemble(
         program.add_number(number)
     for number in stand_ins.buffers:
         program.add_buffer(number)
-    _Assembly(program, graph, integers)
+    _Assembly(program, graph, integers, stand_ins.of_buffers)
     integers.add_to(program)
     constants = [node.meta for node in graph.nodes if node.op == "get_attr"]
     read = {id(meta[TENSOR]) for meta in constants}
@@ -131,8 +132,9 @@ def assemble(
 
 
 class _Assembly:
-    def __init__(self, program: Any, graph: fx.Graph, integers: CallIntegers) -> None:
+    def __init__(self, program: Any, graph: fx.Graph, integers: CallIntegers, of_buffers: set[int]) -> None:
         self._program, self._integers = program, integers
+        self._of_buffers = of_buffers
         self._places: dict[fx.Node, int] = {}
         self._constants: dict[Any, int] = {}
         calls: list[fx.Node] = []
@@ -172,6 +174,13 @@ class _Assembly:
             if item is not None:
                 self._places[item], self._next = self._next, self._next + 1
         self._program.add_call(schema.name, schema.overload_name, arguments, lists, results, last)
+        if any(map(self._is_held, map(memory_of, written(node)))):
+            self._program.mark_written()
+
+    def _is_held(self, memory: fx.Node) -> bool:
+        """True for memory that the model's call holds. Of its buffers only free slots are written."""
+        is_input = memory.op == "placeholder" and self._places[memory] not in self._of_buffers
+        return is_input or memory.op == "get_attr"
 
     def _arguments(self, schema: Any, node: fx.Node) -> tuple[list[list[int]], list[int]]:
         """(places of each argument's values, the numbers of the arguments that are lists)"""

@@ -20,6 +20,7 @@ from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
 from .exchange import exchange_of
 from .fingerprint import Fingerprint
+from .first_call import FirstCall, is_wanted
 from .match import MASK, Bound, Make, Match, maker
 from .policy import TOO_FEW, Kind, Policy
 from .program import CallIntegers, assemble
@@ -39,6 +40,8 @@ class Capture(NamedTuple):
         make: gives a call's result.
         exchange: with other processes, and what calls of this kind share there; None without a pipeline.
         operators: the calls of the program, in order.
+        first: the comparison of its first call with the model; None without the self-check, and where other
+            processes take part.
         seconds: that the recording took.
     """
 
@@ -49,6 +52,7 @@ class Capture(NamedTuple):
     exchange: Any
     handover: Any
     operators: tuple[Any, ...]
+    first: FirstCall | None
     seconds: float
 
 
@@ -90,6 +94,10 @@ class Programs:
         """Forgets all programs, and with them the weights that they hold."""
         self.programs, self.reason = [], reason
         self._policy.forget()
+
+    def give_up(self, reason: str) -> None:
+        """Forgets all programs, warns, and captures nothing more."""
+        self.clear(self._policy.refuse(reason))
 
     def add(self, model: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> bool:
         """Counts a call, and records it if it is the third of its kind. Returns: whether it has."""
@@ -189,6 +197,7 @@ def record(
         exchange=exchange,
         handover=handover,
         operators=operators,
+        first=FirstCall(recorder.graph) if exchange is None and is_wanted() else None,
         seconds=time.perf_counter() - started,
     )
 

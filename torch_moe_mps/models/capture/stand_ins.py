@@ -129,6 +129,7 @@ class StandIns:
         inputs: for each input a tensor like it, and {dimension: symbol} where its size is one.
         arriving: tensors like those that come from another process, the last inputs.
         views: for each view what `add_view` of a program takes.
+        of_buffers: numbers of the inputs that are buffers.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class StandIns:
         self.inputs: list[tuple[Tensor, dict[int, int]]] = []
         self.arriving: list[Tensor] = []
         self.views: list[tuple[int, ...]] = []
+        self.of_buffers: set[int] = set()
         self._numbers, self._recorder = _Numbers(symbol, symints), recorder
         self._around = default_device(), are_wide()
         self._padding = reading.padding
@@ -208,7 +210,9 @@ class StandIns:
     def _buffer(self, real: Buffer, first: int) -> tuple[Buffer, int]:
         """The stand-in of a buffer, and the number of its first input."""
         source = len(self.inputs)
-        return Buffer(self._inputs(real.tensor, first, beside=2)), source  # a view has two numbers more
+        stand_in = Buffer(self._inputs(real.tensor, first, beside=2))  # a view has two numbers more
+        self.of_buffers.update(range(source, len(self.inputs)))
+        return stand_in, source
 
     def _inputs(self, value: Any, first: int, beside: int = 0) -> Any:
         """The next inputs, for the parts of a value, whose numbers begin at `first`."""
