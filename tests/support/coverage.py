@@ -28,7 +28,7 @@ import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps._text import first_line
 from torch_moe_mps.models.basics.report import Report
-from torch_moe_mps.models.trials.comparing import apart
+from torch_moe_mps.models.trials.memory import apart
 from torch_moe_mps.models.trials.small_models import small_model
 from torch_moe_mps.models.trials.untested import said
 

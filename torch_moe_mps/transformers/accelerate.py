@@ -21,7 +21,7 @@ from ..models.basics.state import kv_bits_of
 from ..models.basics.unmodified import eager_on_cpu
 from ..models.capture.policy import wanted_capture
 from ..models.modules.linears import has_quantized_weights
-from ..models.trials.comparing import on_the_cpu
+from ..models.trials.memory import on_the_cpu
 from ..models.trials.untested import settle
 from ..ops._formats import Format
 from .compiling import align_weights, compile_kernels, require_torch

@@ -23,9 +23,10 @@ from ..models.caches.deferred_states import (
 )
 from ..models.caches.prompt_cache import new_cache
 from ..models.caches.state import LayerState, copy_of_layer
-from ..models.trials.comparing import agrees, on_the_cpu, tried
+from ..models.trials.comparing import agrees, tried
 from ..models.trials.draws import normal
 from ..models.trials.forms import first_form
+from ..models.trials.memory import on_the_cpu
 from ..models.trials.replicas import LinearCache, replica_of, width_of
 from ..models.upstream.calls import cache_argument, needed_arguments
 from ..models.upstream.models import CacheLayerMixin, LinearAttentionLayer

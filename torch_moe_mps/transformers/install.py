@@ -34,8 +34,7 @@ from ..models.caches.separate import by_sequence, reads_a_layer
 from ..models.modules.experts import runs_eager
 from ..models.modules.functions import InPlace, while_unchanged, with_operators
 from ..models.modules.rules import FUNCTION_RULES, MODULE_RULES
-from ..models.trials.comparing import on_the_cpu
-from ..models.trials.memory import recall
+from ..models.trials.memory import on_the_cpu, recall
 from ..models.upstream.calls import Binder, as_given, cache_name, in_place
 
 # {name of a method: its class's own -> the one that rewritten modules have}

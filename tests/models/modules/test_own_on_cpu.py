@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_moe_mps
 from torch_moe_mps.models.basics import unmodified
 from torch_moe_mps.models.capture.surroundings import default_device
-from torch_moe_mps.models.trials.comparing import on_the_cpu
+from torch_moe_mps.models.trials.memory import on_the_cpu
 
 
 class Called(TorchDispatchMode):

@@ -433,10 +433,12 @@ def test_what_operators_give_is_known_from_other_traces():
         before = torch.get_default_dtype()
         torch.set_default_dtype(default)
         try:
-            traced = trace(Ones(), Input((rows, 4)))
+            recorder = Recorder()
+            x = recorder.input(torch.empty(0), (rows, 4), torch.float32)
+            found = recorder.run(lambda: Ones()(x))
         finally:
             torch.set_default_dtype(before)
-        return [(tuple(each.meta["val"].shape), each.meta["val"].dtype) for each in traced.result]
+        return [(tuple(each.shape), each.dtype) for each in found]
 
     for _ in range(2):
         assert results(2, torch.float32) == [((3,), torch.float32), ((2, 3), torch.float32)]

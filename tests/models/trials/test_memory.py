@@ -1,11 +1,17 @@
 """Results of trials are remembered in the process, for the code that ran."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from support import tiny_models
 from support.models import tiny
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
+from torch_moe_mps import accelerate
 from torch_moe_mps.checkpoints.quantize.reasons import groups_of
 from torch_moe_mps.models.attention.latents import expansion_of
 from torch_moe_mps.models.trials import batching, memory, small_models
@@ -101,3 +107,37 @@ def test_random_numbers_of_the_process_stay(architecture, find):
     torch.manual_seed(5)
     assert [found for module in model.modules() if (found := find(module)) is not None]
     assert torch.equal(torch.rand(3), expected)
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+STATES = {
+    "inference mode": torch.inference_mode,
+    "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    "gradients": torch.enable_grad,
+    "default dtype": default_dtype,
+    "default device": functools.partial(torch.device, "meta"),
+    "a mode of operators": functools.partial(FlopCounterMode, display=False),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_result_does_not_depend_on_what_the_caller_is_in_the_middle_of(state):
+    class Norm(modeling.Qwen3MoeRMSNorm):
+        """A class that no test has asked about."""
+
+    def begin_here(module):
+        x = torch.ones(2, 2, requires_grad=True)
+        seen = (x @ x).dtype, x.device.type, x.is_inference(), (2 * x).requires_grad
+        assert seen == (torch.float32, "cpu", False, False)
+        return lambda form: True
+
+    with STATES[state]():
+        assert first_form(Norm(8), ("first",), begin_here) == "first"
+        accelerate(nn.Sequential(Norm(8)))
+    assert "rms_norm" in str(accelerate(nn.Sequential(Norm(8))))

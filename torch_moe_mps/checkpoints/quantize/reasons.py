@@ -13,7 +13,8 @@ from ...models.basics.interface import count_of, experts_of
 from ...models.basics.state import original_class
 from ...models.graphs.patterns import match
 from ...models.modules.traced import Input, path_of, trace
-from ...models.trials.comparing import agrees, on_the_cpu, tried
+from ...models.trials.comparing import agrees, tried
+from ...models.trials.memory import apart
 from ...models.trials.replicas import bare_replica
 from ..absent import around_text
 from .target import is_conv1d
@@ -88,7 +89,7 @@ def groups_of(module: nn.Module) -> int | None:
     if not is_own or not isinstance(groups, int) or groups < 1:
         return None
     probe, generator = bare_replica(module), torch.Generator().manual_seed(0)
-    with on_the_cpu():
+    with apart():
         weight, x = (torch.rand(s, generator=generator) - 0.5 for s in ((groups, 3, 5), (2, 4, groups, 5)))
         vars(probe).pop("weight", None)  # stands for one that is read from a checkpoint
         vars(probe).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})

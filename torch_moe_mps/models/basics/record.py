@@ -388,9 +388,9 @@ def _runs_by_chance(frame: types.FrameType) -> bool:
         return True
     arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
     if isinstance(last := arguments[-1] if arguments else None, weakref.ref) and last() is None:
-        return True  # what it referred to is gone
-    is_handler = last is not None and last is frame.f_back  # of a signal
-    return is_handler or any(_code_called(each) is code for each in gc.callbacks)
+        return True  # Python says that what it referred to is gone
+    handles_signal = last is not None and last is frame.f_back
+    return handles_signal or any(_code_called(each) is code for each in gc.callbacks)
 
 
 def _code_called(value: Any) -> Any:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, A
 from ...ops.families.experts import _moe_experts
 from ..basics.interface import FORM, KIND, ExpertsForm, is_quantized, is_settled
 from ..basics.state import REWRITTEN, STATE, Unsupported, original_class, restore_class, subclass
-from ..trials.comparing import agrees, apart, on_the_cpu, tried
+from ..trials.comparing import agrees, tried
 from ..trials.draws import eager, normal
-from ..trials.forms import Begin, first_form
+from ..trials.forms import first_form
 from ..trials.replicas import bare_replica, random_parameter
 from .experts import REFUSED, act_fn_of, activation_arguments, experts_forward, rows_forward, with_identity
 from .linears import QuantizedLinear
@@ -84,16 +84,10 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
         for turned, sizes in found
         for activation in (*_activations(module, first == FIRST[0]), *own_activation(module))
     ]
-    form = first_of(module, forms, _begin, found[0][1], len(inputs))
+    form = first_form(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
-
-
-def first_of(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any) -> Any:
-    """`first_form` of a module that may be on the meta device and in another dtype, as while loading."""
-    with on_the_cpu(), apart():
-        return first_form(module, forms, begin, *arguments)
 
 
 def own_activation(module: nn.Module) -> tuple[None, ...]:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.code import code_of
 from ..basics.guards import MISSING, PLACES
@@ -32,7 +31,7 @@ from ..graphs.nodes import memory_of, written
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
 from ..graphs.tracing import Recorder, is_operator
-from ..trials.memory import note_error, recall_alike
+from ..trials.memory import apart, note_error, recall_alike
 from .linears import LazyWeight, QuantizedLinear
 
 Found = TypeVar("Found")
@@ -99,7 +98,7 @@ def trace(
     like = torch.empty(0, device=_device_of(module))
     fakes = [recorder.input(like, item.sizes, item.dtype) for item in inputs]
     try:
-        with _plainly(), decisions:
+        with apart(), _silently(), decisions:
             function = function or original_class(module).forward
             results, form = pytree.tree_flatten(
                 recorder.run(lambda: function(watch.stand_in(module, ()), *fakes))
@@ -140,17 +139,11 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 @contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Operators as without gradients, whatever the caller is in the middle of; what fails is not logged."""
+def _silently() -> Iterator[None]:
+    """Operators that fail on fake tensors are not logged."""
     was_disabled, _LOG.disabled = _LOG.disabled, True
     try:
-        with (
-            _disable_current_modes(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch._C._DisableAutocast(),
-        ):
-            yield
+        yield
     finally:
         _LOG.disabled = was_disabled
 

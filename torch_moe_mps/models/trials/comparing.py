@@ -1,8 +1,6 @@
 """Comparison of two computations on random numbers."""
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +10,6 @@ from .draws import Void, current, require_finite
 from .memory import note_error
 
 TOLERANCE = 1e-4  # between the logits of two models, times the largest
-
-
-@contextlib.contextmanager
-def on_the_cpu() -> Iterator[None]:
-    """Tensors made without a device are on the CPU, where the generators of random ones are."""
-    is_default = torch.get_default_device().type == "cpu"  # else a mode is asked in each call of torch
-    with contextlib.nullcontext() if is_default else torch.device("cpu"):
-        yield
 
 
 def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
@@ -38,19 +28,6 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
     except Exception as error:  # it is not ours: any error may come of it
         note_error(error)
         return None
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Restores random numbers, gradients and defaults of the process."""
-    dtype = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
 
 
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:

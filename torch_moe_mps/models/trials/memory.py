@@ -1,13 +1,18 @@
 """Results of trials, remembered in this process.
 
-A result holds for the code that ran: classes and functions, and the globals that these read.
+A result holds for the code that ran: classes and functions, and the globals that these read. What the caller
+is in the middle of, as autocast, is no part of it: the code runs apart from that.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._faults import is_out_of_memory
 from ..basics.code import code_of
@@ -24,6 +29,35 @@ _MOST_ALIKE = 16  # results for one key
 _errors = [0]  # count of out-of-memory errors of eager code
 
 
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Tensors made without a device are on the CPU, where the generators of random ones are."""
+    is_default = torch.get_default_device().type == "cpu"  # else a mode is asked in each call of torch
+    with contextlib.nullcontext() if is_default else torch.device("cpu"):
+        yield
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Runs the block without gradients, modes and warnings, in float32 on the CPU, whatever the caller has.
+
+    The random numbers and defaults of the process are restored.
+    """
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        for context in (
+            *(warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _disable_current_modes()),
+            *(torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), on_the_cpu()),
+        ):
+            stack.enter_context(context)
+        warnings.simplefilter("ignore")
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
 def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     """find(), run once per key. A result is not remembered if eager code ran out of memory.
 
@@ -32,7 +66,9 @@ def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     """
     if key in _known:
         return _known[key]
-    before, result = memory_errors(), find()
+    before = memory_errors()
+    with apart():
+        result = find()
     if memory_errors() == before:
         _known[key] = result
     return result
@@ -56,7 +92,7 @@ def recall_alike(
     record, _, result = next(fits, (None, (), None))
     if record is None:
         before = memory_errors()
-        with recording_code() as record:
+        with apart(), recording_code() as record:
             result = find()
         if memory_errors() == before:
             known[key] = [*entries[1 - _MOST_ALIKE :], (record, record.described(module), result)]

@@ -24,7 +24,7 @@ from ..basics.interface import experts_of, is_quantized
 from ..basics.report import Report
 from ..basics.state import class_before
 from ..basics.unmodified import UNMODIFIED, all_operators
-from .comparing import TOLERANCE, apart
+from .comparing import TOLERANCE
 from .memory import note_error, recall_of_model
 from .small_models import VOCABULARY, CannotBeShrunk, fill, small_model
 
@@ -139,7 +139,7 @@ def _name(model: nn.Module) -> str:
 
 def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Verdict:
     """The verdict on a model: if a class alone is at fault, it is named."""
-    with apart(), all_operators():
+    with all_operators():
         try:
             torch.default_generator.manual_seed(0)
             small = small_model(model, said)

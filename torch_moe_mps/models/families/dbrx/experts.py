@@ -17,7 +17,7 @@ from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...basics.interface import ExpertsForm, Stack
 from ...basics.report import Done
 from ...modules.experts import experts_forward as interface_forward
-from ...modules.stacked_experts import Sizes, beside_replica, first_of, of_ids, own_activation, shapes_below
+from ...modules.stacked_experts import Sizes, beside_replica, of_ids, own_activation, shapes_below
 from ...trials.draws import normal
 from ...trials.forms import first_form
 
@@ -74,7 +74,7 @@ def recognise_experts(module: nn.Module) -> ExpertsForm | None:
         )
         for activation in (*map(Activation, POINTWISE), *own_activation(module))
     ]  # fmt: skip
-    found: ExpertsForm | None = first_of(module, forms, _begin_stacks, sizes)
+    found: ExpertsForm | None = first_form(module, forms, _begin_stacks, sizes)
     return found
 
 

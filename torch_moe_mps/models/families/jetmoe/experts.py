@@ -22,7 +22,7 @@ from ...basics.interface import ExpertsForm, Stack
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, state_of, with_methods
 from ...modules.experts import activation_arguments, experts_forward, multiplied, require_heard, runs_eager
-from ...modules.stacked_experts import Sizes, beside_replica, first_of, own_activation, shapes_below
+from ...modules.stacked_experts import Sizes, beside_replica, own_activation, shapes_below
 from ...trials.draws import eager, normal
 from ...trials.forms import first_form
 
@@ -65,7 +65,7 @@ def recognise_mlp_experts(module: nn.Module) -> ExpertsForm | None:
     """Form of an MLP of such experts, for packed weights; None for any other module."""
     sizes = _sizes(module, 2)
     forms = [tuple(Activation(name)) for name in POINTWISE] + [_OWN] * len(own_activation(module))
-    found = None if sizes is None else first_of(module, forms, _begin_mlp, sizes)
+    found = None if sizes is None else first_form(module, forms, _begin_mlp, sizes)
     if found is None:
         return None
     methods = (("forward", packed_forward),)
@@ -76,7 +76,7 @@ def recognise_mlp_experts(module: nn.Module) -> ExpertsForm | None:
 def recognise_attention_experts(module: nn.Module) -> ExpertsForm | None:
     """Form of the projections of such an attention, for packed weights; None for any other module."""
     sizes = _sizes(module, 1) if hasattr(type(module), "map") and hasattr(type(module), "reduce") else None
-    if sizes is None or not first_of(module, (True,), _begin_attention, sizes):
+    if sizes is None or not first_form(module, (True,), _begin_attention, sizes):
         return None
     return _form(module, None, "up_proj", (("map", packed_map), ("reduce", packed_reduce)))
 
