@@ -197,7 +197,7 @@ def attention(
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     has_weights = getattr(plain_config(getattr(module, "config", None)), ATTENTION, None) != "sdpa"
     is_asked = has_weights and options.get("output_attentions")
-    plain = not is_asked and _is_understood(module, dropout, options)
+    plain = not is_asked and _is_understood(module, dropout, options) and not _is_patched(module)
 
     mask, indices = attention_mask, None
     if not CHOICES.isdisjoint(options):
@@ -259,6 +259,21 @@ def _attention_of(cls: type) -> Callable[..., tuple[Tensor, Tensor | None]] | No
     """Attention of the file that has a layer's class, or a class beneath; None without one."""
     files = (sys.modules.get(each.__module__) for each in cls.__mro__)  # FSDP2 puts a class on top
     return next(filter(None, (getattr(file, "eager_attention_forward", None) for file in files)), None)
+
+
+# torch.compile cannot look a file's names up, so it keeps the answer.
+@torch.compiler.assume_constant_result
+def _is_patched(module: nn.Module) -> bool:
+    """True if a layer's config asks for eager attention, and its file has another function than its own."""
+    eager = _attention_of(type(module))
+    asked = getattr(plain_config(getattr(module, "config", None)), ATTENTION, None)
+    if asked != "eager" or eager is None:
+        return False
+    file = getattr(eager, "__globals__", {}).get("__name__", "")
+    is_own = file.startswith("transformers.models.") or file in {
+        cls.__module__ for cls in type(module).__mro__
+    }
+    return not is_own
 
 
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
