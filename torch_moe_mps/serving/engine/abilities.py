@@ -4,12 +4,11 @@ import functools
 import inspect
 import logging
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ...models.caches.cache import hands_cache_on
 from ...models.caches.prompt_cache import takes_layers
 from ...models.trials.batching import reason_against_rows
-from ...models.upstream import GenerationMixin
 from ...transformers.deferrable import forgets_states
 
 logger = logging.getLogger(__name__)
