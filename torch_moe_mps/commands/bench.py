@@ -24,7 +24,7 @@ from .._environment import processes
 from .._faults import gpu_busy, synchronize
 from ..checkpoints.source import Source
 from ..macs import this_mac
-from ..models.caches.prompt_cache import new_cache
+from ..models.caches.prefix_state import empty_cache
 from ..models.capture.classes import tokens_of
 from ..models.kv_sizes import KVCache
 from ..models.modules.experts_on_disk import reads_of
@@ -338,7 +338,7 @@ class Bench:
         """A copy of the context behind two tokens: the cache has room for more then."""
         cache = None
         if self.prompts.kept:
-            cache = self.prompts.take(self.ids[0, : depth + 1], new_cache(self.model)).cache
+            cache = self.prompts.take(self.ids[0, : depth + 1], empty_cache(self.model)).cache
         for _ in range(2):
             cache = cache_among(self._forward(self.ids[:, :1].to(self.device), cache))
         return cache

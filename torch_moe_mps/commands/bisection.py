@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._environment import CAPTURE, REFUSE, having, refused
 from .._text import first_line
-from ..models.caches.prompt_cache import new_cache, takes_layers
+from ..models.caches.prefix_state import empty_cache
 from ..models.upstream.calls import cache_among, cache_argument
 from ..ops import OPERATORS
 from ..selfcheck.compare import TOLERANCE, difference
@@ -116,7 +116,7 @@ def greedy(model: Any, ids: Tensor, tokens: Iterable[Tensor] | None = None) -> t
     Args:
         tokens: those that follow the prompt, instead of the likeliest.
     """
-    cache = new_cache(model) if takes_layers(model) else None
+    cache = empty_cache(model)
     found = model(ids, **({} if cache is None else cache_argument(model, cache)), use_cache=True)
     cache = cache_among(found, cache)
     logits, given = [found.logits[0].cpu()], []
