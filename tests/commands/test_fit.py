@@ -22,10 +22,10 @@ import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.commands import fit, main
-from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.models.caches.batched import BatchedCache
 from torch_moe_mps.models.caches.prompt_cache import new_cache
 from torch_moe_mps.models.caches.state import parts
+from torch_moe_mps.models.kv_sizes import KVCache
 from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 from torch_moe_mps.transformers.deferrable import deferrable_layers
 
@@ -244,7 +244,7 @@ def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
     options = {"head_dim": 64, "sliding_window": 16}
     with torch.device("meta"):
         config = tiny_models.tiny_config(architecture, **options)
-        found = kv_cache(tiny_models.model_class(architecture)(config), bits)
+        found = KVCache.of_model(tiny_models.model_class(architecture)(config), bits)
     model = tiny_models.tiny_model(architecture, **options)
     torch_moe_mps.accelerate(model, kv_bits=bits)
     for calls in ([3], [700, 1], [400, 300, *[1] * 70]):
@@ -419,7 +419,7 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     if getattr(text, "sliding_window", None):
         text.sliding_window = 16
     with torch.device("meta"):
-        found = kv_cache(tiny_models.model_class(architecture)(config))
+        found = KVCache.of_model(tiny_models.model_class(architecture)(config))
     model = tiny_models.model_class(architecture)(config).eval()
     for tokens in (1, 5, 40):
         with torch.no_grad():
@@ -443,7 +443,7 @@ def test_the_memory_beside_states_has_room_for_drafts(architecture):
     """For what is pending in a row of a model, of whose kind of states fit does not know."""
     config = tiny_models.tiny_config(architecture)
     with torch.device("meta"):
-        found = kv_cache(tiny_models.model_class(architecture)(config))
+        found = KVCache.of_model(tiny_models.model_class(architecture)(config))
     model = eager(tiny_models.tiny_model(architecture))
     torch_moe_mps.accelerate(model)
     rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
@@ -588,6 +588,6 @@ def test_mtp_layers_have_a_cache_as_the_last_layer():
     def of(layers: int, more: int):
         with torch.device("meta"):
             model = tiny_models.tiny_model("glm4_moe", num_hidden_layers=layers)
-        return kv_cache(model, more=more).rates
+        return KVCache.of_model(model, more=more).rates
 
     assert of(2, 2) == of(4, 0) != of(2, 0)

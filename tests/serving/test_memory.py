@@ -17,6 +17,7 @@ from transformers import DynamicCache, GenerationConfig
 import torch_moe_mps
 from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
 from torch_moe_mps.macs import machine_memory
+from torch_moe_mps.models.caches import prefix_state
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
 from torch_moe_mps.serving.engine.memory import Level, Memory, memory_in_use
@@ -156,8 +157,8 @@ def test_a_prompt_that_is_kept_looks_at_no_other_ones_tensors(tmp_path, monkeypa
     """Whoever asks for many short answers would hold the others up; the oldest prompts go."""
     monkeypatch.setattr(prompts_module, "_MOST", 9)
     counts, made = list[int](), list[CachedPrefix]()
-    for module in (prompts_module, disk_module):
-        monkeypatch.setattr(module, "storages_of", _counting(counts, module.storages_of))
+    counting = _counting(counts, prefix_state.storages_of)
+    monkeypatch.setattr(prefix_state, "storages_of", counting)
     prompts = PrefixCache(1 << 30, disk=Disk(tmp_path, 1 << 30))
     prompts.read(small())
     for number in range(30):

@@ -41,6 +41,7 @@ FLOORS = (
     "models.families",
     "models.capture",
     "models.adapters",
+    "models.kv_sizes",
     "checkpoints",
     "transformers.mtp",
     "transformers",

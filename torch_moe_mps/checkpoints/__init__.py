@@ -22,7 +22,7 @@ Other parts of the package import these names alone:
                          read_importance
     quantize.recipe      ARGUMENTS, AUTO, fits, Recipe, recipe_of, requested_recipe, SAME
     quantize.sizes       bytes_a_token, bytes_of_experts, large_tables, memory_for_slots, prompt_bytes,
-                         quantized_sizes, room_for_experts, top_k, total_bytes
+                         quantized_sizes, room_for_experts, share_of_token, total_bytes
     quantize.target      quantizable, Target
     quantizer            layout_of, Quantizer, register
     source               NO_MODEL, read_tokenizer, Source

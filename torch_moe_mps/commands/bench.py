@@ -24,8 +24,9 @@ from .._environment import processes
 from .._faults import gpu_busy, synchronize
 from ..checkpoints.source import Source
 from ..macs import this_mac
-from ..models.caches.prompt_cache import new_cache
+from ..models.caches.prefix_state import empty_cache
 from ..models.capture.classes import tokens_of
+from ..models.kv_sizes import KVCache
 from ..models.modules.experts_on_disk import reads_of
 from ..models.upstream.calls import cache_among, cache_argument
 from ..selfcheck import tensor_units
@@ -36,7 +37,6 @@ from ..serving.engine.job import Job
 from ..serving.engine.prefill import END
 from ..serving.prefix_cache.memory import PrefixCache
 from .arguments import NO_DRAFTS
-from .caches import KVCache, kv_cache
 from .perplexity import text_ids
 from .processes import sizes_of
 from .results import write_json
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
     cache = None
     if bandwidth is not None:
-        cache = kv_cache(skeleton_of(options, source)[1], options.kv_bits)
+        cache = KVCache.of_model(skeleton_of(options, source)[1], options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     if options.speculative not in (None, NO_DRAFTS):
         bench.speculative = drafts_of(options, model, source, device, bench.prompts)
@@ -338,7 +338,7 @@ class Bench:
         """A copy of the context behind two tokens: the cache has room for more then."""
         cache = None
         if self.prompts.kept:
-            cache = self.prompts.take(self.ids[0, : depth + 1], new_cache(self.model)).cache
+            cache = self.prompts.take(self.ids[0, : depth + 1], empty_cache(self.model)).cache
         for _ in range(2):
             cache = cache_among(self._forward(self.ids[:, :1].to(self.device), cache))
         return cache

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from .._environment import CAPTURE, REFUSE, having, refused
 from .._text import first_line
-from ..models.caches.prompt_cache import new_cache, takes_layers
-from ..models.graphs.passes import FUSION, INTRODUCED, PASSES
+from ..models.caches.prefix_state import empty_cache
 from ..models.upstream.calls import cache_among, cache_argument
 from ..ops import OPERATORS
 from ..selfcheck.compare import TOLERANCE, difference
 from ..selfcheck.facts import anonymous, facts
 from ..transformers import accelerate, restore
 from ..transformers.loading import from_pretrained
-from ..transformers.self_check import operators_of_weights
+from ..transformers.self_check import operators_of_weights, passes
 from .results import written_whole
 from .sources import folder_of, tokenizer_of
 
@@ -55,12 +54,13 @@ class Bisection:
         """Makes trials until one mends the difference. Returns: what it leaves out; None if none does."""
         if not self.agrees({CAPTURE: "0"}):
             return self._first_operator()
-        if not self.agrees(_without(FUSION)):
+        (every, _), *single = passes().items()
+        if not self.agrees(_without(every)):
             return "capture"
-        for passed in dict.fromkeys([*INTRODUCED, *PASSES]):  # first those that put operators in
-            if self.agrees(_without(passed.__name__)):
-                puts_in = f", which puts in {INTRODUCED[passed]}" if passed in INTRODUCED else ""
-                return f"the pass {passed.__name__}{puts_in}"
+        for name, operator in single:
+            if self.agrees(_without(name)):
+                puts_in = "" if operator is None else f", which puts in {operator}"
+                return f"the pass {name}{puts_in}"
         return "fusion, but no single pass of it"
 
     def agrees(self, variables: dict[str, str]) -> bool:
@@ -116,7 +116,7 @@ def greedy(model: Any, ids: Tensor, tokens: Iterable[Tensor] | None = None) -> t
     Args:
         tokens: those that follow the prompt, instead of the likeliest.
     """
-    cache = new_cache(model) if takes_layers(model) else None
+    cache = empty_cache(model)
     found = model(ids, **({} if cache is None else cache_argument(model, cache)), use_cache=True)
     cache = cache_among(found, cache)
     logits, given = [found.logits[0].cpu()], []

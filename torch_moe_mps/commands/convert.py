@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from .. import __version__
-from .._text import split_gguf
+from .._text import in_unit, split_gguf
 from .._weight_formats import ROWS
 from ..checkpoints.activations import chosen, range_of
 from ..checkpoints.calibration import importance_for
@@ -32,8 +32,7 @@ from ..checkpoints.write.parts import Parts
 from ..checkpoints.write.plan import LoadPlan, planned
 from ..checkpoints.write.saving import save_parts
 from ..macs import machine_memory
-from ..models.basics.report import QuantizationReport, in_unit
-from ..models.upstream.models import GENERATION_CONFIG_NAME
+from ..transformers import QuantizationReport
 from ..transformers.loading import from_pretrained
 from .card import CARD, model_card
 from .early import check_packed, requests_format
@@ -335,6 +334,6 @@ def _rename(folder: Path, destination: Path) -> None:
 def _save_generation_config(model: nn.Module, folder: Path, source: str) -> None:
     generates: Any = model
     if generates.can_generate():
-        has_config = (Path(source) / GENERATION_CONFIG_NAME).exists()
+        has_config = (Path(source) / "generation_config.json").exists()
         config = GenerationConfig.from_pretrained(source) if has_config else generates.generation_config
         config.save_pretrained(folder)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._limits import LARGEST_CHUNK
-from .._text import fitted
+from .._text import aligned, fitted, unit_of
 from ..checkpoints.layouts.files import checkpoint_files
 from ..checkpoints.mtp import bytes_of_mtp, empty_mtp
 from ..checkpoints.own.config import QuantizationConfig
@@ -35,8 +35,7 @@ from ..checkpoints.quantize.target import Target
 from ..checkpoints.quantizer import layout_of
 from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
-from ..models.basics.interface import experts_of, weights_in
-from ..models.basics.report import aligned, unit_of
+from ..models.kv_sizes import KVCache
 from ..ops._checks import Check
 from ..ops.families.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
@@ -44,8 +43,8 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prefix_cache.memory import LONGEST
 from ..serving.speculative import LOOKUP
+from ..transformers import experts_of
 from . import residency
-from .caches import KVCache, kv_cache
 from .recipes import NAMED, arguments_of_recipe
 from .results import write_json
 from .sources import context_of, folder_of, skeleton_of
@@ -87,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
-    cache = kv_cache(model, options.kv_bits)
+    cache = KVCache.of_model(model, options.kv_bits)
     with_mtp = _with_mtp(options, model, folder, sizes, cache)
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, cache)
@@ -260,7 +259,7 @@ def _with_mtp(
         return cache
     for size in sizes:
         size.speculative = bytes_of_mtp(layers, model, size.targets)
-    return kv_cache(model, options.kv_bits, len(layers.layers))
+    return KVCache.of_model(model, options.kv_bits, len(layers.layers))
 
 
 def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
@@ -345,7 +344,7 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
 def sizes_of(model: Any, group_size: int | None) -> list[Size]:
     """The dense model in 16 bits, if its weights are float32 in 32 as well, and in each number of bits."""
     formats = [Format(bits, group_size) for bits in BITS]
-    wide = [weight for weight in weights_in(model) if weight.dtype is torch.float32 is model.dtype]
+    wide = [weight for weight in model.parameters() if weight.dtype is torch.float32 is model.dtype]
     return [
         *([_size(_WIDE, model, ())] if wide else []),
         _sized(_DENSE, model, {weight: 2 * weight.numel() for weight in wide}),

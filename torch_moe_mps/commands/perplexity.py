@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._faults import free, synchronize
 from .._progress import with_progress
+from .._text import aligned
 from ..checkpoints.calibration import SAMPLE
 from ..models.basics.logits import wide_logits
-from ..models.basics.report import aligned
 from ..models.upstream.calls import cache_argument
 from ..ops.families.attention import CACHE_BITS
 from .places import utf8_text

@@ -75,7 +75,8 @@ def load_spread(options: argparse.Namespace, folder: str, **asked: Any) -> Any:
         from ..transformers.loading import from_pretrained
 
         return from_pretrained(folder, **asked)
-    from ..models.upstream import DistributedConfig
+    from transformers import DistributedConfig
+
     from ..pipeline import executor, loading
 
     size = DistributedConfig(pp_size=processes())

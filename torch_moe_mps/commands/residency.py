@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..checkpoints.quantize.sizes import large_tables, memory_for_slots, room_for_experts, top_k
-from ..models.basics.interface import count_of, experts_of
-from ..models.basics.report import aligned
+from .._text import aligned
+from ..checkpoints.quantize.sizes import large_tables, memory_for_slots, room_for_experts, share_of_token
+from ..transformers import experts_of
 
 # Share of the experts that is in memory -> share of a token's experts that is found there: owners' figures
 # for Qwen3-30B-A3B with a least recently used cache a layer. Those of gpt-oss-120b and of Qwen3.8 are near.
@@ -62,7 +62,7 @@ def residency(model: Any, size: Any, limit: int, bandwidth: float | None) -> Res
     if room is None:
         return None
     one, staging = next(iter(experts.values())), 2 * max(layers)
-    of_token = total * top_k(one) / count_of(one)
+    of_token = total * share_of_token(one)
     least = min(total, staging + math.ceil(of_token))
     memory = memory_for_slots(total, room, least)
     if memory < least:

@@ -10,11 +10,11 @@ from typing import Any
 from .._environment import processes
 from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
+from ..models.kv_sizes import KVCache
 from ..serving.engine.loop import EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served
 from ..serving.prefix_cache.memory import PrefixCache
-from .caches import kv_cache
 from .prefixes import disk_of
 from .sources import (
     check_adapter,
@@ -63,7 +63,7 @@ def _context_in(
     """
     assert generator.memory is not None
     room, more = generator.memory.free, generator.mtp_layers
-    cache = kv_cache(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
+    cache = KVCache.of_model(skeleton_of(options, folder)[1].to(model.dtype), options.kv_bits, more)
     if cache is not None and (of_draft := draft_cache(options, model.dtype)) is not None:
         cache += of_draft
     context = longest if cache is None else cache.tokens_in(room, longest)

@@ -18,6 +18,7 @@ from ..checkpoints.on_disk import DiskPlan, planned
 from ..checkpoints.quantize.recipe import ARGUMENTS
 from ..checkpoints.source import Source, read_tokenizer
 from ..macs import refusal
+from ..models.adapters.adapter import Adapter
 from ..serving.prefix_cache.memory import LONGEST
 from .places import SMALL_FILES, place_of, place_of_adapter
 from .processes import load_spread
@@ -142,42 +143,22 @@ def check_adapter(options: argparse.Namespace, folder: str) -> None:
     """
     if options.adapter is None:
         return
-    from peft import LoraConfig, get_peft_model
-
-    from ..models.adapters.lora import check_stored, quiet
-
     adapter, (_, dense) = place_of_adapter(options.adapter, weights=True), skeleton_of(options, folder)
-    config = LoraConfig.from_pretrained(adapter)
-    config.init_lora_weights = False  # some ways to initialise read the weights
-    with quiet(), torch.device("meta"):
-        adapted = get_peft_model(dense, config)
-    check_stored(adapter, adapted)
+    Adapter(adapter).check(dense)
 
 
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """The model with the layers of --adapter in it; itself without one."""
     if options.adapter is None:
         return model
-    from peft import PeftModel
-
-    from ..models.adapters.lora import quiet
-
-    with quiet():
-        adapted = PeftModel.from_pretrained(model, place_of_adapter(options.adapter, weights=True))
-    return adapted.eval().get_base_model()
+    return Adapter(place_of_adapter(options.adapter, weights=True)).added_to(model)
 
 
 def _check_adapter_beside(plan: DiskPlan, adapter: str) -> None:
     """Raises: ValueError for an --adapter of experts that will be on the disk, before these are written."""
-    from peft import LoraConfig
-
-    from ..models.adapters.peft import adapts_experts
-
-    config = LoraConfig.from_pretrained(place_of_adapter(adapter, weights=True))
-    for name in plan.on_disk:
-        if adapts_experts(config, name, plan.model.get_submodule(name)):
-            expected = "without LoRA on experts beside --experts-memory"
-            raise ValueError(f"--adapter must be {expected}, got one of {name}")
+    if name := Adapter(place_of_adapter(adapter, weights=True)).adapted_experts(plan.model, plan.on_disk):
+        expected = "without LoRA on experts beside --experts-memory"
+        raise ValueError(f"--adapter must be {expected}, got one of {name}")
 
 
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:

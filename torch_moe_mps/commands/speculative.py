@@ -9,7 +9,8 @@ import torch
 from .._text import first_line
 from ..checkpoints.mtp import has_mtp, recipe_of_last_layer
 from ..checkpoints.source import Source
-from ..models.modules.experts_on_disk import expert_pools
+from ..models.kv_sizes import KVCache
+from ..models.modules.experts_on_disk import reads_of
 from ..serving.engine.drafting import Drafting
 from ..serving.engine.ranges import vocabulary_of
 from ..serving.prefix_cache.memory import PrefixCache
@@ -18,7 +19,6 @@ from ..serving.speculative.asked import drafting_of
 from ..serving.speculative.dflash import is_dflash, require_assistant
 from ..serving.speculative.draft import require_tokens
 from .arguments import NO_DRAFTS
-from .caches import KVCache, block_cache, kv_cache
 from .sources import folder_of, loading_options, skeleton_of, tokenizer_of
 
 
@@ -32,7 +32,7 @@ def drafts_of(
     if options.speculative == NO_DRAFTS:
         return None
     if options.speculative is None:  # each draft token may need experts of its own from the disk
-        return None if expert_pools(model) is not None else _by_default(model, prompts)
+        return None if "experts" in reads_of(model) else _by_default(model, prompts)
     if options.speculative in (LOOKUP, MTP):
         return drafting_of(model, options.speculative, prompts, "--speculative")
     draft, draft_folder = _draft(options, model, device)
@@ -58,8 +58,8 @@ def draft_cache(options: argparse.Namespace, dtype: torch.dtype) -> KVCache | No
         return None
     source, model = skeleton_of(options, folder_of(options.speculative, weights=False))
     if is_dflash(source.config):
-        return block_cache(source.config, dtype)
-    return kv_cache(model.to(dtype), options.kv_bits)
+        return KVCache.of_block_drafter(source.config, dtype)
+    return KVCache.of_model(model.to(dtype), options.kv_bits)
 
 
 def _draft(options: argparse.Namespace, model: Any, device: str) -> tuple[Any, str]:

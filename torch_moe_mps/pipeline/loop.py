@@ -19,7 +19,6 @@ from transformers import Cache
 from .._text import first_line
 from ..checkpoints.absent import around_text
 from ..checkpoints.quantize.sizes import total_bytes
-from ..models.basics.interface import weights_in
 from ..models.upstream.calls import cache_among, cache_argument, call_on_shapes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
@@ -113,7 +112,8 @@ class _Calls(TorchDispatchMode):
         self._begun = 0  # how many layers
         self._sources: dict[int, set[_Source]] = {}  # by storage
         self._alive: list[Tensor] = []
-        for weight in weights_in(model.get_input_embeddings()):
+        embedding = model.get_input_embeddings()
+        for weight in (*embedding.parameters(), *embedding.buffers()):
             self._add(weight, {_EMBEDDED})
         for number, layer in enumerate(layers):
             for tensor in (*layer.parameters(), *layer.buffers()):

@@ -63,12 +63,12 @@ def read_requested(function: str, model: nn.Module, formats: Mapping[str, Collec
     Raises: ValueError for a name that is none, and for an operator of quantised weights of the model.
     """
     found: dict[str, str] = {}
-    passes = {FUSION, *(passed.__name__ for passed in PASSES)}
+    names_of_passes = passes().keys()
     for name in refused():
         # `moe_experts` also stands for the form of it that modules call.
-        named = {name, f"_{name}"} & {*OPERATORS} or {name} & passes
+        named = {name, f"_{name}"} & {*OPERATORS} or {name} & names_of_passes
         if not named:
-            close = difflib.get_close_matches(name, [*OPERATORS, *passes], 1, 0)[0]
+            close = difflib.get_close_matches(name, [*OPERATORS, *names_of_passes], 1, 0)[0]
             raise ValueError(
                 f"moe_mps::{function}: {REFUSE} must be names of operators or of passes with commas between, "
                 f"or {FUSION}, got {name!r}; the nearest is {close}"
@@ -82,6 +82,15 @@ def read_requested(function: str, model: nn.Module, formats: Mapping[str, Collec
             )
     REQUESTED.clear()
     REQUESTED.update(found)
+
+
+def passes() -> dict[str, str | None]:
+    """{name of a pass for MOE_MPS_REFUSE: the operator that it puts in, or None}.
+
+    The first name stands for all passes. Passes that put operators in come next.
+    """
+    every = {passed.__name__: INTRODUCED.get(passed) for passed in dict.fromkeys([*INTRODUCED, *PASSES])}
+    return {FUSION: None, **every}
 
 
 def operators_of_weights(

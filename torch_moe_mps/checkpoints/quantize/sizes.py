@@ -113,6 +113,11 @@ def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
     return bytes_of_experts(experts, sizes) * top_k(experts) // count_of(experts)
 
 
+def share_of_token(experts: nn.Module) -> float:
+    """Share of the experts of a module that a token is routed to."""
+    return top_k(experts) / count_of(experts)
+
+
 def top_k(experts: nn.Module) -> int:
     """Number of experts that a token is routed to."""
     count, config = count_of(experts), vars(experts).get("config")

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..._text import aligned, in_unit
 from ...models.basics.interface import codes_of
-from ...models.basics.report import aligned, any_layer, in_unit
+from ...models.basics.report import any_layer
 from ...models.modules.linears import formats_in
 from ...quantization import Format
 from ..quantize.sizes import bytes_a_token

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..._extension import host_library
+from ..._limits import MOST_TOKENS
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
@@ -28,7 +29,6 @@ from .latents import LazyLatents
 from .visible import CHOICES, Visible, with_choice
 
 NAME = "moe_mps"  # the implementation in place of "eager"
-MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 _SPECIAL = frozenset(("cache", "softcap", "s_aux"))  # arguments of `sdpa`, beside its usual
 _ADDED = frozenset(("position_bias", "sinks"))  # arguments of `cached_attention` that the operator lacks

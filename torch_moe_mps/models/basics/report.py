@@ -1,12 +1,11 @@
 """Reports of what quantising and accelerating did, module by module."""
 
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..._text import fitted, terminal_width
+from ..._text import aligned, fitted, in_unit, with_text
 from ...quantization import Format
 
 
@@ -114,68 +113,9 @@ class QuantizationReport:
         return aligned(rows, 2)
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The lines of a table; the first `left` columns are aligned to the left, the others to the right.
-
-    A table that is wider than the terminal becomes several, each with the first columns and some others.
-    """
-    lines: list[str] = []
-    for columns in _parts(rows, left):
-        widths = [max(len(row[i]) for row in rows) for i in columns]
-        sides = [str.ljust if i < left else str.rjust for i in columns]
-        cells = (zip(sides, (row[i] for i in columns), widths, strict=True) for row in rows)
-        lines += [""] if lines else []
-        lines += ["  ".join(side(cell, width) for side, cell, width in line).rstrip() for line in cells]
-    return lines
-
-
-def _parts(rows: Sequence[Sequence[str]], left: int) -> list[list[int]]:
-    """The columns of each table into which a wide one is cut."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first, most = [*range(left)], terminal_width() or sum(widths) + 2 * len(widths)
-    parts = [[*first]]
-    for i in range(left, len(widths)):
-        if len(parts[-1]) > left and sum(widths[j] + 2 for j in (*parts[-1], i)) - 2 > most:
-            parts.append([*first])
-        parts[-1].append(i)
-    return parts
-
-
-def with_text(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose last column is text, which stands below the row where it is too wide.
-
-    The first row is the head; the second one is a line below it.
-    """
-    lines, width = aligned(rows, len(rows[0])), terminal_width()
-    if width is None or max(map(len, lines)) <= width:
-        return lines
-    rows = [rows[0], *rows[2:]]
-    names = aligned([row[:-1] for row in rows], len(rows[0]) - 1)
-    indented = textwrap.TextWrapper(
-        width, initial_indent="    ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-    return [
-        part
-        for name, row in zip(names, rows, strict=True)
-        for part in (*fitted([name]), *indented.wrap(row[-1]))
-    ]
-
-
 def any_layer(name: str) -> str:
     """Numbers in the name of a module replaced by *."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def unit_of(largest: int) -> tuple[float, str]:
-    """The bytes and the name of the unit for numbers of bytes up to the largest."""
-    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
-
-
-def in_unit(largest: int) -> Callable[[int], str]:
-    """A function that formats numbers of bytes in one unit, chosen by the largest."""
-    size, name = unit_of(largest)
-    digits = 2 if name == "GB" else 1
-    return lambda count: f"{count / size:.{digits}f} {name}"
 
 
 class Done(NamedTuple):

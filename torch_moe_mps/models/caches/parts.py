@@ -26,7 +26,7 @@ from .prompt_cache import copied, fits_one_prefix, plain_class
 from .quantized_states import QuantizedStates
 from .state import OWN, LayerState, Name, copy_of_layer
 
-Part = Mapping[int, dict[str, Any]]
+Values = Mapping[int, dict[str, Any]]  # {index of a layer: its attributes}
 Classes = Mapping[int, tuple[str, int | None]]  # name in transformers, bits of keys and values
 
 
@@ -37,7 +37,67 @@ class Grows(NamedTuple):
     tensor: Tensor
 
 
-def block(cache: DynamicCache, start: int, end: int) -> Part:
+class Part(NamedTuple):
+    """A part of a cache, and the classes of its layers."""
+
+    values: Values
+    classes: Classes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors; the CPU without any."""
+        tensors = (leaf for leaf in tree_leaves(self.values) if isinstance(leaf, Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def on_device(self, device: torch.device) -> "Part":
+        """A part whose tensors are on a device."""
+        return self._replace(
+            values=tree_map_only((Tensor, torch.device), partial(_moved, device), self.values)
+        )
+
+    def begun_copy(self) -> "Part":
+        """A copy on the CPU, complete as `host_copy`."""
+        copies = tree_map_only(Tensor, lambda value: changed(copied(value), host_copy), self.values)
+        return self._replace(values=copies)
+
+    def to_bytes(self, header: str) -> bytes:
+        """The file of a part: safetensors, whose metadata has all but the tensors in JSON, and a checksum.
+
+        The part is on the CPU, without views.
+
+        Args:
+            header: tells the part from all others; `read` must be given the same.
+
+        Raises: ValueError for a value that cannot be written.
+        """
+        tensors: dict[str, Tensor] = {}
+        layers = [
+            [index, *self.classes[index], _stored(values, tensors)] for index, values in self.values.items()
+        ]
+        about = {"header": header, "layers": json.dumps(layers)}
+        return save(tensors, metadata={**about, "sum": _checksum(about, tensors)})
+
+    @classmethod
+    def read(cls, file: Path, header: str) -> "Part":
+        """The part that a file has; its tensors lie in the file, on the CPU.
+
+        Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, is something else,
+            or has another header.
+        """
+        with safe_open(file, framework="pt") as reader:
+            about = reader.metadata() or {}
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+        if about.pop("sum", None) != _checksum(about, tensors):
+            raise ValueError("its checksum is another")
+        if about["header"] != header:
+            raise ValueError(f"its header must be {header}, got {about['header']}")
+        part, classes = {}, {}
+        for index, name, bits, values in json.loads(about["layers"]):
+            part[index], classes[index] = _read(values, tensors), (name, bits)
+        return cls(part, classes)
+
+
+def block(cache: DynamicCache, start: int, end: int) -> Values:
     """The tokens from `start` to `end`, of the layers that hold all. The tensors are views."""
     part = {}
     for index, layer in enumerate(cache.layers):
@@ -79,20 +139,19 @@ class JoinedCache:
     def __init__(self, cache: DynamicCache, tokens: int):
         self.cache, self.tokens, self._most = cache, 0, tokens
 
-    def add(self, part: Part, classes: Classes, end: int) -> None:
+    def add(self, part: Part, end: int) -> None:
         """Adds a part, whose tensors are copied: to all layers, or to none if it raises.
 
         Args:
-            classes: {index of a layer: its class in transformers, the bits of its keys and values}
             end: the tokens that the cache then has.
 
         Raises: ValueError for layers of another cache, and for layers of other lengths.
         """
         layers = [*self.cache.layers]
-        while len(layers) <= max(part, default=-1):
+        while len(layers) <= max(part.values, default=-1):
             layers.append(self.cache.layer_class_to_replicate())
-        for index, values in part.items():
-            layers[index] = self._longer_layer(layers[index], values, classes[index], end)
+        for index, values in part.values.items():
+            layers[index] = self._longer_layer(layers[index], values, part.classes[index], end)
         self.cache.layers[:], self.tokens = layers, end
 
     def _longer_layer(
@@ -145,40 +204,6 @@ def classes_of(cache: DynamicCache) -> Classes:
     }
 
 
-def octets_of(part: Part, classes: Classes, header: str) -> bytes:
-    """The file of a part: safetensors, whose metadata has all but the tensors in JSON, and a checksum.
-
-    Args:
-        part: on the CPU, without views.
-        header: tells the part from all others; `read_part` must be given the same.
-
-    Raises: ValueError for a value that cannot be written.
-    """
-    tensors: dict[str, Tensor] = {}
-    layers = [[index, *classes[index], _stored(values, tensors)] for index, values in part.items()]
-    about = {"header": header, "layers": json.dumps(layers)}
-    return save(tensors, metadata={**about, "sum": _checksum(about, tensors)})
-
-
-def read_part(file: Path, header: str) -> tuple[Part, Classes]:
-    """A part and the classes of its layers; its tensors lie in the file, on the CPU.
-
-    Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, something else, or of
-        another header.
-    """
-    with safe_open(file, framework="pt") as reader:
-        about = reader.metadata() or {}
-        tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-    if about.pop("sum", None) != _checksum(about, tensors):
-        raise ValueError("its checksum is another")
-    if about["header"] != header:
-        raise ValueError(f"its header must be {header}, got {about['header']}")
-    part, classes = {}, {}
-    for index, name, bits, values in json.loads(about["layers"]):
-        part[index], classes[index] = _read(values, tensors), (name, bits)
-    return part, classes
-
-
 def _checksum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """A checksum of a file's metadata, and of its tensors in the order of names."""
     kinds = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
@@ -229,21 +254,5 @@ def _read(stored: Any, tensors: Mapping[str, Tensor]) -> Any:
     return torch.device(value)
 
 
-def on_device(part: Part, device: torch.device) -> Part:
-    """A part whose tensors are on a device."""
-    return tree_map_only((Tensor, torch.device), partial(_moved, device), part)
-
-
 def _moved(device: torch.device, value: Tensor | torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else device
-
-
-def begun_copy(part: Part) -> Part:
-    """A copy of a part on the CPU, complete as `host_copy`."""
-    return tree_map_only(Tensor, lambda value: changed(copied(value), host_copy), part)
-
-
-def device_of(part: Part) -> torch.device:
-    """The device of a part's tensors; the CPU without any."""
-    tensors = (leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..._extension import host_library
-from ..attention.attention import MOST_TOKENS
+from ..._limits import MOST_TOKENS
 from ..basics.state import NOTHING, STATE, made_as, restore_class, state_in, state_of, subclass
 from ..caches.cache import takes_cache
 from ..modules.sampling import OPERATOR

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._limits import MOST_TOKENS
 from ...ops.families.slots import using
-from ..attention.attention import MOST_TOKENS
 from ..attention.causal_mask import padding_of
 from ..basics.residency import follow_moved
 from ..basics.unmodified import REFUSED

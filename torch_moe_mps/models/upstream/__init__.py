@@ -10,9 +10,6 @@ from typing import Any
 _ON_USE = {
     "DFlashCache": "cache_utils",
     "DFlashTokenCandidateGenerator": "generation.candidate_generator",
-    "DistributedConfig": "distributed",
-    "GenerationMixin": "generation",
-    "GenerationMode": "generation",
     "GradientCheckpointingLayer": "modeling_layers",
     "LogitsProcessorList": "generation",
     "MTPCandidateGenerator": "generation.candidate_generator",

@@ -4,12 +4,11 @@ import functools
 import inspect
 import logging
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ...models.caches.cache import hands_cache_on
-from ...models.caches.prompt_cache import takes_layers
+from ...models.caches.prefix_state import keeps_prompts
 from ...models.trials.batching import reason_against_rows
-from ...models.upstream import GenerationMixin
 from ...transformers.deferrable import forgets_states
 
 logger = logging.getLogger(__name__)
@@ -41,11 +40,6 @@ class Abilities:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("torch_moe_mps: sequences run sequentially: %s", reason)
-
-
-def keeps_prompts(model: PreTrainedModel) -> bool:
-    """True if the whole state of a model is in a growing cache."""
-    return takes_layers(model) and hands_cache_on(model)
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._limits import LARGEST_CHUNK
-from ...models.caches.prompt_cache import kept_states, new_cache, takes_layers
-from ...models.upstream.calls import cache_among, takes_positions
-from ...models.upstream.models import LinearAttentionCacheLayerMixin
+from ...models.caches.prefix_state import empty_cache, needs_positions
+from ...models.upstream.calls import cache_among
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,
@@ -72,7 +71,7 @@ class Prefill:
     ):
         self.prefix_cache, self.images = prefix_cache, images
         self.ids, self._device, self._beside, self._modules = ids, model.device, beside, modules
-        cache: Any = new_cache(model) if takes_layers(model) else None
+        cache = empty_cache(model)
         self.cached = CachedPrefix(ids[0, :0], cache)
         if prefix_cache is not None:
             prefix_cache.read(model)
@@ -80,10 +79,8 @@ class Prefill:
         self._deltas = {} if self.cached.images is None else self.cached.images.moved
         self._end = ids.shape[1]
         self._is_whole = cache is None or reads_whole or self.has_new_images
-        # Bamba's eager forward counts positions from the first token of a call. Pipeline stages decide alike:
-        # their caches are of one config, and their forwards of one class.
-        has_states = cache is not None and any(map(_has_states, cache.layers))
-        self._tells_positions = has_states and not modules and takes_positions(model.forward)
+        # Pipeline stages decide alike: their caches are of one config, and their forwards of one class.
+        self._tells_positions = cache is not None and not modules and needs_positions(model.forward, cache)
         pauses = [] if self._is_whole else _pauses(self.cached, self._end)
         self._ends = [end for end in (*pauses, self._end) if end > len(self.cached.ids)]
 
@@ -151,14 +148,10 @@ class Prefill:
         return out
 
 
-def _has_states(layer: Any) -> bool:
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
 def _pauses(kept: CachedPrefix, prompt: int) -> list[int]:
     """Positions at which prefill pauses: chunk ends, and where recurrent states are cached."""
     start = len(kept.ids)
-    if not kept_states(kept.cache):
+    if not kept.has_states:
         return [*range(start + LARGEST_CHUNK, prompt, LARGEST_CHUNK)]
     ends = {*range((start // LARGEST_CHUNK + 1) * LARGEST_CHUNK, prompt, LARGEST_CHUNK), prompt - END}
     return sorted(end for end in ends if start < end < prompt)
@@ -170,7 +163,6 @@ def _is_marked(position: int, prompt: int) -> bool:
 
 def _mark(kept: CachedPrefix) -> None:
     """Caches the recurrent states of the computed prefix, keeping the first and last positions."""
-    if states := kept_states(kept.cache):
-        kept.states[len(kept.ids)] = states
+    kept.mark(len(kept.ids))
     for position in sorted(kept.states)[_FIRST:-_LAST]:
         del kept.states[position]

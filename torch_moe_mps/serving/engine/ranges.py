@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..._text import shown
-from ...models.upstream import GenerationMode
 from .job import Job
 
 Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
@@ -153,7 +152,7 @@ def check_settings(config: GenerationConfig, defaults: GenerationConfig, vocabul
         if (value := getattr(config, name, None)) != getattr(defaults, name, None):
             _check(name, check, value)
     mode, cache = config.get_generation_mode(), config.cache_implementation
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in ("greedy_search", "sample"):
         raise ValueError(f"torch_moe_mps: {mode.value} is generate()'s: call model.generate")
     if cache not in _CACHES:
         raise ValueError(f"torch_moe_mps: the cache {cache!r} is generate()'s: call model.generate")

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ...models.attention.attention import MOST_TOKENS
+from ..._limits import MOST_TOKENS
 from .drafter import Acceptance, DraftedSequence
 
 MOST = MOST_TOKENS - 1  # a step has a token that is known in front of the drafts

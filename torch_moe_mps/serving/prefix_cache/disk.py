@@ -20,25 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from ..._faults import Mark, fault_of
 from ..._text import first_line
-from ...models.caches.declared import is_in_layers
-from ...models.caches.parts import (
-    Classes,
-    JoinedCache,
-    Part,
-    begun_copy,
-    block,
-    classes_of,
-    device_of,
-    on_device,
-    read_part,
-)
-from ...models.caches.prompt_cache import fits_one_prefix, kept_states, key_of, new_cache
-from ...models.caches.state import LayerState, copy_of_cache, copy_of_layer, storages_of
+from ...models.caches.parts import JoinedCache, Part
+from ...models.caches.prefix_state import PrefixState, empty_cache
+from ...models.caches.prompt_cache import key_of
 from .files import Files, WriterThread, header
 
 log = logging.getLogger(__name__)
@@ -51,8 +39,7 @@ class _Snapshot:
     """A prefix at the time of its insertion, and the iterator over its parts that are not yet copied."""
 
     ids: Tensor
-    cache: DynamicCache
-    states: dict[int, dict[int, dict[str, Any]]]
+    state: PrefixState
     key: str
     names: list[str]  # a whole block each
     storages: dict[int, int]  # {address: bytes}
@@ -78,7 +65,7 @@ class Disk:
         self.hits = self.tokens = 0
         self._writer = WriterThread(self.files)
         self._pending: deque[_Snapshot] = deque()
-        self._copying: tuple[str, int, Part, Classes, Mark] | None = None
+        self._copying: tuple[str, int, Part, Mark] | None = None
         self._keys: dict[Any, str] = {}
         self._key = "unknown"
 
@@ -96,16 +83,11 @@ class Disk:
         """True if prefixes are queued for the writer."""
         return not self._writer.has_failed and (self._copying is not None or bool(self._pending))
 
-    def note(self, ids: Tensor, cache: Any, states: dict[int, dict[int, dict[str, Any]]]) -> None:
+    def note(self, ids: Tensor, state: PrefixState) -> None:
         """Queues a snapshot of a prefix for writing."""
-        if self._writer.has_failed or not is_in_layers(cache) or not len(ids):
+        if self._writer.has_failed or not len(ids) or (copied := state.snapshot(len(ids))) is None:
             return
-        copied = copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])
-        ends = {position: state for position, state in states.items() if position < len(ids)}
-        if end_states := kept_states(cache):
-            ends[len(ids)] = end_states
-        storages = storages_of(tensors_of(copied, ends))
-        snapshot = _Snapshot(ids, copied, ends, self._key, _names(self._key, ids), storages)
+        snapshot = _Snapshot(ids, copied, self._key, _names(self._key, ids), copied.count_storages())
         snapshot.parts = self._parts(snapshot)
         self._pending = deque(old for old in self._pending if not _begins(ids, old.ids))
         self._pending.append(snapshot)
@@ -148,25 +130,24 @@ class Disk:
             self._pending.clear()
             self._copying = None
         if self._copying is not None:
-            name, end, part, classes, copied = self._copying
+            name, end, part, copied = self._copying
             copied.wait()
             if self._writer.is_behind and not wait:
                 return
-            self._writer.put(name, end, part, classes)
+            self._writer.put(name, end, part)
             self._copying = None
         if not self._pending or (self._writer.is_behind and not wait):
             return
         snapshot = self._pending[0]
         try:
-            name, end, part = next(snapshot.parts, ("", 0, {}))
+            name, end, part = next(snapshot.parts, ("", 0, Part({}, {})))
             if not name:
                 self._pending.popleft()
                 self._writer.touch(snapshot.names)
                 return
             self._writer.plan(name)
-            copy = begun_copy(part)
-            copied = Mark(device_of(part), commits=True)
-            self._copying = name, end, copy, classes_of(snapshot.cache), copied
+            copy = part.begun_copy()
+            self._copying = name, end, copy, Mark(part.device, commits=True)
         except Exception as error:  # a cache that cannot be cut or written
             if (fault := fault_of(error)) is not None:
                 raise fault from None
@@ -184,16 +165,15 @@ class Disk:
 
     def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, Part]]:
         """Yields (name, last position, part) of each part of a prefix that is not on the disk."""
-        ids, cache = snapshot.ids, snapshot.cache
-        has_blocks = not all(map(fits_one_prefix, cache.layers))
-        for number, name in enumerate(snapshot.names if has_blocks else ()):
+        ids, state = snapshot.ids, snapshot.state
+        for number, name in enumerate(snapshot.names if state.has_blocks else ()):
             if not self._writer.has(name):
                 end = (number + 1) * BLOCK
-                yield name, end, block(cache, end - BLOCK, end)
-        for end in sorted({*snapshot.states, len(ids)}):
+                yield name, end, state.block(end - BLOCK, end)
+        for end in sorted({*state.states, len(ids)}):
             name = _state_name(snapshot.key, snapshot.names, ids, end)
-            if (end in snapshot.states or end % BLOCK) and not self._writer.has(name):
-                yield name, end, {**block(cache, end - end % BLOCK, end), **snapshot.states.get(end, {})}
+            if (end in state.states or end % BLOCK) and not self._writer.has(name):
+                yield name, end, state.end(end - end % BLOCK, end)
 
     # Reading
 
@@ -204,9 +184,8 @@ class Disk:
         """
         if self._writer.has_failed:
             return None
-        names, cache, there = _names(self._key, ids), new_cache(model), self.files.names()
-        has_blocks = not all(map(fits_one_prefix, cache.layers)) or not cache.layers
-        needs_state = any(map(fits_one_prefix, cache.layers))
+        names, empty, there = _names(self._key, ids), PrefixState(empty_cache(model), {}), self.files.names()
+        has_blocks, needs_state = empty.has_blocks, empty.has_states
         limit = len(ids) - needs_state  # one token is computed in any case: others can be cut
         whole = next((n for n, name in enumerate(names) if name not in there), len(names))
         start = 0 if needs_state else min(whole * BLOCK, limit // BLOCK * BLOCK)
@@ -218,7 +197,7 @@ class Disk:
         files = [(name, (n + 1) * BLOCK) for n, name in enumerate(blocks)]
         if last is not None:
             files.append((last, best))
-        return Restoring(self, JoinedCache(cache, best), ids[:best], files, model.device)
+        return Restoring(self, empty.joining(best), ids[:best], files, model.device)
 
     def _longest_state(
         self, names: list[str], ids: Tensor, there: set[str], ends: range
@@ -281,11 +260,10 @@ class Restoring:
             try:
                 if isinstance(got, Exception):
                     raise got
-                part, classes = got
-                self._joined.add(on_device(part, self._device), classes, end)
+                self._joined.add(got.on_device(self._device), end)
             except Exception as error:  # anything may have been read
                 self._disk.failed(name, error)
-                self._end(needs_all=any(map(fits_one_prefix, self.cache.layers)))
+                self._end(needs_all=PrefixState(self.cache, {}).has_states)
                 return True
             self._next += 1
         if self._next == len(self._files):
@@ -308,7 +286,7 @@ class Restoring:
             if self._left:
                 return
             try:
-                self._ready.put(read_part(self._disk.files.folder / name, header(name, end)))
+                self._ready.put(Part.read(self._disk.files.folder / name, header(name, end)))
             except Exception as error:  # anything may have been read
                 self._ready.put(error)
                 return
@@ -330,12 +308,6 @@ def _state_name(key: str, names: list[str], ids: Tensor, end: int) -> str:
     before = names[end // BLOCK - 1] if end >= BLOCK else key
     data = before.encode() + ids[end - end % BLOCK : end].to(torch.int64).cpu().numpy().tobytes()
     return f"{key}/{hashlib.blake2b(data, digest_size=16).hexdigest()}-{end}.state"
-
-
-def tensors_of(cache: DynamicCache, states: dict[int, dict[int, dict[str, Any]]]) -> list[Tensor]:
-    """All tensors of a prefix: its cache, and recurrent states at shorter prefixes."""
-    layer_tensors = [tensor for layer in cache.layers for tensor in LayerState(layer).tensors().values()]
-    return layer_tensors + [state for state in tree_leaves(states) if isinstance(state, Tensor)]
 
 
 def _begins(ids: Tensor, other: Tensor) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._text import first_line
-from ...models.caches.parts import Classes, Part, octets_of
+from ...models.caches.parts import Part
 
 log = logging.getLogger(__name__)
 _MARKER = "torch_moe_mps prompts"
@@ -183,9 +183,9 @@ class WriterThread:
         """Marks a file as queued before its content is ready."""
         self._queued.add(name)
 
-    def put(self, name: str, end: int, part: Part, classes: Classes) -> None:
+    def put(self, name: str, end: int, part: Part) -> None:
         """Queues a part for writing; blocks while the queue is full."""
-        self._queue.put((name, end, part, classes))
+        self._queue.put((name, end, part))
 
     def touch(self, names: list[str]) -> None:
         """Marks files as recently used."""
@@ -214,8 +214,8 @@ class WriterThread:
                 line = f"torch-moe-mps: no prefixes are cached in {folder} any more: {reason}"
                 print(line, file=sys.stderr)
 
-    def _write(self, name: str, end: int, part: Part, classes: Classes) -> None:
-        self._files.write(name, octets_of(part, classes, header(name, end)))
+    def _write(self, name: str, end: int, part: Part) -> None:
+        self._files.write(name, part.to_bytes(header(name, end)))
         self._queued.discard(name)
 
 

@@ -13,13 +13,9 @@ from transformers import DynamicCache
 
 from ..._faults import release_cache
 from ..._text import first_line
-from ...models.caches.prompt_cache import (
-    adapters_of,
-    can_be_cut,
-    prefix,
-)
-from ...models.caches.state import storages_of
-from .disk import Disk, Restoring, tensors_of
+from ...models.caches.prefix_state import PrefixState
+from ...models.caches.prompt_cache import adapters_of
+from .disk import Disk, Restoring
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +41,7 @@ class Images:
 
 
 @dataclass(eq=False)
-class CachedPrefix:
+class CachedPrefix(PrefixState):
     """A cached prefix: its tokens [T], their KV cache, and recurrent states at shorter prefixes.
 
     Attributes:
@@ -74,13 +70,9 @@ class CachedPrefix:
             limit = min(limit, self.images.start)
         different = (self.ids[:limit] != ids[:limit]).nonzero()
         shared = int(different[0]) if len(different) else limit
-        if shared != len(self.ids) and not all(map(can_be_cut, self.cache.layers)):
-            shared = max((position for position in self.states if position <= shared), default=0)
+        if shared != len(self.ids):
+            shared = self.longest(shared)
         return shared if images is None or (images == self.images and shared >= images.end) else 0
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return tensors_of(self.cache, self.states)
 
 
 class PrefixCache:
@@ -113,10 +105,8 @@ class PrefixCache:
             self.kept.remove(best)
         if whole:
             return best
-        states = {position: state for position, state in best.states.items() if position <= tokens}
-        seen = None if images is None else best.images
-        cache = prefix(best.cache, tokens, best.states)
-        return CachedPrefix(best.ids[:tokens], cache, states, seen, adapters=self._adapters)
+        seen, cut = None if images is None else best.images, best.cut(tokens)
+        return CachedPrefix(best.ids[:tokens], cut.cache, cut.states, seen, adapters=self._adapters)
 
     def put(self, kept: CachedPrefix) -> None:
         """Inserts a prefix, replacing its own prefixes and evicting the oldest ones as needed.
@@ -130,14 +120,14 @@ class PrefixCache:
                 layer.record_past = False
         self.kept = [other for other in self.kept if not _begins(kept, other)]
         del self.kept[: max(0, len(self.kept) + 1 - _MOST)]
-        kept.storages = storages_of(kept.tensors)
+        kept.storages = kept.count_storages()
         kept.nbytes = sum(kept.storages.values())
         self._give_up(self.memory - kept.nbytes)
         self.kept.append(kept)
         self.put_so_far += 1
         kept.number = self.put_so_far
         if self.disk is not None and kept.images is None:
-            self.disk.note(kept.ids, kept.cache, kept.states)
+            self.disk.note(kept.ids, kept)
         self.shrink(self.memory, 1)
 
     def shrink(self, memory: int, least: int = 0) -> None:

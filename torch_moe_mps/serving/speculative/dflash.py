@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.attention.attention import MOST_TOKENS
+from ..._limits import MOST_TOKENS
 from ...models.caches.batched import reserve, take_back
 from ...models.caches.cache import grow_cache
 from ...models.caches.state import LayerState

@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...models.caches.batched import BatchedCache, NotBatchable
+from ...models.caches.prefix_state import keeps_prompts
 from ...models.upstream.calls import cache_argument
 from ...transformers.deferrable import forgets_states
-from ..engine.abilities import keeps_prompts
 from ..engine.drafter import DraftedSequence, RowDrafter
 from ..engine.prefill import Prefill
 from ..engine.ranges import vocabulary_of

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..models.basics.interface import FORM, are_apart, experts_of, is_quantized, is_settled
-from ..models.caches.cache import as_held
-from ..models.caches.deferred_states import bytes_beside
-from ..models.caches.growing import free_slots_for, window_slots
-from ..models.modules.stacked_experts import restore_form, run_form
-from ..models.upstream.calls import cache_among, call_on_shapes
+from .basics.interface import FORM, are_apart, experts_of, is_quantized, is_settled
+from .caches.cache import as_held
+from .caches.deferred_states import bytes_beside
+from .caches.growing import free_slots_for, window_slots
+from .modules.stacked_experts import restore_form, run_form
+from .upstream.calls import cache_among, call_on_shapes
 
 
 class KVCache:
@@ -28,6 +28,40 @@ class KVCache:
 
     def __init__(self, states: int, rates: dict[int | None, int], beside: int = 0):
         self.states, self.rates, self.beside = states, rates, beside
+
+    @classmethod
+    def of_model(cls, model: Any, bits: int = 16, more: int = 0) -> "KVCache | None":
+        """Cache sizes from two short forwards on the meta device; None if these fail.
+
+        Args:
+            model: of transformers, on the meta device, and not accelerated.
+            bits: of keys and values, as in `accelerate`.
+            more: further layers as the last one, which draft.
+        """
+        few = 4  # tokens: twice as many are fewer than any sliding window has
+        try:
+            text = model.get_decoder()  # around it, models for images look at values
+            with _on_shapes(text):
+                before, after = _cached(text, few, bits), _cached(text, 2 * few, bits)
+        except Exception:  # code that reads values, or knows no meta device: any error may come of it
+            return None
+        before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
+        states, rates, beside = 0, Counter[int | None](), 0
+        for (window, first, of_drafts), (_, second, _) in zip(before, after, strict=True):
+            rate = (second - first) // few
+            states += first - rate * few
+            rates[window] += rate
+            beside += of_drafts
+        return cls(states, dict(rates), beside)
+
+    @classmethod
+    def of_block_drafter(cls, config: Any, dtype: torch.dtype) -> "KVCache":
+        """Key-value cache of an assistant that drafts blocks of tokens (DFlash), from its config."""
+        token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+        kinds = Counter(config.layer_types)
+        sliding = kinds.pop("sliding_attention", 0)
+        rates = {None: token * kinds.total()} | ({config.sliding_window: token * sliding} if sliding else {})
+        return cls(0, rates)
 
     def __add__(self, other: "KVCache") -> "KVCache":
         rates = Counter(self.rates) + Counter(other.rates)
@@ -57,31 +91,6 @@ class KVCache:
         return bisect.bisect_right(range(1, longest + 1), space, key=self.memory)
 
 
-def kv_cache(model: Any, bits: int = 16, more: int = 0) -> KVCache | None:
-    """Cache sizes from two short forwards on the meta device; None if these fail.
-
-    Args:
-        model: of transformers, on the meta device, and not accelerated.
-        bits: of keys and values, as in `accelerate`.
-        more: further layers as the last one, which draft.
-    """
-    few = 4  # tokens: twice as many are fewer than any sliding window has
-    try:
-        text = model.get_decoder()  # around it, models for images look at values
-        with _on_shapes(text):
-            before, after = _cached(text, few, bits), _cached(text, 2 * few, bits)
-    except Exception:  # code that reads values, or knows no meta device: any error may come of it
-        return None
-    before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
-    states, rates, beside = 0, Counter[int | None](), 0
-    for (window, first, of_drafts), (_, second, _) in zip(before, after, strict=True):
-        rate = (second - first) // few
-        states += first - rate * few
-        rates[window] += rate
-        beside += of_drafts
-    return KVCache(states, dict(rates), beside)
-
-
 @contextmanager
 def _on_shapes(model: Any) -> Iterator[None]:
     """Block where recognised dense experts run the operators: their own code reads values."""
@@ -98,15 +107,6 @@ def _on_shapes(model: Any) -> Iterator[None]:
         model.train(training)
         for each in experts:
             restore_form(each)
-
-
-def block_cache(config: Any, dtype: torch.dtype) -> KVCache:
-    """Key-value cache of an assistant that drafts blocks of tokens (DFlash), from its config."""
-    token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    kinds = Counter(config.layer_types)
-    sliding = kinds.pop("sliding_attention", 0)
-    rates = {None: token * kinds.total()} | ({config.sliding_window: token * sliding} if sliding else {})
-    return KVCache(0, rates)
 
 
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int, int]]:
