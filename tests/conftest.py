@@ -53,6 +53,7 @@ def pytest_configure(config):
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
+    os.environ.setdefault("MOE_MPS_KEEP_WARM", "0")  # no thread beats but in tests about that
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
     if "XDG_CACHE_HOME" not in os.environ:  # whatever is remembered is of these tests alone

@@ -16,6 +16,7 @@ from support.disk import files_of
 from support.models import tiny
 from support.serving import QUANTISED, client_of, said
 
+from torch_moe_mps import commands
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.commands import experts_memory, main
@@ -181,6 +182,17 @@ def test_what_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
     )
 
 
+def test_an_option_turns_keep_warm_off(monkeypatch):
+    """For this command: a later one in the same process has the variable as it was."""
+    seen = []
+    monkeypatch.delenv("MOE_MPS_KEEP_WARM", raising=False)
+    monkeypatch.setattr(commands, "check_options", lambda options: None)
+    monkeypatch.setattr(commands, "_run", lambda _: seen.append(os.environ.get("MOE_MPS_KEEP_WARM")) or 0)
+    for options in ((), ("--no-keep-warm",), ()):
+        assert main(["bench", "model", *ON_DISK, *options]) == 0
+    assert seen == [None, "0", None]
+
+
 @pytest.mark.slow("converts a model, and loads it three times")
 def test_sizes_of_the_experts_memory(tmp_path, capsys):
     """Each has its tokens/s and hits, which grow with it; where all weights fit, the last one is of all."""
@@ -196,7 +208,7 @@ def test_sizes_of_the_experts_memory(tmp_path, capsys):
     assert 0 < hits[0] <= hits[1] < hits[2] == 1
     assert all(row["tokens_per_second"] > 0 and row["bench"]["rows"] for row in rows)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][-3:]
-    assert [line.split(" | ")[2] for line in table] == [f"{hit:.1%} |" for hit in hits]
+    assert [line.split(" | ")[1::2] for line in table] == [["yes", f"{hit:.1%} |"] for hit in hits]
 
 
 @pytest.mark.parametrize(("room", "expected"), [(90, [22, 45, 67]), (46, [20, 32, 46]), (8, [8]), (7, [])])

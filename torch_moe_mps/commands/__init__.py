@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .._environment import prepare_libraries
+from .._environment import KEEP_WARM, having, prepare_libraries
 from .._install import install_extra
 from .._text import first_line
 from .arguments import parse, parser
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     pressed: list[int] = []
     try:
-        with _signals_raise(pressed), first_process_talks():
+        with _signals_raise(pressed), first_process_talks(), having(_variables(options)):
             if "torch" not in sys.modules:
                 prepare_libraries(sys.stderr.isatty())
             check_options(options)  # before the seconds in which torch is imported
@@ -82,6 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:  # a full disk or a closed pipe raises once more when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """Variables of the environment that options set."""
+    return {KEEP_WARM: "0"} if getattr(options, "no_keep_warm", False) else {}
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -224,6 +224,10 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "memory for experts, such as 20GB; others are read from the disk; auto: where all do not fit "
         "(all are in memory)",
     },
+    "--no-keep-warm": {
+        "action": "store_true",
+        "help": "with --experts-memory: let the GPU's clock fall while it waits for experts",
+    },
     "--adapter": {"metavar": "DIR", "help": "a LoRA adapter of PEFT for {}: a folder, or a name on the Hub"},
     "--device": {"help": "mps where there is one, else cpu"},
     "--dtype": {
@@ -294,7 +298,8 @@ _SHARED: dict[str, dict[str, Any]] = {
 }
 _FROM_THE_HUB = ("--revision", "--trust-remote-code")
 _HOW_TO_RUN = (
-    "--bits", "--group-size", "--kv-bits", "--experts-memory", "--device", "--dtype", *_FROM_THE_HUB
+    "--bits", "--group-size", "--kv-bits", "--experts-memory", "--no-keep-warm", "--device", "--dtype",
+    *_FROM_THE_HUB,
 )  # fmt: skip
 _MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
 _ANSWERS = ("--max-tokens", "--temperature", "--top-p", "--set")

@@ -1,5 +1,7 @@
 """`python -m torch_moe_mps.commands.experts_memory MODEL FILE`: `bench` at three sizes of that memory.
 
+On a Mac the middle one is also measured without keep-warm.
+
 `report` runs it: with too many slots the page cache is short of memory, and only a Mac can tell how many are.
 """
 
@@ -33,18 +35,21 @@ def compare(model: str, file: str, *how: str) -> int:
     sizes, rows = memories_to_compare(source, None), list[Any]()
     if not sizes:
         print("nothing to compare: no experts, or none that can be read from the disk without a file of them")
-    for size in sizes:
+    usual = sizes[len(sizes) // 2 : len(sizes) // 2 + 1] if device == "mps" else []
+    for size, warm in [*((size, True) for size in sizes), *((size, False) for size in usual)]:
         free(device)
+        cold = () if warm else ("--no-keep-warm",)
         with tempfile.NamedTemporaryFile("r") as results:
             asked = ("bench", model, "--experts-memory", str(size), "--json", results.name)
-            if code := main([*asked, *_FEW, *how]):
+            if code := main([*asked, *_FEW, *how, *cold]):
                 return code
             measured = json.load(results)
-        rows.append({"experts_memory": size, **_summary(measured), "bench": measured})
+        rows.append({"experts_memory": size, "keep_warm": warm, **_summary(measured), "bench": measured})
         write_json(file, {"sizes": rows})
-    print("\n| experts' memory, GB | tokens/s | hits |\n| ---: | ---: | ---: |")
+    print("\n| experts' memory, GB | kept warm | tokens/s | hits |\n| ---: | --- | ---: | ---: |")
     for row in rows:
-        print(f"| {row['experts_memory'] / 1e9:.3g} | {row['tokens_per_second']:.2f} | {row['hits']:.1%} |")
+        cells = f"{row['experts_memory'] / 1e9:.3g} | {'yes' if row['keep_warm'] else 'no'}"
+        print(f"| {cells} | {row['tokens_per_second']:.2f} | {row['hits']:.1%} |")
     return 0
 
 

@@ -36,13 +36,14 @@
 #include "metal/faults.h"
 #include "metal/function.h"
 #include "register.h"
+#include "slots/keep_warm.h"
 #include "slots/numbers.h"
 
 namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using Clock = std::chrono::steady_clock;
+using SteadyClock = std::chrono::steady_clock;
 
 // The pool in which every expert lies in the slot of its own number.
 constexpr int64_t kResident = 0;
@@ -57,8 +58,8 @@ constexpr size_t kMostMeasured = 32;
 // An id that is no expert, and the largest that a pool gets.
 constexpr int64_t kNone = -1, kMostId = INT32_MAX;
 
-Clock::duration as_duration(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+SteadyClock::duration as_duration(double seconds) {
+  return std::chrono::duration_cast<SteadyClock::duration>(std::chrono::duration<double>(seconds));
 }
 
 // What answers requests: a pool, or the ids themselves, after so many seconds for those who measure that.
@@ -106,7 +107,7 @@ struct Request {
   int64_t buffer;  // number of the command buffer
   bool is_ready = false;
   std::function<void()> abandon;  // the pool
-  Clock::time_point due = Clock::time_point::max();
+  SteadyClock::time_point due = SteadyClock::time_point::max();
 };
 
 using Requests = std::map<int64_t, Request>;
@@ -135,6 +136,7 @@ const int renewed = pthread_atfork(nullptr, nullptr, renew);
 Request answered(Requests::iterator found, const int32_t* slots) {
   Request request = std::move(found->second);
   state.requests.erase(found);
+  if (request.is_ready && request.pool != nullptr) gpu_goes_on();
   auto* written = reinterpret_cast<int32_t*>(request.slots.bytes);
   if (slots == nullptr) {
     std::fill_n(written, request.slots.count, 0);
@@ -190,8 +192,8 @@ void watch_requests() {
       continue;
     }
     const int64_t number = first->first;
-    const Clock::time_point due = first->second.due;
-    if (Clock::now() < due) {
+    const SteadyClock::time_point due = first->second.due;
+    if (SteadyClock::now() < due) {
       state.changed.wait_until(lock, due);
       continue;
     }
@@ -234,7 +236,8 @@ void hear(int64_t number, bool has_failed) {
   found->second.is_ready = true;
   const std::shared_ptr<Answering> answering = found->second.answering;
   const std::shared_ptr<Pool> pool = found->second.pool;
-  found->second.due = Clock::now() + as_duration(answering->limit);
+  if (pool != nullptr) gpu_waits();
+  found->second.due = SteadyClock::now() + as_duration(answering->limit);
   std::vector<int64_t> ids(static_cast<size_t>(found->second.ids.count));
   for (size_t i = 0; i < ids.size(); ++i)
     ids[i] = std::clamp(found->second.ids.expert(static_cast<int64_t>(i)), kNone, kMostId);
@@ -328,6 +331,7 @@ Tensor _expert_slots(const Tensor& ids_, int64_t number) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   // What other streams read in the slots must be there until they have: the pool may give them to others.
   if (pool != nullptr && last != nullptr && last != stream) finish(last);
+  if (pool != nullptr) prepare_keep_warm();
   wait_for_room(stream, answering->seconds > 0 ? kMostMeasured : kMostBuffers);
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
@@ -347,6 +351,7 @@ void add_late_pool(int64_t number, double seconds) {
 void close_requests() {
   std::unique_lock<std::mutex> lock(state.mutex);
   state.is_closed = true;
+  end_keep_warm();
   state.changed.notify_all();
   const std::deque<Request> requests = given_up([](const Request& each) { return each.is_ready; });
   lock.unlock();

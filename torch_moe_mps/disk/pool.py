@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._environment import KEEP_WARM, is_on
 from .._extension import host_library
 from .._faults import Mark, follow_stream
 from ..ops.families.slots import LIMIT, host_view, new_number, register_pool
@@ -22,6 +23,7 @@ DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
 TABLE_ROWS, TABLE_MEMORY = 1 << 16, 1 << 28  # rows and bytes of a table in memory, at most
 SILENT = 20.0  # seconds without a read that ends: the disk is late
+BEAT = 0.5e-3, 64  # seconds between beats for a GPU that waits, steps of their kernel. Untuned
 TICK = 0.1  # seconds after which a thread that waits for reads sees an interrupt
 
 
@@ -134,6 +136,9 @@ class ExpertPool:
         if host_library() is None:
             self.host: Any = reference.SlotPool(reader.disk, layer, tensors)
         else:
+            if device.type == "mps":
+                every, steps = BEAT
+                torch.ops.moe_mps._keep_warm(every if is_on(KEEP_WARM) else 0.0, steps)
             views = [host_view(tensor) for tensor in tensors]
             self.host = torch.classes.moe_mps.SlotPool(reader.disk, self.number, layer, tensors, views, limit)
         register_pool(self, self.number)
