@@ -114,12 +114,16 @@ def _exact_scores(s: Sample, keys: int, heads: int) -> dict[str, Any]:
 
 
 def _sample(s: Sample) -> list[dict[str, Any]]:
-    """More chunks than top-k; many equal scores, also zeros of both signs; rows without a distribution."""
+    """More chunks than top-k; many equal scores, also zeros of both signs; rows without a distribution, and
+    draws that are NaN or zero.
+    """
     vocabulary = 33_000
     draws = {"draws": s.values(2, vocabulary, dtype=torch.float32).abs() + 0.01}
     row = draws | {"logits": s.values(2, vocabulary)}
     tied = row | {"logits": s.integers(3, 2, vocabulary, dtype=s.dtype, low=-2)}
     tied["logits"][0, ::7] = -0.0
+    nan = torch.full((2, vocabulary), torch.nan)
+    nan[1, ::7] = 0.0
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return [
         row,
@@ -127,7 +131,7 @@ def _sample(s: Sample) -> list[dict[str, Any]]:
         tied | {"top_k": 12_000},
         tied | off | {"top_p": 0.3},
         row | {"logits": torch.full((2, vocabulary), -torch.inf, dtype=s.dtype)},
-        row | {"draws": torch.full((2, vocabulary), torch.nan)},
+        row | {"draws": nan},
     ]
 
 
@@ -239,7 +243,7 @@ def _router(s: Sample) -> list[dict[str, Any]]:
         s.of("logits[5, 48] correction_bias[48]", bias_on_logits=True),
         s.of("logits[5, 48]", **groups, masked_score=0.0),
         s.of("logits[1, 1023]", top_k=64),
-        s.of("logits[259, 9]"),
+        s.of("logits[259, 9]", scoring="sqrtsoftplus"),
     ]
 
 
@@ -350,7 +354,7 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
         *ACTIVATIONS,
         {"topk_ids": _expert_ids(20, s.E)},
         {"topk_ids": nobody},
-        {**s.routed, **s.norm, "logits": s.values(1, s.E, dtype=torch.float32)},
+        s.routed | s.norm | s.of("logits[1, E]:float32 correction_bias[E]", scoring="sigmoid"),
     ]
 
 

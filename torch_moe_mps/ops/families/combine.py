@@ -388,7 +388,7 @@ CHANGES: Changes = {
         *_OPTIONS,
         {"x": s.values(s.T, s.K, s.I), "dy": s.values(s.T, s.K, s.I), "gated": False},
     ],
-    "_moe_weighted_reduce_backward": lambda s: [_flat(s)],
+    "_moe_weighted_reduce_backward": lambda s: [_flat(s) | {"expert_out": s.values(s.T * s.K, 63)}],
     "weighted_sum_residual_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "weighted_sum_residual_norm_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "moe_weighted_reduce": lambda s: [

@@ -303,7 +303,8 @@ CHANGES: Changes = {
         s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay_form="sigmoid")
         | {"lower_bound": -5.0, "gate_activation": "sigmoid"},
         _times_beta(s) | {"beta_min": 0.1},
-        _pending(s) | {"keep": True},
+        # With those that are pending, more tokens than a threadgroup stages of heads over 128.
+        _pending(s) | s.of("q[2, 6, 2, D] v[2, 6, 4, V]", keep=True),
         _pending(s) | s.of("gate[2, T, 4, V] norm_weight[V]"),
         _pending(s, is_wide=True) | s.of("g[2, T, 4, D] dt_bias[4, D]", keep=True),
         _pending(s) | _times_beta(s) | {"keep": True},

@@ -222,12 +222,16 @@ def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> li
 
 
 def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 128) -> dict[str, Any]:
-    """Rows to quantise: random, zeros, a constant, numbers near zero, and a group that multiplies nothing."""
+    """Rows to quantise: random, zeros, a constant, numbers near zero, a group that multiplies nothing.
+
+    And a group whose last number is far from the others and counts least.
+    """
     weight = s.values(2, 5, columns)
     weight[0, 0], weight[1, 2] = 0.0, 0.5
     weight[0, 1] *= 1e-6
+    weight[0, 3], weight[0, 3, -1] = 1 + 0.1 * weight[0, 3], -1.5
     importance = s.values(2, columns, dtype=torch.float32).square()
-    importance[1, : format.group_size] = 0.0
+    importance[1, : format.group_size], importance[0, -1] = 0.0, 0.0
     return {"weight": weight, "importance": importance, "format": format.name}
 
 

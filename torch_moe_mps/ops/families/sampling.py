@@ -150,12 +150,19 @@ def _sampled(s: Sample) -> dict[str, Any]:
 
 
 def _more(s: Sample) -> list[dict[str, Any]]:
+    """And without draws rows of finite logits, with infinite ones, with NaN, and of -inf alone."""
+    best = s.values(7, 300)
+    best[2:5, 200::7], best[4, 250], best[5:] = torch.inf, torch.nan, -torch.inf
     return [
         {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
-        {"draws": None},
+        {"draws": None, "logits": best},
         {"logits": s.values(300, s.T).t(), "top_k": 2},
         {"logits": s.values(s.T, 300).fill_(torch.nan), "otherwise": 7},
     ]
+
+
+def _every_other(s: Sample, rows: int) -> Tensor:
+    return torch.arange(rows, device=s.device) % 2
 
 
 CALLS: Calls = {
@@ -163,6 +170,9 @@ CALLS: Calls = {
     "sample": _sampled,
 }
 CHANGES: Changes = {
-    "_sample_with_flags": lambda s: [{"invalid": None}, *_more(s)],
+    "_sample_with_flags": lambda s: [
+        {"invalid": None},
+        *(c | {"invalid": _every_other(s, len(c["logits"]) if "logits" in c else s.T)} for c in _more(s)),
+    ],
     "sample": _more,
 }
