@@ -17,6 +17,7 @@ from torch_moe_mps.checkpoints.quantize.reasons import groups_of
 from torch_moe_mps.checkpoints.quantize.target import Target
 from torch_moe_mps.checkpoints.quantize.weight_uses import use_of_weight
 from torch_moe_mps.checkpoints.quantize.weights import quantize_target
+from torch_moe_mps.models.basics.interface import formats_of
 from torch_moe_mps.models.basics.report import any_layer
 from torch_moe_mps.models.modules.linears import (
     GroupedLinear,
@@ -191,8 +192,8 @@ def test_recipes(linear, embedding, tmp_path):
     expected["model.layers.0.self_attn.v_proj"] = Format(mode="mxfp4")
     assert {n: m.format for n, m in layers(model).items()} == {n: f for n, f in expected.items() if f}
     experts = [layer.mlp.experts for layer in model.model.layers]
-    assert [str(m.quantization) for m in experts] == ["affine4_32"] * 2
-    assert [str(m.down_quantization) for m in experts] == ["affine8_32", "affine4_32"]
+    formats = [[*map(str, formats_of(module).values())] for module in experts]
+    assert formats == [["affine4_32", "affine8_32"], ["affine4_32", "affine4_32"]]
     dense = tiny_models.dense_twin(tiny("qwen3_moe"), model)
     assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
     model.save_pretrained(tmp_path)

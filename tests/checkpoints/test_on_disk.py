@@ -27,7 +27,7 @@ from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.disk.file import ExpertsFile
 from torch_moe_mps.disk.pool import least_memory
 from torch_moe_mps.disk.stored import StoredExperts
-from torch_moe_mps.models.basics.interface import ON_DISK, experts_of
+from torch_moe_mps.models.basics.interface import experts_of, on_disk_of
 from torch_moe_mps.models.caches.prompt_cache import fingerprint
 from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 from torch_moe_mps.quantization import Format
@@ -480,7 +480,7 @@ def test_a_cached_prefix_is_of_the_file(folder, memory):
         model(prompt())
     assert fingerprint(model) == before == fingerprint(load(folder, experts_memory=memory + 10**5))
     for experts in experts_of(model).values():
-        vars(experts)[ON_DISK].key = "other"
+        on_disk_of(experts).key = "other"
     assert fingerprint(model) != before
 
 

@@ -34,6 +34,7 @@ from torch_moe_mps.checkpoints.others.schemes import Scheme, Schemes
 from torch_moe_mps.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.commands import main
+from torch_moe_mps.models.basics.interface import formats_of
 from torch_moe_mps.models.modules.linears import formats_in
 from torch_moe_mps.quantization import Format
 
@@ -160,7 +161,7 @@ def test_a_recipe_decides_over_8_bit_floats(tmp_path):
     model = torch_moe_mps.from_pretrained(tmp_path, mode="mxfp8", dtype=torch.float32, **recipe)
     layer, other = model.model.layers[0], expected.model.layers[0]
     assert torch.equal(layer.self_attn.o_proj.weight, other.self_attn.o_proj.weight)
-    assert str(layer.mlp.experts.down_quantization) == "affine4_64"
+    assert str(formats_of(layer.mlp.experts)["down_proj"]) == "affine4_64"
     values = {weight.shape: torch.equal(weight, values) for weight, values in weights(model, expected)}
     assert values[expected.model.layers[0].self_attn.q_proj.weight.shape]
 

@@ -17,7 +17,7 @@ from torch_moe_mps.checkpoints import in_place
 from torch_moe_mps.checkpoints.quantize import weights
 from torch_moe_mps.models.basics.report import QuantizedProjection
 from torch_moe_mps.quantization import Format, formats
-from torch_moe_mps.transformers import QuantizationReport, experts_of
+from torch_moe_mps.transformers import QuantizationReport, experts_of, is_quantized
 
 
 def small(architecture, **overrides):
@@ -89,7 +89,7 @@ def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path
     monkeypatch.setattr(weights, "quantize_stack", fourth_time_fails)
     with pytest.raises(MemoryError):
         quantize_experts(model, 4, 32)
-    assert [hasattr(module, "quantization") for module in experts_of(model).values()] == [True, False]
+    assert [is_quantized(module) for module in experts_of(model).values()] == [True, False]
     model.save_pretrained(tmp_path)
     loaded = torch_moe_mps.from_pretrained(tmp_path, type(model)).eval()
     with torch.no_grad():
@@ -162,7 +162,7 @@ def check_interrupted(after: int) -> bool:
     came = interrupted(lambda: quantize_experts(model, 4, 32), after)
     assert_same(model, dense_twin(twin, model))
     quantize_experts(model, 4, 32)
-    assert all(hasattr(experts, "quantization") for experts in experts_of(model).values())
+    assert all(map(is_quantized, experts_of(model).values()))
     assert_same(model, dense_twin(twin, model))
     return came
 

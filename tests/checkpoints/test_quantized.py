@@ -15,9 +15,10 @@ from support.models import assert_close, eager, generate, operators_of, output, 
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps.models.basics.interface import formats_of
 from torch_moe_mps.models.modules.linears import QuantizedLayer
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers import is_experts
+from torch_moe_mps.transformers import is_experts, is_quantized
 
 transformers.logging.set_verbosity_error()
 
@@ -237,7 +238,7 @@ def test_another_quantiser_keeps_its_record(tmp_path):
             torch_moe_mps.accelerate(model, 4, 32)
         torch_moe_mps.accelerate(model)
         assert model.config.quantization_config is record
-        assert not any(hasattr(module, "quantization") for module in model.modules())
+        assert not any(map(is_quantized, model.modules()))
 
 
 def test_what_asks_for_quantisation():
@@ -455,5 +456,6 @@ def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
         loaded = torch_moe_mps.from_pretrained(tmp_path, **arguments)
         assert loaded.config.num_experts_per_tok == arguments.get("num_experts_per_tok", 2)
         assert loaded.dtype == arguments.get("dtype", model.dtype)
-        assert {str(module.quantization) for module in loaded.modules() if is_experts(module)} == {"mxfp4"}
+        experts = filter(is_experts, loaded.modules())
+        assert {str(format) for each in experts for format in formats_of(each).values()} == {"mxfp4"}
     assert isinstance(config.quantization_config, transformers.Mxfp4Config)

@@ -14,7 +14,7 @@ from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.checkpoints.source import Source
 from torch_moe_mps.disk import pool as pool_module
-from torch_moe_mps.models.basics.interface import ON_DISK
+from torch_moe_mps.models.basics.interface import on_disk_of
 from torch_moe_mps.models.caches.prompt_cache import fingerprint
 from torch_moe_mps.models.modules.experts_on_disk import expert_pools, reads_of
 
@@ -30,7 +30,7 @@ def few(monkeypatch):
 
 
 def tables_of(model) -> dict:
-    every = {name: vars(module).get(ON_DISK) for name, module in model.named_modules()}
+    every = {name: on_disk_of(module) for name, module in model.named_modules()}
     return {name: own for name, own in every.items() if own is not None and own.pools.staging is None}
 
 

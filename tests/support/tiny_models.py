@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torch_moe_mps.models.basics.interface import formats_of, is_experts, is_transposed
+from torch_moe_mps.models.basics.interface import formats_of, is_experts, is_quantized, is_transposed
 from torch_moe_mps.models.modules.linears import QuantizedLayer
 from torch_moe_mps.quantization import Format, QuantizedWeight, dequantize
 
@@ -420,7 +420,7 @@ def quantized_parameters(module: nn.Module) -> dict[str, tuple[list, Format]]:
     """{dense parameter: (packed, scales, biases), format} of what is quantised in a module itself."""
     if isinstance(module, QuantizedLayer):
         return {"weight": ([module.packed, module.scales, module.biases], module.format)}
-    forms = formats_of(module) if getattr(module, "quantization", None) else {}
+    forms = formats_of(module) if is_quantized(module) else {}
     parts = ("packed", "scales", "biases")
     return {p: ([getattr(module, f"{p}_{part}", None) for part in parts], form) for p, form in forms.items()}
 

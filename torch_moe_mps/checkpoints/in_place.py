@@ -95,7 +95,7 @@ def _reason(target: Target) -> str | None:
     if target.kind != "experts":
         return None
     if is_quantized(target.module):
-        formats = dict.fromkeys(map(str, formats_of(target.experts).values()))
+        formats = dict.fromkeys(map(str, formats_of(target.module).values()))
         return f"already {' and '.join(formats)}"
     return unsupported(target.module)
 

@@ -22,7 +22,6 @@ from ..disk.pool import Pools, least_memory, most_experts, slots_in
 from ..disk.stored import StoredExperts
 from ..macs import memory_for_models
 from ..models.basics.interface import (
-    Experts,
     count_of,
     experts_of,
     formats_of,
@@ -39,7 +38,7 @@ from ..models.modules.experts_on_disk import (
     put_table_on_disk,
     turned,
 )
-from ..models.modules.stacked_experts import run_form
+from ..models.modules.stacked_experts import run_operators
 from .cutting import cutting
 from .quantize.sizes import (
     bytes_of_experts,
@@ -375,7 +374,7 @@ def _key(source: Source, model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _layer(name: str, module: Experts, on_mps: bool) -> Layer:
+def _layer(name: str, module: nn.Module, on_mps: bool) -> Layer:
     """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
     tensors = tensors_of(module)
     is_turned = on_mps and is_transposed(module) and not is_quantized(module)
@@ -446,7 +445,7 @@ def _put_on_disk(
             module._is_hf_initialized = True
             if slots is not None:
                 module.config = pinned_config(module)
-                run_form(module)
+                run_operators(module)
                 for name in projections(module):  # in place of weights that are not read
                     vars(module).pop(name, None)
             put(module, OnDisk(pool, pools))

@@ -10,21 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..models.basics.interface import (
-    FORM,
-    ExpertsForm,
-    Stack,
-    are_apart,
-    count_of,
-    drop_apart,
-    experts_of,
-    is_quantized,
-    is_settled,
-    parts_of,
-    projections,
-    stack_of,
-)
-from ..models.modules.stacked_experts import run_form
+from ..models.basics.interface import experts_of, held_by, move_into_interface
+from ..models.basics.stacks import Stack
+from ..models.modules.stacked_experts import run_operators
 from ..models.upstream.weights import PrefixChange, WeightConverter, get_model_conversion_mapping
 from .layouts.operations import Operation
 from .quantize.target import layer_of
@@ -36,15 +24,12 @@ def settle_stacks(model: nn.Module) -> None:
     transformers makes LongCat's first ones for ids that mean the identity, too: a quarter of its weights.
     """
     for module in experts_of(model).values():
-        form, apart = vars(module).get(FORM), are_apart(module)
-        if form is None or is_quantized(module) or not parts_of(module, "down_proj")[0].is_meta:
+        held = held_by(module)
+        if not held.code.is_recognised or held.is_packed or not held.tensors(module)[-1].is_meta:
             continue
-        for name in projections(module):
-            stack = stack_of(module, name).detach().clone()
-            module._parameters[name] = nn.Parameter(stack, requires_grad=False)
-        if apart:
-            drop_apart(module)
-            run_form(module)
+        move_into_interface(module)
+        if not held_by(module).reads_own:
+            run_operators(module)
 
 
 def conversions_of(
@@ -63,9 +48,10 @@ def _without_unread(model: nn.Module, conversions: list[Any]) -> list[Any]:
     """The conversions, which leave out matrices of experts that no forward reads: transformers saves them."""
     counts: dict[str, int] = {}
     for name, module in experts_of(model).items():
-        if FORM in vars(module) and not is_settled(module):
+        held = held_by(module)
+        if held.number is not None and not held.code.is_of_family:
             end = name.removeprefix(f"{layer_of(name)}.")
-            counts |= {f"{end}.{projection}": count_of(module) for projection in projections(module)}
+            counts |= {f"{end}.{projection}": held.number for projection in held.projections}
     result = []
     for each in conversions:
         count = counts.get(each.target_patterns[0]) if isinstance(each, WeightConverter) else None
@@ -99,18 +85,18 @@ def of_stacks(model: nn.Module) -> list[WeightConverter]:
     """Converters of the parameters that a class has to the stacks that forwards read."""
     result: dict[str, WeightConverter] = {}
     for name, module in experts_of(model).items():
-        form: ExpertsForm | None = vars(module).get(FORM)
+        held = held_by(module)
         end = name.removeprefix(f"{layer_of(name)}.")  # all layers have this end
-        for projection, stack in form.stacks if form is not None and is_settled(module) else ():
+        for projection, stack in held.moved_from:
             target = f"{end}.{projection}"
-            operation = Operation(partial(_joined, stack, count_of(module)), partial(_split, stack))
-            operation.keeps_bytes = len(stack.paths) == 1 and not stack.is_transposed
-            sources = [f"{end}.{path}" for path in stack.paths]
+            operation = Operation(partial(_joined, stack, held.number), partial(_split, stack))
+            operation.keeps_bytes = len(stack.names) == 1 and not stack.is_transposed
+            sources = [f"{end}.{path}" for path in stack.names]
             result[target] = WeightConverter(sources, target, [operation])
     return [*result.values()]
 
 
-def _joined(stack: Stack, count: int, parts: list[Tensor]) -> list[Tensor]:
+def _joined(stack: Stack, count: int | None, parts: list[Tensor]) -> list[Tensor]:
     return [stack.joined(parts, count).contiguous()]
 
 

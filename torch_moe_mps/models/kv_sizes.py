@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .basics.interface import FORM, are_apart, experts_of, is_quantized, is_settled
+from .basics.interface import experts_of, held_by
 from .caches.cache import as_held
 from .caches.deferred_states import bytes_beside
 from .caches.growing import free_slots_for, window_slots
-from .modules.stacked_experts import restore_form, run_form
+from .modules.stacked_experts import restore_experts, run_operators
 from .upstream.calls import cache_among, call_on_shapes
 
 
@@ -94,19 +94,18 @@ class KVCache:
 @contextmanager
 def _on_shapes(model: Any) -> Iterator[None]:
     """Block where recognised dense experts run the operators: their own code reads values."""
-    experts = [e for e in experts_of(model).values() if FORM in vars(e)]
-    experts = [e for e in experts if not (is_quantized(e) or is_settled(e) or are_apart(e))]
+    experts = [module for module in experts_of(model).values() if held_by(module).reads_own]
     training = model.training
     try:
         model.eval()
         for each in experts:
-            run_form(each)
+            run_operators(each)
         with torch.no_grad():
             yield
     finally:
         model.train(training)
         for each in experts:
-            restore_form(each)
+            restore_experts(each)
 
 
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int, int]]:

@@ -13,14 +13,12 @@ from .._extension import host_library, torch_version
 from .._versions import TORCH
 from ..macs import refusal
 from ..models.basics.interface import (
-    FORM,
-    ON_DISK,
     codes_of,
     count_of,
+    experts_in,
     is_experts,
     is_quantized,
-    is_transposed,
-    projections,
+    on_disk_of,
     weights_in,
     weights_of_experts,
 )
@@ -71,11 +69,11 @@ def align_weights(model: nn.Module) -> None:
     """Lay weights on mps out as the kernels read them, or every call would copy them: packed ones on 16
     bytes, and dense experts whose inputs come first, as in gpt-oss, with the inputs of a row side by side."""
     for module in model.modules():
-        on_disk = ON_DISK in vars(module)  # where it is read to must not move
-        if is_experts(module) and not is_quantized(module) and is_transposed(module) and not on_disk:
-            for parameter in (getattr(module, name) for name in projections(module)):
-                if parameter.device.type == "mps" and parameter.is_contiguous():
-                    parameter.data = parameter.data.mT.contiguous().mT
+        experts = experts_in(module)
+        is_placed = on_disk_of(module) is not None  # where it is read to must not move
+        for parameter in () if experts is None or is_placed else experts.transposed(module):
+            if parameter.device.type == "mps" and parameter.is_contiguous():
+                parameter.data = parameter.data.mT.contiguous().mT
         for codes in codes_of(module).values():
             offset = codes.storage_offset() * codes.element_size()
             if codes.device.type == "mps" and codes.dtype == torch.int32 and offset % 16:
@@ -144,11 +142,9 @@ def _libraries_of_weights(module: nn.Module, dtype: str, parts: Iterable[str]) -
     """Libraries that multiply the weights of experts, and of quantised layers."""
     for format in formats_in(module).values():
         yield from (f"quantized_{part}{format}_{dtype}" for part in parts)
-    if is_experts(module):
-        yield "bucket_i64"  # routers give such ids, and those of the families' blocks int32
-        if FORM in vars(module) and vars(module)[FORM].stacks:
-            yield "bucket_i32"
-        if not is_quantized(module):
+    if (experts := experts_in(module)) is not None:
+        yield from (f"bucket_{ids}" for ids in experts.code.types_of_ids)
+        if not experts.is_packed:
             yield f"experts_{dtype}"
 
 

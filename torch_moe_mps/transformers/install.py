@@ -24,7 +24,6 @@ from ..models.basics.state import (
     Unsupported,
     eager_of,
     made_as,
-    methods_of,
     original_class,
     state_of,
     subclass,
@@ -240,18 +239,15 @@ def _rewritten_class(
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
     batched = forward if cache_name(original_forward) is None else by_sequence(forward)
-    cls = subclass(
-        original, REWRITTEN, _copy_class, rewritten, forward=batched, **_methods(original, rewritten)
-    )
+    cls = subclass(original, REWRITTEN, _copy_class, rewritten, forward=batched, **_methods(original))
     return cls
 
 
-def _methods(original: type[nn.Module], rewritten: Callable) -> dict[str, Callable]:
+def _methods(original: type[nn.Module]) -> dict[str, Callable]:
     """Methods of rewritten modules of a class. If somebody patches the class, they call what it has then."""
-    makers = METHODS | methods_of(rewritten)
 
     def method(name: str, original_method: Callable) -> Callable:
-        ours = makers[name](original_method)
+        ours = METHODS[name](original_method)
 
         @functools.wraps(original_method)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +256,7 @@ def _methods(original: type[nn.Module], rewritten: Callable) -> dict[str, Callab
 
         return call
 
-    return {name: method(name, getattr(original, name)) for name in makers if hasattr(original, name)}
+    return {name: method(name, getattr(original, name)) for name in METHODS if hasattr(original, name)}
 
 
 @functools.cache

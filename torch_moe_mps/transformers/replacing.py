@@ -8,15 +8,7 @@ from ..models.attention.implementations import attention_layers, choose_implemen
 from ..models.attention.latents import use_latents
 from ..models.basics.code import unchanged
 from ..models.basics.configs import EXPERTS, ImplementationNames, drop_views
-from ..models.basics.interface import (
-    FORM,
-    are_apart,
-    experts_of,
-    forget_form,
-    is_experts,
-    is_quantized,
-    is_settled,
-)
+from ..models.basics.interface import experts_of, held_by, is_experts, is_quantized
 from ..models.basics.logits import mark_head
 from ..models.basics.report import Done, Report
 from ..models.basics.unmodified import refusal, why_unmodified
@@ -27,7 +19,7 @@ from ..models.modules.linears import QuantizedLayer
 from ..models.modules.loss import chunk_losses, restore_losses
 from ..models.modules.results import complete_results, restore_results
 from ..models.modules.rules.norms import warn_of_traces
-from ..models.modules.stacked_experts import restore_form, run_form
+from ..models.modules.stacked_experts import restore_experts, run_operators
 from .install import is_rewritten, restore_modules, rewrite
 from .steps import Run, Step, undo
 
@@ -35,7 +27,6 @@ ATTENTION = Done("cached_attention")
 # Operators in place of modules that traces recognise: each model has such modules.
 _TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "_mlp_quantized", "moe_router", "_pointwise"}
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
-_PRODUCTS = {"_moe_experts", "expert_mm"}  # run first in blocks that are rewritten with their experts
 
 
 def replace(run: Run) -> None:
@@ -62,27 +53,22 @@ def restore_replaced(model: nn.Module) -> None:
 
 
 def replace_experts(run: Run) -> None:
-    """Replaces the experts. A rule knows those with stacks elsewhere."""
+    """Replaces the experts."""
     drop_views(run.model)  # names that an earlier call shows
     found = experts_of(run.model, run.refused)
-    result = {name: experts for name, experts in found.items() if not are_apart(experts)}
-    for name, experts in result.items():
+    for name, experts in found.items():
         done = described(experts)
         reason = unsupported(experts) or why_unmodified(experts) or refusal(experts, done)
-        if reason is None and FORM in vars(experts):
-            run_form(experts)
-        elif reason is None and not is_quantized(experts):
+        if reason is None and not run_operators(experts) and not is_quantized(experts):
             run.names.add(experts.config, EXPERTS, NAME)
         run.report.add(name, experts, "experts", () if reason else done, reason)
-    run.experts = result.keys()
+    run.experts = found.keys()
 
 
-def restore_experts(model: nn.Module) -> None:
+def restore_all_experts(model: nn.Module) -> None:
     """Undoes `replace_experts`. Quantised experts stay, and so do those that transformers' interface runs."""
     for module in model.modules():
-        if not is_quantized(module) and not is_settled(module):
-            restore_form(module)
-            forget_form(module)
+        restore_experts(module)
 
 
 def show_names(run: Run) -> None:
@@ -113,20 +99,16 @@ def replace_modules(run: Run) -> None:
 def _add_row(
     report: Report, name: str, module: nn.Module, done: list[Done], reason: str | None, routers: set[str]
 ) -> None:
-    """Adds the row of a router, of attention, or of a module that operators run.
+    """Adds the row of a router, of attention, or of another module that operators run.
 
     Args:
-        routers: names of routers. Experts whose operator does not route add the block around them.
+        routers: names of routers.
     """
     routes = any(one.operator == "moe_router" for one in done)
-    are_experts = bool(done) and done[0].operator in _PRODUCTS
-    if are_experts and not routes:
-        routers.add(name.rpartition(".")[0])
     inside = {f"{name}.{child}" for child in module._modules} & routers if routes else set()
     is_router = name in routers or (routes and not inside)
     if is_router or done or "attention" in type(module).__name__.lower():
-        kind = "experts" if are_experts else "router" if is_router else "other"
-        report.add(name, module, kind, done, reason)
+        report.add(name, module, "router" if is_router else "other", done, reason)
         report.rows = [row for row in report.rows if row.done or row.name not in inside]
 
 
@@ -172,9 +154,12 @@ def _other_experts(path: str, module: nn.Module, around: nn.Module, refused: Map
 
 
 def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
-    """The names of the routers beside the experts."""
+    """The names of the routers of experts: modules next to theirs, or the block around them."""
     for name in found:
-        parent = name.rpartition(".")[0]
+        parent, code = name.rpartition(".")[0], held_by(model.get_submodule(name)).code
+        if code.is_of_family:
+            yield from () if code.routes else (parent,)
+            continue
         for child, module in model.get_submodule(parent).named_children():
             if child in _ROUTERS and not _is_left_out(child, module):
                 yield f"{parent}.{child}".lstrip(".")
@@ -188,7 +173,7 @@ def _is_left_out(name: str, module: nn.Module) -> bool:
 
 
 REPLACEMENTS = (
-    Step(replace_experts, restore_experts),
+    Step(replace_experts, restore_all_experts),
     Step(show_names, drop_views),
     Step(replace_modules, restore_modules),
     Step(report_other_experts),

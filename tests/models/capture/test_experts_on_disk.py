@@ -13,7 +13,7 @@ from torch_moe_mps import _environment, from_pretrained
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.disk import pool
-from torch_moe_mps.models.basics.interface import ON_DISK
+from torch_moe_mps.models.basics.interface import on_disk_of
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.modules.experts_on_disk import expert_pools
 
@@ -60,7 +60,7 @@ def test_embeddings(simulated, load, tmp_path, monkeypatch):
     monkeypatch.setattr(sizes, "_TABLE", 1e-12)
     monkeypatch.setattr(pool, "TABLE_ROWS", 40)
     resident, model = load(), load(experts_memory="1GB")
-    assert ON_DISK in vars(model.model.embed_tokens)
+    assert on_disk_of(model.model.embed_tokens) is not None
     with torch.no_grad():
         a, b = Conversation(resident), Conversation(model)
         assert torch.equal(a.token, b.token) and all(map(torch.equal, a.tokens(6), b.tokens(6)))

@@ -15,7 +15,7 @@ import torch_moe_mps
 from torch_moe_mps import from_pretrained
 from torch_moe_mps.models.adapters.lora import ParamWrapper
 from torch_moe_mps.models.attention.attention import NAME as ATTENTION
-from torch_moe_mps.models.basics.interface import experts_of
+from torch_moe_mps.models.basics.interface import experts_of, is_quantized
 from torch_moe_mps.models.capture.classes import captures_of
 
 ARCHITECTURES = ["dbrx", "jetmoe"]
@@ -222,4 +222,4 @@ def test_weights_that_are_not_finite_leave_the_model_as_it_is():
     with pytest.raises(ValueError, match=r"blocks.1.ffn.experts.gate_up_proj must be finite"):
         torch_moe_mps.accelerate(own, bits=4, group_size=32)
     assert own.state_dict().keys() == names
-    assert not any(hasattr(experts, "quantization") for experts in experts_of(own).values())
+    assert not any(map(is_quantized, experts_of(own).values()))

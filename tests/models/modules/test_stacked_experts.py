@@ -11,7 +11,7 @@ from support.models import assert_close, operators_of
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.models.basics.interface import INTERFACE, form_of
+from torch_moe_mps.models.basics.interface import INTERFACE, formats_of, recognise
 from torch_moe_mps.models.basics.state import Unsupported
 from torch_moe_mps.quantization import QuantizedWeight, dequantize
 
@@ -146,7 +146,7 @@ def test_experts_are_recognised(cls):
         copied = pickle.loads(pickle.dumps(module)) if cls is Stacked else copy.deepcopy(module)
         assert_close(copied(*given), expected, 1e-5)
         assert type(module).__name__ == cls.__name__ and isinstance(module, cls)
-    assert form_of(module).activation.activation == KNOWN[cls]
+    assert recognise(module).activation.activation == KNOWN[cls]
     torch_moe_mps.restore(module)
     assert type(module) is cls and not vars(module).keys() & {*INTERFACE}
     assert torch.equal(module(*given), expected)
@@ -157,7 +157,7 @@ def test_quantised_experts(cls):
     module = made(cls)
     twin, given = copy.deepcopy(module), arguments(module)
     torch_moe_mps.accelerate(module, bits=4, group_size=32)
-    for name, format in ((module.first, module.quantization), ("down_proj", module.down_quantization)):
+    for name, format in formats_of(module).items():
         parts = (getattr(module, f"{name}_{part}") for part in ("packed", "scales", "biases"))
         weight = dequantize(QuantizedWeight(*parts, format), torch.float32)
         getattr(twin, name).data = weight.mT.contiguous() if module.turned else weight
@@ -172,7 +172,7 @@ def test_rows_for_each_expert():
     rows = torch.randn(EXPERTS * 3, HIDDEN, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = module(rows)
-        assert form_of(module).takes_rows
+        assert recognise(module).takes_rows
         torch_moe_mps.accelerate(module, bits=8, group_size=32)
         assert operators_of(lambda: module(rows))["_moe_experts_quantized"] == 1
         assert_close(module(rows), expected, 2e-2)
@@ -214,7 +214,7 @@ class OtherNames(Stacked):
 def test_near_misses_are_left_alone(cls, reason):
     module = made(cls)
     with pytest.raises(Unsupported, match=reason):
-        form_of(module)
+        recognise(module)
     given = arguments(module)
     expected = module(*given)
     with pytest.warns(UserWarning, match=reason):

@@ -8,9 +8,10 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from ...models.basics.interface import Experts, count_of, projections
+from ...models.basics.interface import count_of, held_by, projections
 from ...models.upstream.weights import (
     PrefixChange,
     get_model_conversion_mapping,
@@ -100,7 +101,7 @@ class MlxNames:
             return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
         return theirs
 
-    def of_experts(self, name: str, module: Experts) -> dict[str, list[str]]:
+    def of_experts(self, name: str, module: nn.Module) -> dict[str, list[str]]:
         """{projection: mlx-lm's modules that it is made of}
 
         Raises: ValueError for experts outside of a numbered layer.
@@ -110,7 +111,7 @@ class MlxNames:
             expected = "in a numbered layer, as MLX has them"
             raise ValueError(f"moe_mps::save_mlx: experts must be {expected}, got {name}")
         layer = self.of(f"{matched[1]}.x")[0].removesuffix(".x")
-        gated = (["gate_proj", "up_proj"], ["down_proj"]) if module.has_gate else (["fc1"], ["fc2"])
+        gated = (["gate_proj", "up_proj"], ["down_proj"]) if held_by(module).has_gate else (["fc1"], ["fc2"])
         if self.architecture.apart is not None:
             numbers, (gate, up, down) = range(count_of(module)), self.architecture.apart
             gated = [f"{n}.{part}" for part in (gate, up) for n in numbers], [f"{n}.{down}" for n in numbers]

@@ -165,7 +165,7 @@ class MlxLayout(StreamingLayout):
 
         Raises: ValueError for mixed formats.
         """
-        name, module = target.name, target.experts
+        name, module = target.name, target.module
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if is_transposed(module) else -1]
             formats = [self.stored.format(other, columns) for other in modules]
@@ -213,7 +213,7 @@ class MlxLayout(StreamingLayout):
     def _modules(self, target: Target, parameter: str) -> Sequence[str]:
         """MLX's names of the modules that a parameter is made of."""
         if target.kind == "experts":
-            return self.names.of_experts(target.name, target.experts)[parameter]
+            return self.names.of_experts(target.name, target.module)[parameter]
         return self.names.of(f"{target.name}.{parameter}")
 
     def conversions(self, others: list) -> list[NamedConverter]:

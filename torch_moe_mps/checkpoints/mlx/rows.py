@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from ...models.basics.interface import Experts, count_of, experts_of, is_transposed
+from ...models.basics.interface import count_of, experts_of, is_transposed
 from ...models.modules.experts import is_interleaved
 from ...models.upstream.weights import Concatenate, ConversionOps, Interleave, Transpose
 from ...quantization import TENSORS, Format
@@ -83,7 +83,7 @@ class RowConverters:
         operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, format)
         return NamedConverter(_matrices(parts, formats), ours, [operation, Cast()])
 
-    def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
+    def _experts(self, name: str, module: nn.Module) -> Iterator[NamedConverter]:
         """The converters of an experts module, packed or dense."""
         interleaved, count = is_interleaved(module), count_of(module)
         is_apart = self.names.architecture.apart is not None

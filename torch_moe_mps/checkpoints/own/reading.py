@@ -59,7 +59,7 @@ class OwnLayout(StreamingLayout):
     def _dequantized(self, target: Target, parameter: str) -> NamedConverter:
         """Converter of 8-bit floats in our layout to a dense parameter, which a recipe may quantise."""
         packed, scales, _ = (f"{target.name}.{part}" for part in quantized_names(parameter))
-        is_turned = is_transposed(target.experts) if target.kind == "experts" else target.is_transposed
+        is_turned = is_transposed(target.module) if target.kind == "experts" else target.is_transposed
 
         def read(tensors: list[Tensor]) -> list[Tensor]:
             weight = QuantizedWeight(tensors[0], tensors[1], None, target.formats[parameter])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...models.basics.interface import are_apart, is_quantized, weights_of_experts
+from ...models.basics.interface import is_quantized
 from ...models.basics.report import QuantizationReport
 from ...models.basics.state import original_class
 from ...ops._checks import Check
@@ -118,8 +118,8 @@ def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Co
     for name, target in every.items():
         if name not in counted:
             counted.update(together.get(name, ()))
-            apart = are_apart(target.module)
-            weights = weights_of_experts(target.module) if apart else target.module.parameters(recurse=False)
+            module, is_experts = target.module, target.kind == "experts"
+            weights = target.experts.parameters(module) if is_experts else module.parameters(recurse=False)
             sizes[target.kind] += sum(weight.numel() for weight in weights)
     return sizes
 
@@ -127,7 +127,7 @@ def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Co
 def _fitting(target: Target, parameter: str, format: Format) -> Format:
     """The format, or its group-wise substitute where rows are no multiple of its blocks, as in llama.cpp."""
     bits = format.row.groupwise_bits
-    if bits is None or (target.kind == "experts" and is_quantized(target.experts)):
+    if bits is None or (target.kind == "experts" and is_quantized(target.module)):
         return format
     columns = target.rows_first(target.dense(parameter)).shape[-1]
     if columns % format.multiple == 0 or columns % 32 != 0:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._progress import with_progress
-from ...models.basics.interface import ON_DISK, Experts, count_of, projections
+from ...models.basics.interface import count_of, on_disk_of
 from ...models.modules.experts import activated_rows
 from ...models.modules.linears import GroupedLinear, QuantizedLinear
-from ...models.modules.stacked_experts import takes_ids
 from ...ops._checks import Check
 from ...quantization.formats import check_importance, check_weighed
 from .reasons import groups_of
@@ -231,7 +230,7 @@ class _Sums:
 def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
     """Forward hook that adds the squared inputs of a layer, or of experts."""
     if target.kind == "experts":
-        if (on_disk := vars(target.module).get(ON_DISK)) is not None:
+        if (on_disk := on_disk_of(target.module)) is not None:
             on_disk.refuse("importance needs all experts in memory")
         for parameter in target.parameters:
             into[target.path(parameter)] = _Sums()
@@ -246,7 +245,7 @@ def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
 def _multiplied(model: nn.Module) -> Iterator[Target]:
     """Experts that are called with ids, and linear layers of a model, dense or quantised."""
     for target in quantizable(model).values():
-        is_known = target.kind != "experts" or takes_ids(target.module)
+        is_known = target.kind != "experts" or target.experts.is_called_with_ids
         if is_known and not isinstance(target.module, nn.Embedding):
             yield target
     for name, module in model.named_modules():
@@ -268,15 +267,14 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
     names = ("hidden_states", "top_k_index", "top_k_weights")
     x, ids, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
     x = x.flatten(0, -2)
-    experts: Experts = target.experts
-    first, second = projections(experts)
-    of_experts = torch.arange(count_of(experts), device=ids.device)[:, None]
+    first, second = target.parameters
+    of_experts = torch.arange(count_of(target.module), device=ids.device)[:, None]
     chosen = (ids.flatten() == of_experts).float()  # [E, T * K]
     tokens = chosen.unflatten(1, ids.shape).sum(-1)
     counts = chosen.sum(1)
     into[target.path(first)].add(tokens @ x.float().square(), counts)
     valid = ids.clamp(0, len(of_experts) - 1)
-    rows = activated_rows(experts, x, valid).flatten(0, 1)
+    rows = activated_rows(target.module, x, valid).flatten(0, 1)
     into[target.path(second)].add(chosen @ rows.float().square(), counts)
 
 

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from ..._limits import LARGEST_CHUNK
 from ...disk.file import uses_page_cache
 from ...models.basics.interface import (
-    are_apart,
     count_of,
     experts_of,
-    projections,
-    stack_of,
+    held_by,
     weights_in,
     weights_of_experts,
 )
@@ -158,11 +156,8 @@ def _row(layer: nn.Module) -> int:
 
 def _widths(experts: nn.Module) -> Iterator[int]:
     """Rows and columns of the matrices of an expert."""
-    if are_apart(experts):
-        weights = [stack_of(experts, projection, values=False) for projection in projections(experts)]
-    else:
-        weights = [weight for weight in weights_of_experts(experts) if weight.dim() == 3]
-    return (size for weight in weights for size in weight.shape[1:])
+    held = held_by(experts)
+    return (size for projection in held.projections for size in held.shape(experts, projection)[1:])
 
 
 def large_tables(

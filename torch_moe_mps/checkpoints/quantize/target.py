@@ -3,21 +3,17 @@
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from ...models.basics.experts import Experts
 from ...models.basics.interface import (
-    FORM,
-    Experts,
-    are_apart,
     experts_of,
+    held_by,
     is_transposed,
-    parts_of,
     projections,
     stack_of,
-    weights_of_experts,
 )
 from ...models.basics.state import original_class
 from ...models.modules.linears import QuantizedLayer
@@ -50,8 +46,8 @@ class Target:
 
     @property
     def experts(self) -> Experts:
-        """The module of a target of kind "experts"."""
-        return cast(Experts, self.module)
+        """The experts of a target of kind "experts"."""
+        return held_by(self.module)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -80,7 +76,7 @@ class Target:
         """
         if self.is_split and parameter in ("gate_up_proj", "up_proj"):
             halves = stack_of(self.module, "gate_up_proj", values).chunk(
-                2, -1 if is_transposed(self.experts) else -2
+                2, -1 if self.experts.is_transposed else -2
             )
             return halves[parameter == "up_proj"]
         if self.kind == "experts":
@@ -90,25 +86,25 @@ class Target:
     def parts(self, parameter: str) -> list[Tensor]:
         """Dense tensors that a parameter is made of, as `dense` has it."""
         is_whole = self.kind == "experts" and not self.is_split
-        return parts_of(self.module, parameter) if is_whole else [self.dense(parameter)]
+        return self.experts.matrices(self.module, parameter) if is_whole else [self.dense(parameter)]
 
     def tensors(self, parameter: str) -> list[Tensor]:
         """The dense parameters of the module that a parameter is made of."""
-        if self.kind == "experts" and are_apart(self.module):
-            stack = dict(vars(self.module)[FORM].stacks)[parameter]
-            return [self.module.get_parameter(path) for path in stack.paths]
+        if self.kind == "experts":
+            tensors: list[Tensor] = self.experts.stack(parameter).tensors(self.module)
+            return tensors
         return [getattr(self.module, parameter)]
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
         stack = weight if self.kind == "experts" else weight.unsqueeze(0)
-        is_turned = is_transposed(self.experts) if self.kind == "experts" else self.is_transposed
+        is_turned = is_transposed(self.module) if self.kind == "experts" else self.is_transposed
         return stack.mT if is_turned else stack
 
     def read(self, weight: Tensor) -> Tensor:
         """The matrices that a forward reads of a parameter of a checkpoint, which may have more of them."""
-        form = vars(self.module).get(FORM)
-        return weight if form is None else weight[: form.experts]
+        count = self.experts.number if self.kind == "experts" else None
+        return weight if count is None else weight[:count]
 
     def check_columns(self, check: Check) -> None:
         """Raises: ValueError for weights whose rows are not made of whole groups."""
@@ -144,11 +140,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def size_of(target: Target) -> int:
     """Bytes of the parameters of a target that have no format; of all, where all have one."""
-    if are_apart(target.module):
-        return sum(weight.nbytes for weight in weights_of_experts(target.module))
     dense = [p for p in target.parameters if p not in target.formats] or target.parameters
-    weights = (target.module._parameters.get(parameter) for parameter in dense)
-    return sum(weight.nbytes for weight in weights if weight is not None)
+    weights = (weight for parameter in dense for weight in target.tensors(parameter))
+    return sum(weight.nbytes for weight in weights if isinstance(weight, nn.Parameter))
 
 
 def other_matrices(model: nn.Module, targets: Collection[str]) -> Iterator[tuple[str, nn.Module, Tensor]]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...models.basics.interface import ON_DISK, drop_apart, projections
+from ...models.basics.interface import hold, on_disk_of
 from ...models.basics.report import QuantizedProjection
 from ...models.modules.experts import pinned_config
 from ...models.modules.linears import (
@@ -27,7 +27,7 @@ from ...models.modules.linears import (
     QuantizedLinear,
     as_codes,
 )
-from ...models.modules.stacked_experts import run_form
+from ...models.modules.stacked_experts import run_operators
 from ...models.upstream.reach import hold_reach
 from ...ops._checks import Check
 from ...quantization import TENSORS, QuantizedWeight
@@ -45,7 +45,7 @@ def quantized_names(parameter: str) -> list[str]:
 def check_target(target: Target) -> None:
     """Raises: ValueError for weights that cannot be quantised; changes nothing."""
     check = Check("quantize")
-    if ON_DISK in vars(target.module):
+    if on_disk_of(target.module) is not None:
         expected = "in memory (from_pretrained with bits quantises what it leaves on the disk)"
         check.fail(target.name, expected, "weights on the disk")
     for parameter in target.formats:
@@ -168,7 +168,7 @@ def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWei
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
     """Gives an experts module packed weights in place of dense ones."""
-    module = target.experts
+    module = target.module
     replaced = {*weights, *chain.from_iterable(map(quantized_names, weights))}
     parameters, buffers = (
         {name: value for name, value in tensors.items() if name not in replaced}
@@ -180,18 +180,15 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
                 parameters[name] = cast(nn.Parameter, tensor)
             elif tensor is not None:
                 buffers[name] = as_codes(tensor)
-    formats = [target.formats[name] for name in projections(module)]
+    experts = target.experts.packed(target.formats)
     module.__dict__.update(
         _parameters=parameters,
         _buffers=buffers,
-        quantization=formats[0],
-        down_quantization=formats[1],
-        up_quantization=target.formats["up_proj"] if target.is_split else None,
         config=pinned_config(module),
         _reach=hold_reach("peft"),
     )
-    drop_apart(module)
-    run_form(module)
+    hold(module, experts)
+    run_operators(module)
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.lora import MAX_RANK
 from ..basics.guards import is_observed
-from ..basics.interface import FORM, ExpertsForm, is_transposed
+from ..basics.interface import held_by, is_transposed
 from ..basics.state import ExpertAdapter, state_of
-from ..modules.experts import shape_of
 from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 
 ops = torch.ops.moe_mps
@@ -126,18 +125,9 @@ class StackParameter:
     ndim = 3
 
     def __init__(self, experts: Any, projection: str):
-        self.shape = torch.Size(_dense_shape(experts, projection))
+        self.shape = torch.Size(held_by(experts).dense_shape(experts, projection))
         self.device = getattr(experts, f"{projection}_packed").device
         self.dtype = _dtype_of(experts)
-
-
-def _dense_shape(experts: Any, projection: str) -> tuple[int, ...]:
-    """The shape of a stack in the dense model. The first one of some has matrices that no forward reads."""
-    form: ExpertsForm | None = vars(experts).get(FORM)
-    if form is not None and projection in dict(form.shapes):
-        return dict(form.shapes)[projection]
-    count, rows, columns = shape_of(experts, projection)
-    return (count, columns, rows) if is_transposed(experts) else (count, rows, columns)
 
 
 def _dtype_of(experts: nn.Module) -> torch.dtype:

@@ -15,12 +15,12 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import nn
 
 from ..basics.interface import (
-    FORM,
     codes_of,
     experts_on_disk,
     formats_of,
     is_experts,
     is_quantized,
+    known_experts,
     projections,
 )
 from ..modules.linears import QuantizedLinear, has_quantized_weights
@@ -90,9 +90,9 @@ def _over_experts(target: Any, adapter: str, config: Any, **kwargs: Any) -> nn.M
     base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if not is_quantized(base) or kwargs.get("parameter_name") not in formats_of(base):
         return None
-    form = vars(base).get(FORM)
-    if form is not None and form.methods and "forward" not in dict(form.methods):
-        got = f"{type(base).__name__}'s, of {' and '.join(dict(form.methods))}"
+    methods = dict(known.methods) if (known := known_experts(base)) is not None else {}
+    if methods and "forward" not in methods:
+        got = f"{type(base).__name__}'s, of {' and '.join(methods)}"
         refuse("target_parameters", "stacks of experts that are called", got)
     return ParamWrapper(target, adapter, config=config, **kwargs)
 

@@ -1,191 +1,109 @@
-"""The experts interface of transformers: what a module of experts has, and what its parameters are called.
+"""Modules of experts: with transformers' experts interface, or recognised by what they compute."""
 
-Modules without it get its attributes, if a recogniser knows what they compute.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..._extension import PACKAGE
-from ...ops._activations import Activation
 from ...quantization import TENSORS, Format
-from .report import Done
+from .experts import GATED, NOT_GATED, SECOND, Experts, ExpertsCode
+from .stacks import Stack
 from .state import Unsupported
 
-INTERFACE = ("has_gate", "has_bias", "is_concatenated")  # in transformers' experts, as is `is_transposed`
+INTERFACE = ("has_gate", "has_bias", "is_concatenated", "is_transposed")  # in transformers' experts
 # The attribute of experts on the disk: their `OnDisk`. Their weights are slots, whose content changes.
 ON_DISK = "_moe_mps_on_disk"
-_CODES = (*TENSORS, "order")
-# The attribute of experts without transformers' interface: their `ExpertsForm`.
-FORM = "_moe_mps_form"
-
-
-class Stack(NamedTuple):
-    """Parameters below a module that are one stack of matrices together, joined by outputs.
-
-    Attributes:
-        paths: of the parameters, [E, rows, columns].
-        is_flat: whether they are [E * rows, columns].
-        is_transposed: whether their rows are the inputs.
-    """
-
-    paths: tuple[str, ...]
-    is_flat: bool = False
-    is_transposed: bool = False
-
-    def views(self, parts: Sequence[Tensor], experts: int) -> list[Tensor]:
-        """The stacks [E, output, input] that are joined."""
-        views = [part.unflatten(0, (experts, -1)) if self.is_flat else part for part in parts]
-        return [view.mT if self.is_transposed else view for view in views]
-
-    def joined(self, parts: Sequence[Tensor], experts: int) -> Tensor:
-        """The stack [E, output, input]."""
-        views = self.views(parts, experts)
-        return views[0] if len(views) == 1 else torch.cat(views, 1)
-
-    def split(self, stack: Tensor) -> list[Tensor]:
-        """The parameters of a stack [E, output, input]."""
-        views = stack.chunk(len(self.paths), 1)
-        parts = [(view.mT if self.is_transposed else view).contiguous() for view in views]
-        return [part.flatten(0, 1) if self.is_flat else part for part in parts]
-
-
-class ExpertsForm(NamedTuple):
-    """Computation of experts without transformers' interface.
-
-    Attributes:
-        activation: between the two matrices; None if other code runs there.
-        is_transposed: whether the stacks are [E, input, output].
-        takes_rows: whether the forward takes rows [E * n, H], n for each expert, and no ids.
-        has_identity: whether ids beyond the experts give their input.
-        experts: how many there are. The first stack may have more matrices, which no forward reads.
-        shapes: (path, shape) of the dense parameters.
-        stacks: (projection, Stack) of the stacks that are not parameters of the module with the names of
-            transformers' interface. They are once a model is quantised, or loaded for it.
-        methods: (name, function) of a module with such stacks, in place of its own ones.
-        runs: what these run beside the experts.
-        act_fn: path of the activation.
-        heard: paths of other modules whose hooks and forwards take part once the experts are packed.
-        given: names of the attributes that the module has got, the form among them.
-        numbers: of the module and those inside; some are sizes, which differ in a trial.
-    """
-
-    activation: Activation | None
-    is_transposed: bool
-    takes_rows: bool
-    has_identity: bool
-    experts: int
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    stacks: tuple[tuple[str, Stack], ...] = ()
-    methods: tuple[tuple[str, Callable], ...] = ()
-    runs: tuple[Done, ...] = ()
-    act_fn: str = "act_fn"
-    heard: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
-    numbers: tuple[tuple[str, str, int], ...] = ()
-
-    @property
-    def interface(self) -> dict[str, bool]:
-        """The attributes of transformers' interface that a module gets, and their values.
-
-        `is_transposed` is not among them: PEFT lays out the factors of adapters by it.
-        """
-        has_bias = any(name.endswith("_bias") for name, _ in self.shapes)
-        activation = self.activation or Activation(gated=False)
-        flags = activation.gated, has_bias, not activation.interleaved
-        return dict(zip(INTERFACE, flags, strict=True))
-
-
+# The attribute of a module that holds its `Experts`: packed ones, and those without transformers' interface.
+HELD = "_moe_mps_experts"
 KIND = "experts"  # the kind of the classes of recognised experts
+_CODES = (*TENSORS, "order")
+
+
+def _with_interface(has_gate: bool, has_bias: bool, is_transposed: bool) -> Experts:
+    names = (GATED if has_gate else NOT_GATED, SECOND)
+    return Experts(tuple((name, Stack((name,), is_transposed=is_transposed)) for name in names), has_bias)
+
+
+# (has_gate, has_bias, is_transposed) of a dense module with transformers' interface: its experts.
+_INTERFACES = {flags: _with_interface(*flags) for flags in itertools.product((True, False), repeat=3)}
 
 # Modules -> what they compute, None for no experts. They raise Unsupported with a reason.
-RECOGNISERS: list[Callable[[nn.Module], ExpertsForm | None]] = []
+RECOGNISERS: list[Callable[[nn.Module], Experts | None]] = []
 
 
-def experts_on_disk(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, its `OnDisk`) of each module of a model whose experts are on the disk."""
-    named = ((name, vars(module).get(ON_DISK)) for name, module in model.named_modules())
-    return ((name, on_disk) for name, on_disk in named if on_disk is not None)
-
-
-class Experts(nn.Module):
-    """The attributes of a module with the experts interface, for type checkers; it has no instances.
-
-    `quantization` and `down_quantization`, the formats of the two matrices, exist once they are quantised. If
-    gate and up projections have two formats, `up_quantization` is the format of the up projections, which are
-    parameters of their own then.
-    """
+class ExpertsModule(nn.Module):
+    """The attributes of a module with the experts interface, for type checkers; it has no instances."""
 
     has_gate: bool
     has_bias: bool
     is_concatenated: bool
+    is_transposed: bool
     config: Any
-    num_experts: int
-    gate_up_proj: Tensor
-    gate_up_proj_bias: Tensor
-    up_proj: Tensor
-    up_proj_bias: Tensor
-    down_proj: Tensor
-    down_proj_bias: Tensor
-    quantization: Format
-    down_quantization: Format
-    up_quantization: Format | None
     act_fn: Callable[[Tensor], Tensor]
     _apply_gate: Callable[[Tensor], Tensor]
-    post_expert_norm: Callable[[Tensor], Tensor]
 
 
-def is_experts(module: nn.Module) -> TypeGuard[Experts]:
-    """True if a module has the experts interface of transformers' `use_experts_implementation`."""
-    flags = INTERFACE if FORM in vars(module) else (*INTERFACE, "is_transposed")
-    if not all(isinstance(getattr(module, flag, None), bool) for flag in flags):
-        return False
-    if are_apart(module):
-        return True
-    tensors = [getattr(module, projection, None) for projection in projections(module)]
-    dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
-    return dense or is_quantized(module)
+def held_by(module: nn.Module) -> Experts:
+    """The experts of a module that has some; each call of a forward asks."""
+    experts: Experts | None = module.__dict__.get(HELD)
+    if experts is not None:
+        return experts
+    flags: Any = module
+    return _INTERFACES[flags.has_gate, flags.has_bias, flags.is_transposed]
+
+
+def known_experts(module: nn.Module) -> ExpertsCode | None:
+    """Code of the class of recognised experts; None for any other module."""
+    held: Experts | None = vars(module).get(HELD)
+    return held.code if held is not None and held.code.is_recognised else None
+
+
+def experts_in(module: nn.Module) -> Experts | None:
+    """The experts of a module; None for any other module."""
+    if HELD in vars(module):
+        return held_by(module)
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
+        return None
+    experts = held_by(module)
+    tensors = [getattr(module, projection, None) for projection in experts.projections]
+    return experts if all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors) else None
+
+
+def is_experts(module: nn.Module) -> TypeGuard[ExpertsModule]:
+    """True if a module has the experts interface of transformers' `use_experts_implementation`, or is known
+    to compute experts without it."""
+    return experts_in(module) is not None
+
+
+def is_quantized(experts: nn.Module) -> bool:
+    """True if quantising, or the loading of a checkpoint, gave the module packed weights."""
+    held: Experts | None = vars(experts).get(HELD)
+    return held is not None and held.is_packed
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """True if the dense stacks of an experts module are [E, input, output]."""
-    form: ExpertsForm | None = vars(experts).get(FORM)
-    return bool(experts.is_transposed) if form is None else form.is_transposed
+    return held_by(experts).is_transposed
 
 
-def are_apart(module: nn.Module) -> bool:
-    """True for dense experts whose stacks are other parameters than in transformers' interface."""
-    form: ExpertsForm | None = vars(module).get(FORM)
-    paths = () if form is None else [path for _, stack in form.stacks for path in stack.paths]
-    return bool(paths) and all(_owner_of(module, path)[0] is not None for path in paths)
+def projections(module: nn.Module) -> tuple[str, str]:
+    """Names of the two matrices of experts."""
+    return held_by(module).projections
 
 
-def is_settled(module: nn.Module) -> bool:
-    """True for experts whose own code reads parameters that they no longer have."""
-    form: ExpertsForm | None = vars(module).get(FORM)
-    return form is not None and bool(form.stacks) and not are_apart(module)
+def formats_of(experts: nn.Module) -> dict[str, Format]:
+    """{projection: format} of a quantised module."""
+    return held_by(experts).formats
 
 
-def _owner_of(module: nn.Module, path: str) -> tuple[nn.Module | None, str]:
-    """(the module that has a parameter, its name there); None for the module if none has it."""
-    owner, _, name = path.rpartition(".")
-    for child in owner.split(".") if owner else ():
-        module = module._modules.get(child) or nn.Module()
-    return (module if module._parameters.get(name) is not None else None), name
-
-
-def parts_of(experts: nn.Module, projection: str) -> list[Tensor]:
-    """The stacks [E, ., .] of a dense projection that a forward reads; several are joined by rows."""
-    form: ExpertsForm | None = vars(experts).get(FORM)
-    if form is None:
-        return [getattr(experts, projection)]
-    if not are_apart(experts):
-        return [getattr(experts, projection)[: form.experts]]
-    stack = dict(form.stacks)[projection]
-    return stack.views([experts.get_parameter(path) for path in stack.paths], form.experts)
+def count_of(experts: nn.Module) -> int:
+    """How many experts there are."""
+    if (count := held_by(experts).number) is not None:
+        return count
+    return next(weight.shape[0] for weight in weights_in(experts) if weight.dim() == 3)
 
 
 def stack_of(experts: nn.Module, projection: str, values: bool = True) -> Tensor:
@@ -194,54 +112,48 @@ def stack_of(experts: nn.Module, projection: str, values: bool = True) -> Tensor
     Args:
         values: without, a stack that has to be joined is on the meta device.
     """
-    parts = parts_of(experts, projection)
+    parts = held_by(experts).matrices(experts, projection)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.detach() if values else part.detach().to("meta") for part in parts], -2)
 
 
-def drop_apart(experts: nn.Module) -> None:
-    """Takes the parameters of other names from experts, whose stacks have the interface's names now."""
-    form: ExpertsForm | None = vars(experts).get(FORM)
-    for _, stack in form.stacks if form is not None else ():
-        for path in stack.paths:
-            owner, name = _owner_of(experts, path)
-            if owner is not None:
-                del owner._parameters[name]
-                vars(owner)["_is_hf_initialized"] = True  # transformers' own initialisation would read it
+def move_into_interface(module: nn.Module) -> None:
+    """Gives dense experts parameters of their own with the names of transformers' interface.
+
+    They have the matrices that a forward reads: published checkpoints lack further ones, for which
+    transformers makes a quarter of LongCat's weights.
+    """
+    experts = held_by(module)
+    for name in experts.projections:
+        stack = stack_of(module, name).detach().clone()
+        module._parameters[name] = nn.Parameter(stack, requires_grad=False)
+    hold(module, experts.in_interface())
+
+
+def hold(module: nn.Module, experts: Experts) -> None:
+    """Makes a module hold experts, and drops the dense parameters that these do not read any more."""
+    before = held_by(module)
+    vars(module)[HELD] = experts
+    if not before.is_elsewhere or experts.is_elsewhere:
+        return
+    paths = (path for _, stack in before.own.stacks if isinstance(stack, Stack) for path in stack.names)
+    for owner, _, name in (path.rpartition(".") for path in paths):
+        part = module.get_submodule(owner)
+        part._parameters.pop(name, None)
+        vars(part)["_is_hf_initialized"] = True  # transformers' own initialisation would read it
 
 
 def weights_of_experts(module: nn.Module) -> list[Tensor]:
     """The weights of experts, dense or packed, without a router that their module has."""
-    form: ExpertsForm | None = vars(module).get(FORM)
-    if form is None or not form.stacks:
+    held = experts_in(module)
+    if held is None or not held.code.is_of_family:
         return [*weights_in(module)]
-    if are_apart(module):
-        return [module.get_parameter(path) for _, stack in form.stacks for path in stack.paths]
+    if held.is_elsewhere:
+        return held.tensors(module)
     tensors = {**module._parameters, **codes_of(module)}
-    names = ("gate_up_proj", "up_proj", "down_proj")
+    names = (GATED, NOT_GATED, SECOND)
     return [tensor for name, tensor in tensors.items() if tensor is not None and name.startswith(names)]
-
-
-def count_of(experts: nn.Module) -> int:
-    """How many experts there are."""
-    form: ExpertsForm | None = vars(experts).get(FORM)
-    if form is not None:
-        return form.experts
-    return next(weight.shape[0] for weight in weights_in(experts) if weight.dim() == 3)
-
-
-def is_quantized(experts: nn.Module) -> bool:
-    """True if quantising, or the loading of a checkpoint, gave the module a format."""
-    return getattr(experts, "quantization", None) is not None
-
-
-def formats_of(experts: Experts) -> dict[str, Format]:
-    """{projection: format} of a quantised module."""
-    first, second = projections(experts)
-    up = vars(experts).get("up_quantization")
-    between = {} if up is None else {"up_proj": up}
-    return {first: experts.quantization, **between, second: experts.down_quantization}
 
 
 def codes_of(module: nn.Module) -> dict[str, Tensor]:
@@ -266,26 +178,25 @@ def weights_in(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
                 yield tensor
 
 
-def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[str, Experts]:
-    """{name: module} of all experts of a model, in its order.
-
-    Those that a recogniser knows get the attributes of transformers' interface.
+def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[str, ExpertsModule]:
+    """{name: module} of all experts of a model, in its order. Modules hold what a recogniser finds.
 
     Args:
         refused: gets {name: reason} of modules with stacks that no operator computes.
     """
     for name, module in model.named_modules():
         try:
-            form = None if is_experts(module) else form_of(module)
+            experts = None if is_experts(module) else recognise(module)
         except Unsupported as unsupported:
-            form = None
+            experts = None
             if refused is not None:
                 refused[name] = str(unsupported)
-        if form is not None:
-            given: dict[str, Any] = {FORM: form, **form.interface}
+        if experts is not None:
+            given: dict[str, Any] = {}
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
-            vars(module).update(given, **{FORM: form._replace(given=(*given,), numbers=numbers_in(module))})
+            code = experts.code._replace(given=(HELD, *given), numbers=numbers_in(module))
+            vars(module).update(given, **{HELD: experts._replace(code=code)})
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
@@ -309,20 +220,27 @@ def _config_above(model: nn.Module, name: str) -> Any:
     return None
 
 
-def form_of(module: nn.Module) -> ExpertsForm | None:
-    """Form of experts without transformers' interface; None for any other module.
+def recognise(module: nn.Module) -> Experts | None:
+    """The experts of a module without transformers' interface; None for any other module.
 
     Raises: Unsupported with the reason for stacks of which no operator computes what they do.
     """
-    return next(filter(None, (recognise(module) for recognise in RECOGNISERS)), None)
+    return next(filter(None, (recogniser(module) for recogniser in RECOGNISERS)), None)
 
 
-def forget_form(module: nn.Module) -> None:
-    """Takes the attributes of transformers' interface from recognised experts that are dense."""
-    if FORM in vars(module) and not is_quantized(module):
-        for name in vars(module)[FORM].given:
+def forget(module: nn.Module) -> None:
+    """Takes what recognition has given to experts whose class's own code reads their weights."""
+    if (known := known_experts(module)) is not None and held_by(module).reads_own:
+        for name in known.given:
             del vars(module)[name]
 
 
-def projections(module: nn.Module) -> tuple[str, str]:
-    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+def on_disk_of(module: nn.Module) -> Any:
+    """The `OnDisk` of a module whose weights are on the disk; None for any other module."""
+    return vars(module).get(ON_DISK)
+
+
+def experts_on_disk(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, its `OnDisk`) of each module of a model whose experts are on the disk."""
+    named = ((name, on_disk_of(module)) for name, module in model.named_modules())
+    return ((name, on_disk) for name, on_disk in named if on_disk is not None)

@@ -113,7 +113,6 @@ STATE = "_moe_mps"  # where a module's __dict__ has it
 PIPELINE = "pipeline"  # where a model's __dict__ has its Running if its layers are spread over processes
 REWRITTEN = "rewritten"  # the kind of the classes of rewritten modules
 _EAGER: dict[Callable[..., Any], Callable[..., Any]] = {}  # {forward of `with_eager`: what runs unmodified}
-_METHODS: dict[Callable[..., Any], dict[str, Callable]] = {}  # {forward of `with_methods`: its methods}
 
 
 class Unsupported(Exception):
@@ -217,18 +216,3 @@ def with_eager(eager_forward: Callable) -> Callable[[Callable], Callable]:
 def eager_of(forward: Callable) -> Callable | None:
     """The function that `with_eager` gave a forward; None for any other forward."""
     return _EAGER.get(forward)
-
-
-def with_methods(**methods: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
-    """Decorator of a replaced forward: its modules have these methods. {name: the own one -> theirs}."""
-
-    def mark(forward: Callable) -> Callable:
-        _METHODS[forward] = methods
-        return forward
-
-    return mark
-
-
-def methods_of(forward: Callable) -> dict[str, Callable]:
-    """The methods that `with_methods` gave a forward; none for any other."""
-    return _METHODS.get(forward, {})

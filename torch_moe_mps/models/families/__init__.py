@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from ..basics.interface import ExpertsForm
+from ..basics.experts import Experts
 from ..graphs.passes import Place
 from ..modules.rules import ModuleRule
 
@@ -31,7 +31,7 @@ class Family(NamedTuple):
 
     Attributes:
         rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
-        recognisers: module -> the form of experts whose stacks have names of their own, or None.
+        recognisers: module -> its experts, whose stacks have names of their own, or None.
         growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
         methods: {name of a method of modules: its class's own -> the one that rewritten modules have}.
         masks_choices: whether a layer turns what its indexer chose into a mask, for all implementations.
@@ -44,7 +44,7 @@ class Family(NamedTuple):
     """
 
     rules: tuple[ModuleRule, ...] = ()
-    recognisers: tuple[Callable[[nn.Module], ExpertsForm | None], ...] = ()
+    recognisers: tuple[Callable[[nn.Module], Experts | None], ...] = ()
     growing_class: Callable[[Any], Any] | None = None
     methods: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType({})
     masks_choices: Callable[[nn.Module], bool] | None = None

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ...disk.file import Layer, dtype_of
 from ...disk.pool import Counters, ExpertPool, Pools
 from ...ops.families.slots import using_slots
-from ..basics.interface import ON_DISK, Experts, experts_on_disk
+from ..basics.interface import ON_DISK, experts_on_disk
 from ..basics.state import Beside
 from ..basics.tensors import ABOUT, Deferred
 from ..graphs.tracing import LeftAlone
@@ -36,7 +36,7 @@ class OnDisk(Beside):
         self.pool, self.pools, self.key = pool, pools, pool.reader.file.fingerprint
         self._reach = hold_reach("peft")
 
-    def ready(self, module: Experts, ids: Tensor) -> tuple[Experts, Tensor]:
+    def ready(self, module: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
         """The module with the weights of some experts in memory, and the rows of those for the ids.
 
         The slots of few tokens are read while the GPU waits; for many tokens, all experts are read.
@@ -180,7 +180,7 @@ def keep_whole(model: nn.Module, experts: Sequence[nn.Module]) -> None:
         vars(model)["set_experts_implementation"] = set_experts_implementation
 
 
-def _with_weights(module: Experts, tensors: dict[str, Tensor]) -> Experts:
+def _with_weights(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
     """A module that shares everything with another but for some weights."""
     other: Any = object.__new__(type(module))
     other.__dict__ = copy.copy(module.__dict__)

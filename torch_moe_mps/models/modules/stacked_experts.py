@@ -8,24 +8,22 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
-from ...ops.families.experts import _moe_experts
-from ..basics.interface import FORM, KIND, ExpertsForm, is_quantized, is_settled
-from ..basics.state import REWRITTEN, STATE, Unsupported, original_class, restore_class, subclass
+from ..basics.experts import Experts, Method, Shapes, recognised
+from ..basics.interface import KIND, forget, held_by, known_experts
+from ..basics.stacks import Stack
+from ..basics.state import Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, tried
 from ..trials.draws import eager, normal
 from ..trials.forms import first_form
 from ..trials.replicas import bare_replica, random_parameter
-from .experts import REFUSED, act_fn_of, activation_arguments, experts_forward, rows_forward, with_identity
+from .experts import REFUSED, experts_forward, rows_forward
 from .linears import QuantizedLinear
-
-ops = torch.ops.moe_mps
 
 _TOKENS, _SLOTS = 6, 2
 _SHAPE = 2, 3  # the same tokens in sequences
@@ -34,8 +32,6 @@ _MOST_NUMBERS = 8
 # Sizes of a replica: experts, further rows of the first stack, hidden and intermediate sizes.
 _SMALL = (3, 4, 5, 6, 8), (0, 1, 2, 3), (8, 6, 10, 12, 16, 20), (6, 8, 10, 12, 16, 20, 3, 4, 5)
 FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"
-
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Sizes(NamedTuple):
@@ -58,12 +54,12 @@ class Sizes(NamedTuple):
         return experts, experts + others, hidden, inner, halves * inner, *further
 
 
-def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
-    """Form of a module with two stacks of matrices; None for any other module.
+def recognise_stacks(module: nn.Module) -> Experts | None:
+    """Experts of a module with two stacks of matrices; None for any other module.
 
     Raises: Unsupported with the reason if no operator computes what it does.
     """
-    if FORM in vars(module) and vars(module)[FORM].stacks:  # a family's recogniser knows them
+    if (known := known_experts(module)) is not None and known.is_of_family:
         return None
     shapes = dense_shapes(module)
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
@@ -78,21 +74,26 @@ def recognise_stacks(module: nn.Module) -> ExpertsForm | None:
     found = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
     if not found:
         raise Unsupported("the shapes of its stacks do not follow each other")
+    takes_rows = len(inputs) == 1
     forms = [
-        ExpertsForm(activation, turned, len(inputs) == 1, has_identity, sizes.experts, shapes)
-        for has_identity in ((False,) if len(inputs) == 1 else (False, True))
+        recognised(activation, _stacks(first, turned), sizes.experts, shapes, has_identity, takes_rows)
+        for has_identity in ((False,) if takes_rows else (False, True))
         for turned, sizes in found
         for activation in (*_activations(module, first == FIRST[0]), *own_activation(module))
     ]
-    form = first_form(module, forms, _begin, found[0][1], len(inputs))
+    form: Experts | None = first_form(module, forms, _begin, found[0][1], len(inputs))
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
 
 
+def _stacks(first: str, is_transposed: bool) -> tuple[tuple[str, Stack], ...]:
+    return tuple((name, Stack((name,), is_transposed=is_transposed)) for name in (first, SECOND))
+
+
 def own_activation(module: nn.Module) -> tuple[None, ...]:
     """None in place of an activation, to be tried last, for experts that are known: any of their own."""
-    return (None,) * (FORM in vars(module))
+    return () if known_experts(module) is None else (None,)
 
 
 def _inputs(forward: Callable) -> list[str]:
@@ -100,16 +101,10 @@ def _inputs(forward: Callable) -> list[str]:
     return [*inspect.signature(forward).parameters][1:]
 
 
-def takes_ids(experts: nn.Module) -> bool:
-    """True for experts whose forward takes rows, ids and weights."""
-    return FORM not in vars(experts) or len(_inputs(original_class(experts).forward)) == 3
-
-
 def dense_shapes(module: nn.Module) -> Shapes:
     """Paths and shapes of a module's parameters; of recognised experts as their own code reads them."""
-    if FORM in vars(module):
-        shapes: Shapes = vars(module)[FORM].shapes
-        return shapes
+    if (known := known_experts(module)) is not None:
+        return known.shapes
     return tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
 
 
@@ -144,28 +139,40 @@ def _activations(module: nn.Module, is_gated: bool) -> Iterator[Activation]:
 # --- the trial
 
 
-def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[ExpertsForm], bool] | None:
+def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[Experts], bool] | None:
     """Runs a small replica's own code. Returns: form -> whether it gives the same."""
     small, smaller = small_sizes(sizes)
     replica = small_replica(module, smaller)
     if inputs == 1:
         rows = normal(small.experts * _TOKENS, small.hidden)
+        ids, weights = torch.arange(small.experts).repeat_interleave(_TOKENS), torch.ones(len(rows), 1)
         expected = eager(replica)(rows)
-        return lambda form: agrees(_of_rows(form, replica, rows), expected)
+        return functools.partial(_agrees, replica, small.experts, rows, ids[:, None], weights, expected)
     x, weights = normal(_TOKENS, small.hidden), normal(_TOKENS, _SLOTS)
     for beyond in _BEYOND:
         count = small.experts + small.others + beyond
         chosen = torch.randperm(count)[: max(_SLOTS, count - 1)]  # one is of no token
         ids = torch.stack([chosen[torch.randperm(len(chosen))[:_SLOTS]] for _ in range(_TOKENS)])
         if (expected := tried(eager(replica), x, ids, weights)) is not None:
-            return functools.partial(_agrees_with_ids, replica, x, ids, weights, expected)
+            return functools.partial(_agrees, replica, small.experts, x, ids, weights, expected)
     return None
 
 
-def _agrees_with_ids(
-    replica: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, expected: Tensor, form: ExpertsForm
+def _agrees(
+    replica: nn.Module,
+    number: int,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    expected: Tensor,
+    form: Experts,
 ) -> bool:
-    return agrees(of_ids(form, replica, x, ids, weights), expected)
+    return agrees(tried_form(form._replace(number=number), replica, x, ids, weights), expected)
+
+
+def tried_form(form: Experts, replica: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, H] -> [T, H]: the weighted sum of a replica's experts, by a form with as many experts."""
+    return form.combine(replica, x, ids, weights, tuple(form.activation or ()))
 
 
 def beside_replica(
@@ -243,107 +250,62 @@ def _small_child(child: nn.Module, smaller: dict[int, int]) -> nn.Module:
     return result
 
 
-def _of_rows(form: ExpertsForm, experts: Any, rows: Tensor) -> Tensor:
-    count = getattr(experts, SECOND).shape[0]
-    ids = torch.arange(count).repeat_interleave(len(rows) // count)[:, None]
-    return of_ids(form, experts, rows, ids, torch.ones(len(rows), 1))
-
-
-def of_ids(form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    second = _stack(form, experts, SECOND)
-    if form.activation is None:
-        return _of_ids_in_steps(form, experts, x, ids, weights, second)
-    gated = form.activation.gated
-    options = activation_arguments(tuple(form.activation))
-    first = _stack(form, experts, FIRST[not gated])
-    if (bias := getattr(experts, f"{FIRST[not gated]}_bias", None)) is not None:
-        options |= {"gate_up_bias": bias, "down_bias": getattr(experts, f"{SECOND}_bias")}
-    first = first[: len(second)]
-    options |= {"transposed": form.is_transposed, "has_identity": form.has_identity}
-    out: Tensor = _moe_experts(x, weights, ids, first, second, **options)
-    return out
-
-
-def _of_ids_in_steps(
-    form: ExpertsForm, experts: Any, x: Tensor, ids: Tensor, weights: Tensor, second: Tensor
-) -> Tensor:
-    """`of_ids` with the own activation of experts between operators of one matrix each."""
-    names = dict(form.shapes).keys() | dict(form.stacks).keys()
-    first = FIRST[FIRST[0] not in names]
-    matrices, biases = (
-        _stack(form, experts, first)[: len(second)],
-        [getattr(experts, f"{name}_bias", None) for name in (first, SECOND)],
-    )
-    rows = ops.expert_mm(x, ids, matrices, biases[0], form.is_transposed)
-    gated = first == FIRST[0]
-    if gated and hasattr(experts, "_apply_gate"):
-        rows = experts._apply_gate(rows)
-    elif gated:
-        gate, up = rows.chunk(2, -1)
-        rows = attrgetter(form.act_fn)(experts)(gate) * up
-    else:
-        rows = attrgetter(form.act_fn)(experts)(rows)
-    out = ops.moe_weighted_reduce(ops.expert_mm(rows, ids, second, biases[1], form.is_transposed), weights)
-    return with_identity(out, x, ids, weights, form.experts) if form.has_identity else out
-
-
-def _stack(form: ExpertsForm, experts: Any, projection: str) -> Tensor:
-    """A stack of a replica, by the form that is tried."""
-    stack = dict(form.stacks).get(projection)
-    if stack is None:
-        return getattr(experts, projection)
-    return stack.joined([experts.get_parameter(path) for path in stack.paths], form.experts)
-
-
 # --- the class
 
 
-def run_form(module: nn.Module) -> None:
-    """Makes recognised experts run the operators, as those with transformers' interface do."""
-    if FORM in vars(module):
+def run_operators(module: nn.Module) -> bool:
+    """Makes recognised experts run the operators, as those with transformers' interface do.
+
+    Returns: False for experts with that interface, whose config names the implementation that runs.
+    """
+    known = known_experts(module)
+    if known is not None:
         restore_class(module, KIND)
-        if vars(module)[FORM].methods:  # a rule has made its own code read the stacks elsewhere
-            restore_class(module, REWRITTEN)
-            vars(module).pop(STATE, None)
         cls: Any = type(module)
-        module.__class__ = class_with_form(cls, vars(module)[FORM].methods)
+        module.__class__ = _class_with_operators(cls, known.methods)
+    return known is not None
 
 
-def restore_form(module: nn.Module) -> None:
-    """Makes recognised dense experts run their own code again."""
-    if FORM in vars(module):
+def restore_experts(module: nn.Module) -> None:
+    """Makes recognised experts run their own code again, and forgets them, if it reads their weights."""
+    if known_experts(module) is not None and held_by(module).reads_own:
         restore_class(module, KIND)
+        forget(module)
 
 
 @functools.cache
-def class_with_form(
-    original: type[nn.Module], methods: tuple[tuple[str, Callable], ...] = ()
+def _class_with_operators(
+    original: type[nn.Module], methods: tuple[tuple[str, Method], ...] = ()
 ) -> type[nn.Module]:
-    """The subclass of a class of experts that runs the operators: its forward, or these methods."""
-    own, names = original.forward, _inputs(original.forward)
-
-    @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if original.forward is not own:  # somebody has patched the class
-            if is_quantized(self) or is_settled(self):
-                raise ValueError(f"{REFUSED.format(type(self).__name__)}, got another forward of its class")
-            return original.forward(self, *args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        ours = rows_forward if len(names) == 1 else experts_forward
-        return ours(self, *(given[name] for name in names))
-
-    members: dict[str, Callable] = dict(methods) or {"forward": forward}
-    if not hasattr(original, "_apply_gate"):
-        members["_apply_gate"] = _apply_gate
-    again = functools.partial(class_with_form, methods=methods)
+    """The subclass of a class of experts that runs the operators: in its forward, or in these methods."""
+    makers = dict(methods) or {"forward": _forward}
+    members = {name: _method(original, name, make(getattr(original, name))) for name, make in makers.items()}
+    again = functools.partial(_class_with_operators, methods=methods)
     return subclass(original, KIND, again, **members)
 
 
-def _apply_gate(self: Any, rows: Tensor) -> Tensor:
-    """act_fn(gate) * up, where a hook observes act_fn. Raises: ValueError for an activation with limits."""
-    activation = vars(self)[FORM].activation
-    if activation.activation not in POINTWISE:
-        raise ValueError("moe_mps::accelerate: act_fn of quantised, clamped experts must have no hooks")
-    gate, up = (rows[..., 0::2], rows[..., 1::2]) if activation.interleaved else rows.chunk(2, -1)
-    out: Tensor = act_fn_of(self)(gate) * up
-    return out
+def _method(original: type[nn.Module], name: str, ours: Callable) -> Callable:
+    """A method that runs `ours`, and whatever its class has in its place once somebody has patched that."""
+    own = getattr(original, name)
+
+    @functools.wraps(own)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (now := getattr(original, name)) is own:
+            return ours(self, *args, **kwargs)
+        if not held_by(self).reads_own:
+            raise ValueError(f"{REFUSED.format(type(self).__name__)}, got another {name} of its class")
+        return now(self, *args, **kwargs)
+
+    return method
+
+
+def _forward(own: Callable) -> Callable:
+    """The forward of experts whose class has one of rows, or of rows, ids and weights."""
+    names = _inputs(own)
+    ours: Callable = rows_forward if len(names) == 1 else experts_forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return ours(self, *(given[name] for name in names))
+
+    return forward

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..basics.code import code_of
 from ..basics.report import Done
-from ..basics.state import Unsupported, original_class
+from ..basics.state import Unsupported, class_before, original_class
 from .comparing import tried
 from .draws import Draw, Draws
 from .memory import recall_alike
@@ -34,7 +34,7 @@ def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments
             compared with, as a replica and its own results.
     """
 
-    key, index = (begin, original_class(module), arguments, _common(module)), vars(module).get("layer_idx")
+    key, index = (begin, class_before(module), arguments, _common(module)), vars(module).get("layer_idx")
 
     def run() -> Callable[[Any], bool] | None:
         return tried(begin, module, *arguments)
@@ -142,7 +142,7 @@ def _common(module: nn.Module) -> tuple:
     return tuple(
         (
             path,
-            code_of(original_class(part)),
+            code_of(class_before(part)),
             *((name, _described(value)) for name, value in _attributes(part)),
             *((name, _described(value)) for name, value in (part._parameters | part._buffers).items()),
             *((name, _values_of(value)) for name, value in part._buffers.items()),

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._activations import POINTWISE, Activation
-from ....ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
-from ...basics.interface import ExpertsForm, Stack
-from ...basics.report import Done
-from ...modules.experts import experts_forward as interface_forward
-from ...modules.stacked_experts import Sizes, beside_replica, of_ids, own_activation, shapes_below
+from ....ops._checks import MAX_TOP_K
+from ...basics.experts import Experts, recognised
+from ...basics.stacks import Stack
+from ...modules.experts import combined, how_of
+from ...modules.stacked_experts import (
+    Sizes,
+    beside_replica,
+    shapes_below,
+    tried_form,
+)
 from ...trials.draws import normal
 from ...trials.forms import first_form
-
-ops = torch.ops.moe_mps
 
 _MATRICES = "w1", "v1", "w2"
 _PATHS = tuple(f"mlp.{name}" for name in _MATRICES)
@@ -33,56 +36,33 @@ _SIZES = "num_experts", "hidden_size", "ffn_hidden_size"
 _SEQUENCES, _TOKENS, _SLOTS = 2, 3, 2  # sizes of a trial
 
 
-def rewrite_experts(module: nn.Module) -> tuple[Callable, list[Done]] | None:
-    """(forward, what runs) for such experts, else None."""
-    sizes = sizes_of(module)
-    if sizes is None or not first_form(module, (True,), _begin, sizes):
-        return None
-    return experts_forward, [Done("expert_mm", "expert_mm, own activation"), Done("moe_weighted_reduce")]
-
-
-def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of such experts: [B, T, H] -> [B, T, H]."""
-    mlp = module.mlp
-    w1, v1, w2 = (getattr(mlp, name) for name in _MATRICES)
-    takes = (
-        hidden_states.dtype in ACTIVATION_DTYPES
-        and all(w.dtype == hidden_states.dtype and w.device == hidden_states.device for w in (w1, v1, w2))
-        and top_k_index.shape[-1] <= MAX_TOP_K
-    )
-    if not takes:
-        return NotImplemented
-    shape = -1, module.ffn_hidden_size, module.hidden_size
-    x = hidden_states.reshape(-1, module.hidden_size)
-    gate, up = (ops.expert_mm(x, top_k_index, w.view(shape)) for w in (w1, v1))
-    slots = ops.expert_mm(mlp.activation_fn(gate) * up, top_k_index, w2.view(shape), None, True)
-    out: Tensor = ops.moe_weighted_reduce(slots, top_k_weights)
-    return out.view(hidden_states.shape[0], -1, module.hidden_size)
-
-
-def recognise_experts(module: nn.Module) -> ExpertsForm | None:
-    """Form of such experts, for packed weights; None for any other module."""
+def recognise_experts(module: nn.Module) -> Experts | None:
+    """The experts of such a module; None for any other module."""
     sizes = sizes_of(module)
     shapes = None if sizes is None else shapes_below(module, _PATHS)
     if sizes is None or shapes is None:
         return None
-    methods = (("forward", packed_forward),)
+    about: dict[str, Any] = {"methods": (("forward", with_forward),), "act_fn": "mlp.activation_fn"}
     forms = [
-        ExpertsForm(
-            activation, False, False, False, sizes.experts, shapes, _STACKS, methods,
-            act_fn="mlp.activation_fn",
-        )
-        for activation in (*map(Activation, POINTWISE), *own_activation(module))
-    ]  # fmt: skip
-    found: ExpertsForm | None = first_form(module, forms, _begin_stacks, sizes)
+        recognised(activation, _STACKS, sizes.experts, shapes, **about)
+        for activation in (*map(Activation, POINTWISE), None)
+    ]
+    found: Experts | None = first_form(module, forms, _begin, sizes)
     return found
 
 
-def packed_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of such experts with the stacks of transformers' interface."""
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    out = interface_forward(self, rows, top_k_index, top_k_weights)
-    return out.view(hidden_states.shape[0], -1, out.shape[-1])
+def with_forward(own: Callable) -> Callable:
+    """The forward of such experts: [B, T, H] -> [B, T, H]."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        how = how_of(self, hidden_states, top_k_weights, top_k_index.shape[-1] <= MAX_TOP_K)
+        if how is None:
+            return own(self, hidden_states, top_k_index, top_k_weights)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out = combined(self, rows, top_k_index, top_k_weights, how)
+        return out.view(hidden_states.shape[0], -1, out.shape[-1])
+
+    return forward
 
 
 def sizes_of(module: nn.Module) -> Sizes | None:
@@ -96,12 +76,8 @@ def sizes_of(module: nn.Module) -> Sizes | None:
     return Sizes(experts, 0, hidden, inner, 1, is_flat=True) if fits else None
 
 
-def _begin(module: nn.Module, sizes: Sizes) -> Callable[[bool], bool]:
-    return beside_replica(module, sizes, lambda _, *given: experts_forward(*given), inputs=_inputs)
-
-
-def _begin_stacks(module: nn.Module, sizes: Sizes) -> Callable[[ExpertsForm], bool]:
-    return beside_replica(module, sizes, _of_stacks, inputs=_inputs)
+def _begin(module: nn.Module, sizes: Sizes) -> Callable[[Experts], bool]:
+    return beside_replica(module, sizes, _tried, inputs=_inputs)
 
 
 def _inputs(_: nn.Module, small: Sizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,6 +86,6 @@ def _inputs(_: nn.Module, small: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     return normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)
 
 
-def _of_stacks(form: ExpertsForm, replica: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    form = form._replace(experts=replica.num_experts)
-    return of_ids(form, replica, x.flatten(0, 1), ids, weights).view(x.shape)
+def _tried(form: Experts, replica: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    form = form._replace(number=replica.num_experts)
+    return tried_form(form, replica, x.flatten(0, 1), ids, weights).view(x.shape)

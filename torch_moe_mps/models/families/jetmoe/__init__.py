@@ -1,14 +1,6 @@
 """JetMoE: experts of MLPs and of attention's projections."""
 
 from .. import Family
-from .experts import (
-    recognise_attention_experts,
-    recognise_mlp_experts,
-    rewrite_attention_experts,
-    rewrite_mlp_experts,
-)
+from .experts import recognise_attention_experts, recognise_mlp_experts
 
-FAMILY = Family(
-    rules=(rewrite_mlp_experts, rewrite_attention_experts),
-    recognisers=(recognise_mlp_experts, recognise_attention_experts),
-)
+FAMILY = Family(recognisers=(recognise_mlp_experts, recognise_attention_experts))

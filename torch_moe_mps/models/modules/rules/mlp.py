@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from ....ops._activations import Activation
 from ....ops._decoded import with_cache
 from ....ops.families.linear import _mlp_quantized
+from ...basics.experts import activation_arguments
 from ...basics.report import Done
 from ...basics.state import STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
@@ -20,7 +21,6 @@ from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
 from ..experts import (
     ACTIVATION_FORMS,
-    activation_arguments,
     activation_with,
     halves_of,
     numbers_of,
