@@ -81,8 +81,8 @@ class Part(NamedTuple):
     def read(cls, file: Path, header: str) -> "Part":
         """The part that a file has; its tensors lie in the file, on the CPU.
 
-        Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged or something else,
-            or that has another header.
+        Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, of something
+            else, or of another header.
         """
         with safe_open(file, framework="pt") as reader:
             about = reader.metadata() or {}
