@@ -134,7 +134,9 @@ def test_the_bar_knows_how_much_there_is(monkeypatch):
     monkeypatch.setattr(check, "Progress", lambda what, total, unit: seen.append(total) or Bar(Bar()))
     monkeypatch.setattr(check, "first_fault", lambda one: None)
     subjects = calls.subjects(["rms_norm", "cached_attention"], [torch.float32], [])
-    assert check.compare_all(subjects) == []
+    found = list[compare.Finding]()
+    check.compare_all(subjects, found)
+    assert found == []
     assert seen[0] == len(seen) - 1 > len(subjects)
 
 
@@ -163,7 +165,7 @@ def test_the_report_is_written_behind_each_phase(few, monkeypatch):
     """A process that aborts while it compares leaves the machine, the control and the libraries."""
     monkeypatch.setattr(check, "libraries", lambda *arguments: ["missing"])
 
-    def abort(work):
+    def abort(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(check, "compare_all", abort)
@@ -175,7 +177,7 @@ def test_the_report_is_written_behind_each_phase(few, monkeypatch):
 
 def test_quick(few, capsys, monkeypatch, refused):
     asked = []
-    monkeypatch.setattr(check, "check_all", lambda *arguments: asked.append(arguments[:2]) or [])
+    monkeypatch.setattr(check, "check_all", lambda *arguments, **_: asked.append(arguments[:2]))
     assert main(["check", "--quick"]) == 0
     assert main(["check", "--quick", "--format", "q4_k"]) == 0
     for (dtypes, formats), names in zip(asked, (["affine4_64", "mxfp4"], ["q4_k"]), strict=True):
@@ -284,7 +286,8 @@ def test_a_fault_of_one_kernel_is_found_on_the_gpu_that_runs_it(
         if "tensor" in kernel:
             found = [*check.check_tensor_units(dtypes, formats).faults.values()]
         else:
-            found = check.compare_all(calls.subjects([operator], dtypes, formats))
+            found = list[compare.Finding]()
+            check.compare_all(calls.subjects([operator], dtypes, formats), found)
     monkeypatch.undo()
     torch.ops.moe_mps._plan_for(0)
     assert found
@@ -329,6 +332,23 @@ def test_a_gpu_that_fails_is_in_the_report(few, simulated, capsys, monkeypatch):
     (failed,) = report()["failures"]
     assert (failed["subject"], failed["kind"]) == ("layer_norm", "stops the GPU")
     assert "Timeout" in failed["message"] and "FAILED: layer_norm stops the GPU: " in capsys.readouterr().out
+
+
+def test_one_line_ends_it_once_macos_runs_nothing_more(few, simulated, capsys, monkeypatch):
+    """After several errors of the GPU: no line for each operator to come, and what was found before stays."""
+    monkeypatch.setattr(check, "OPERATORS", ["rms_norm", "layer_norm", "silu_mul", "moe_router"])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["missing"])
+    with simulated.ignoring(1), simulated.failing("timeout", after=1):
+        assert main(ONE) == 1
+    failures = [(each["subject"], each["kind"]) for each in report()["failures"]]
+    assert failures == [
+        ("missing", "does not compile"),
+        ("layer_norm", "stops the GPU"),
+        ("all that follows", "was not compared"),
+    ]
+    out = capsys.readouterr().out
+    assert "FAILED: layer_norm stops the GPU: moe_mps: the GPU has not finished" in out
+    assert "FAILED: all that follows was not compared: moe_mps: macOS has stopped all GPU" in out
 
 
 def test_a_kernel_that_no_call_launches(few, capsys, monkeypatch):
@@ -381,7 +401,7 @@ def test_a_format_is_not_called_wrong_for_another(few, capsys, monkeypatch):
         compare.Finding("quantized_few_mxfp4_bf16", "does not compile"),
         compare.Finding("gemm32_nvfp4_global_bf16", "was not compared"),
     ]
-    monkeypatch.setattr(check, "check_all", lambda *arguments: wrong[:2])
+    monkeypatch.setattr(check, "check_all", lambda *arguments, **_: arguments[4].extend(wrong[:2]))
     assert main(["check", "--quick"]) == 1
     assert capsys.readouterr().out.splitlines()[-3:-1] == [
         "Right: without a format, affine4_64",
@@ -498,4 +518,6 @@ TURNS = [(format, list(calls.DTYPES)[i % 3]) for i, format in enumerate(EACH)]
 @pytest.mark.parametrize(("format", "dtype"), TURNS, ids=str)
 def test_every_call_of_a_format(simulated, format, dtype):
     subjects = calls.subjects(check.OPERATORS, [dtype], [format])
-    assert check.compare_all([subject for subject in subjects if subject.format]) == []
+    found = list[compare.Finding]()
+    check.compare_all([subject for subject in subjects if subject.format], found)
+    assert found == []

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._faults import raise_fault, release_cache
+from .._faults import lost_gpu, raise_fault, release_cache
 from .._progress import Progress
 from ..macs import is_known, refusal
 from ..ops import OPERATORS
@@ -42,6 +42,19 @@ Item = TypeVar("Item")
 Save = Callable[[str, list[Finding]], None]  # takes a phase that has ended, and what is wrong so far
 
 
+class LostGPU(Exception):
+    """macOS runs nothing more of this process.
+
+    Attributes:
+        findings: what stopped the GPU, where that is known, and that all that follows was not compared.
+    """
+
+    def __init__(self, subject: str, error: Exception, lost: Exception):
+        super().__init__(str(lost))
+        stops = [Finding(subject, STOPS, message=str(error))] if str(error) != str(lost) else []
+        self.findings = [*stops, Finding("all that follows", "was not compared", message=str(lost))]
+
+
 def run(options: argparse.Namespace) -> int:
     """Prints a verdict and writes the report.
 
@@ -61,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     path = options.json or REPORT
     check_writable("--json", path)
     report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped(), "phases": []}
-    optional = list[Finding]()
+    findings, optional = list[Finding](), list[Finding]()
     for step in report["stopped_in"]:
         print(f"The process before stopped in: {step}")
     about = report["machine"]
@@ -87,9 +100,15 @@ def run(options: argparse.Namespace) -> int:
     if options.large:
         dtype = dtypes[0] if options.dtype else torch.bfloat16
         format = formats[0] if options.format else Format.named("affine4_64")
-        findings = check_large(dtype, format, report)
+        checked = partial(check_large, dtype, format, report, findings)
     else:
-        findings = check_all(dtypes, formats, report, save_so_far, optional, options.quick)
+        checked = partial(
+            check_all, dtypes, formats, report, save_so_far, findings, optional, quick=options.quick
+        )
+    try:
+        checked()
+    except LostGPU as lost:
+        findings += lost.findings
     _print_verdict(findings, optional, bool(report["control"]["failures"]), path, options)
     if findings and not options.large:
         print("\n".join(verdict_of_formats(findings, formats)))
@@ -180,26 +199,29 @@ def check_all(
     formats: Sequence[Format],
     report: dict[str, Any],
     save: Save,
+    findings: list[Finding],
     optional: list[Finding],
     quick: bool = False,
-) -> list[Finding]:
+) -> None:
     """Compiles every library, compares every operator, a tiny model, the tensor units, and variants.
 
     With `quick`, only the libraries and operators that most models run.
 
-    Returns: what is wrong. What the package does without is added to `optional`: it uses tensor units that
-    have passed, and of variants those with the bits of the planned kernel.
+    What is wrong is added to `findings`. What the package does without is added to `optional`: it uses tensor
+    units that have passed, and of variants those with the bits of the planned kernel.
+
+    Raises: LostGPU.
     """
     started = time.perf_counter()
     names = libraries(dtypes, formats)
     if quick:
         names = [name for name in names if not UNCOMMON.match(name)]
     with Progress("Compiling", len(names), "library") as bar:
-        findings = compile_side_by_side(names, lambda name: bar.update())
+        findings += compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
     save("libraries", findings)
     work = common_subjects(dtypes, formats) if quick else subjects(OPERATORS, dtypes, formats)
-    findings += compare_all(work)
+    compare_all(work, findings)
     failed = {finding.subject for finding in findings}
     report["kernels"] = pipelines(name for name in names if name not in failed)
     findings += [Finding(kernel, "was not compared") for kernel in never_launched(report["kernels"])]
@@ -233,12 +255,11 @@ def check_all(
         (findings if fault.kind == STOPS else optional).append(fault)
     if tuned:
         print(tuner.told(tuned))
-    return findings
 
 
-def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> list[Finding]:
-    """Calls of the sizes of real models, all of them."""
-    findings, entries = [], []
+def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any], findings: list[Finding]) -> None:
+    """Compares calls of the sizes of real models, all of them. Raises: LostGPU."""
+    report["large"] = entries = list[Any]()
     for what, call in large.calls(dtype, format):
         started = time.perf_counter()
         with noted(f"calling {what}: {call.operator} of {in_words(call)}"):
@@ -252,8 +273,6 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
         print(f"{what}: {'wrong' if finding else 'right'} ({seconds} s)", flush=True)
         findings += [finding] if finding else []
         release_cache()
-    report["large"] = entries
-    return findings
 
 
 def _entry(finding: Finding) -> dict[str, Any]:
@@ -282,23 +301,26 @@ def never_launched(kernels: Iterable[dict[str, Any]]) -> list[str]:
     return [kernel["kernel"] for kernel in kernels if not kernel["launched"]]
 
 
-def compare_all(work: Sequence[Subject]) -> list[Finding]:
-    """Compares each subject with the CPU, up to its first failing call."""
-    findings = []
+def compare_all(work: Sequence[Subject], findings: list[Finding]) -> None:
+    """Compares each subject with the CPU, up to its first failing call. Raises: LostGPU."""
     checks = checks_of(work)
     with Progress("Comparing", len(checks), "check") as bar:
         for check in checks:
             if finding := _or_fault(check.subject, partial(first_fault, check)):
                 findings.append(finding)
             bar.update()
-    return findings
 
 
 def _or_fault(subject: str, compared: Callable[[], Finding | None]) -> Finding | None:
-    """Result of a comparison, or Metal's message where the GPU itself has failed."""
+    """Result of a comparison, or Metal's message where the GPU itself has failed.
+
+    Raises: LostGPU once macOS runs nothing more of this process, so that each further comparison would fail.
+    """
     try:
         return compared()
     except torch.AcceleratorError as error:
+        if (lost := lost_gpu()) is not None:
+            raise LostGPU(subject, error, lost) from None
         return Finding(subject, STOPS, message=str(error))
 
 
@@ -366,6 +388,8 @@ def check_model(dtype: torch.dtype, weights: Sequence[Format | None]) -> list[Fi
                 largest = model_difference(actual, expected, config.num_experts_per_tok)
                 raise_fault()
         except RuntimeError as error:
+            if (lost := lost_gpu()) is not None:
+                raise LostGPU("model", error, lost) from None
             findings.append(Finding("model", "raises", format=str(format or ""), message=str(error)))
             continue
         if not largest <= 2 * TOLERANCE[dtype]:
