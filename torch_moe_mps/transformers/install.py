@@ -185,9 +185,10 @@ def _run(
         is_own: True if the forward is the original one with some called functions replaced.
         yields: True to run the original forward on a CPU, which is faster there.
     """
-    state_of(module).guards = Kept() if guards is None else guards.kept()
+    state = state_of(module)
     cls: type = type(module)
     _set_class(module, _rewritten_class(cls, forward, is_own, yields))
+    state.guards = Kept() if guards is None else guards.kept()  # its class is now the one that is compared
 
 
 def runs_with_cache(module: nn.Module) -> bool:

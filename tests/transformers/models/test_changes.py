@@ -576,7 +576,7 @@ def test_dense_experts_in_a_quantised_model(layers, monkeypatch, tmp_path):
     first, second = two_of_one_config()
     with monkeypatch.context() as patch:
         if layers == 0:
-            patch.setattr("torch_moe_mps.checkpoints.quantize.in_place.keep_when_saving", interrupt)
+            patch.setattr("torch_moe_mps.checkpoints.in_place.keep_when_saving", interrupt)
         with pytest.raises(KeyboardInterrupt) if layers == 0 else contextlib.nullcontext():
             quantize_experts(first, 4, 32)
     for layer in range(layers):

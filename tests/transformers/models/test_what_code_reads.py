@@ -102,19 +102,28 @@ def test_a_change(name, bits):
             output(fast, prompt())
 
 
+@pytest.mark.parametrize("name", ["has_bias", "has_gate", "is_transposed"])
 @torch.no_grad()
-def test_another_eager_attention_of_a_file(monkeypatch):
+def test_packed_experts_say_what_their_weights_are(name):
+    fast, _ = pair("gpt_oss", 4)
+    before, experts = output(fast, prompt()), fast.model.layers[0].mlp.experts
+    value = getattr(experts, name)
+    setattr(experts, name, not value)
+    with pytest.raises(ValueError, match=f"{REFUSED}, got {name}={not value}"):
+        output(fast, prompt())
+    setattr(experts, name, value)
+    assert torch.equal(output(fast, prompt()), before)
+
+
+@pytest.mark.parametrize("name", ["eager_attention_forward", "repeat_kv"])
+@torch.no_grad()
+def test_another_eager_attention_of_a_file(name, monkeypatch):
     """It runs in the place of ours, which stands for eager attention where torch's lacks sinks."""
     fast, own = pair("gpt_oss", None)
     before, file = output(own, prompt()), tiny_models.modelling("gpt_oss")
     assert_close(output(fast, prompt()), before, 1e-5)
-    eager = file.eager_attention_forward
-
-    def another(*args, **options):
-        out, weights = eager(*args, **options)
-        return 2 * out, weights
-
-    monkeypatch.setattr(file, "eager_attention_forward", another)
+    function = getattr(file, name)
+    monkeypatch.setattr(file, name, lambda *args, **options: doubled(None, args, function(*args, **options)))
     expected = output(own, prompt())
     assert (expected - before).abs().max() > 1e-3
     assert_close(output(fast, prompt()), expected, 1e-5)
@@ -131,7 +140,8 @@ def reads_of(fast, own):
     with Tracer() as tracer:
         output(own, prompt(1, 5))
     paths = {module: name for name, module in own.named_modules()}
-    found, files, classes = {}, {}, set()
+    found, classes = {}, set()
+    files = {key: file for key, file in tracer.names.items() if file["__name__"].startswith(MODELS)}
     for path, module in fast.named_modules():
         guards = state_in(module).guards
         cls = class_before(module)
@@ -158,6 +168,7 @@ def reads_of(fast, own):
     return found, {key: file for key, file in files.items() if not is_fixed(file)}
 
 
+MODELS = "transformers.models."
 UNREAD = {"forward", "training"}  # modules are called, and their mode is looked at in each call
 
 
@@ -172,6 +183,7 @@ def runs_ours(path: str, name: str, fast) -> bool:
 
 
 def result_of(model, ids):
+    torch.manual_seed(0)  # for dropout
     try:
         return output(model, ids)
     except Exception as error:

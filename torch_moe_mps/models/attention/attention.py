@@ -7,6 +7,7 @@ A mask, a layer's window and an indexer's choice tell which keys tokens see: `Vi
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from math import ceil
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ..._limits import MOST_TOKENS
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
+from ..basics.code import names_in
 from ..basics.configs import ATTENTION, plain_config
 from ..basics.state import NOTHING, STATE
 from ..basics.tensors import Deferred
@@ -264,16 +266,17 @@ def _attention_of(cls: type) -> Callable[..., tuple[Tensor, Tensor | None]] | No
 # torch.compile cannot look a file's names up, so it keeps the answer.
 @torch.compiler.assume_constant_result
 def _is_patched(module: nn.Module) -> bool:
-    """True if a layer's config asks for eager attention, and its file has another function than its own."""
+    """True if a layer's config asks for eager attention, and its file has others' functions for that."""
     eager = _attention_of(type(module))
     asked = getattr(plain_config(getattr(module, "config", None)), ATTENTION, None)
     if asked != "eager" or eager is None:
         return False
-    file = getattr(eager, "__globals__", {}).get("__name__", "")
-    is_own = file.startswith("transformers.models.") or file in {
-        cls.__module__ for cls in type(module).__mro__
-    }
-    return not is_own
+    if not isinstance(eager, types.FunctionType):
+        return True
+    file, own = eager.__globals__, {cls.__module__ for cls in type(module).__mro__}
+    functions = [value for name in names_in(eager) if isinstance(value := file.get(name), types.FunctionType)]
+    files = (function.__globals__.get("__name__", "") for function in (eager, *functions))
+    return not all(name in own or name.startswith("transformers.") for name in files)
 
 
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

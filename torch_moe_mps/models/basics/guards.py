@@ -49,14 +49,12 @@ class Part(NamedTuple):
     """A module whose code ran, or of which code read something.
 
     Attributes:
-        made: its class, which may be one that stands for another.
-        cls: its class beneath those.
+        cls: its class, beneath those that stand for another.
         names: of all that was read of it; a class on top of `cls` has none of them.
         is_called: whether hooks would see a call.
     """
 
     module: nn.Module
-    made: type
     cls: type
     names: frozenset[str]
     is_called: bool
@@ -67,12 +65,14 @@ class Kept(NamedTuple):
 
     Attributes:
         reads: the fields of `Read`s of dictionaries.
+        tensors: (dictionary, name) of those of tensors, which may be others.
         others: (owner, name, value) of those of other objects.
-        parts: those of `Part`s.
+        parts: (module, its class now, the other fields) of `Part`s.
         called: the modules of these that were called.
     """
 
     reads: tuple[tuple, ...] = ()
+    tensors: tuple[tuple, ...] = ()
     others: tuple[tuple, ...] = ()
     parts: tuple[tuple, ...] = ()
     called: tuple[nn.Module, ...] = ()
@@ -117,8 +117,7 @@ class Guards:
         known = self.parts.get(id(module))
         if known is not None:
             names, is_called = known.names | {*names}, is_called or known.is_called
-        part = Part(module, type(module), class_before(module), frozenset(names), is_called)
-        self.parts[id(module)] = part
+        self.parts[id(module)] = Part(module, class_before(module), frozenset(names), is_called)
 
     def merge(self, other: "Guards") -> None:
         """Adds the guards of another collection."""
@@ -128,12 +127,17 @@ class Guards:
 
     def kept(self) -> Kept:
         """The guards for `holds` to compare."""
-        parts = self.parts.values()
-        called = tuple(part.module for part in parts if part.is_called)
-        reads = self.reads.values()
-        of_dictionaries = tuple(tuple(read) for read in reads if read.held is not NOWHERE)
-        others = tuple((read.owner, read.name, read.value) for read in reads if read.held is NOWHERE)
-        return Kept(of_dictionaries, others, tuple(map(tuple, parts)), called)
+        of_dictionaries, tensors, others = list[tuple](), list[tuple](), list[tuple]()
+        for read in self.reads.values():
+            if read.held is NOWHERE:
+                others.append((read.owner, read.name, read.value))
+            elif read.owner is None and read.value is _TENSOR:
+                tensors.append((read.held, read.name))
+            else:
+                of_dictionaries.append(tuple(read))
+        parts = tuple((part.module, type(part.module), *part[1:]) for part in self.parts.values())
+        called = tuple(part.module for part in self.parts.values() if part.is_called)
+        return Kept(tuple(of_dictionaries), tuple(tensors), tuple(others), parts, called)
 
 
 _current: ContextVar[Guards | None] = ContextVar("moe_mps_guards", default=None)
@@ -163,10 +167,13 @@ def are_unchanged(kept: Kept, called: tuple[nn.Module, ...] = ()) -> bool:
         mapping, name, value, _ = read
         if mapping.get(name, mapping) is not value and _has_changed(*read):
             return False
-    for owner, name, value in kept[1]:
+    for mapping, name in kept[1]:
+        if not isinstance(mapping.get(name), Tensor):
+            return False
+    for owner, name, value in kept[2]:
         if (now := getattr(owner, name, MISSING)) is not value and not _is_same(_marked(now), value):
             return False
-    for part in kept[2]:
+    for part in kept[3]:
         if type(part[0]) is not part[1] and _is_another(*part):
             return False
     return not called or not is_observed(*called)
@@ -209,9 +216,7 @@ def first_observed(kept: Kept) -> nn.Module | None:
 
 def _kept(value: object) -> object:
     """`kept_value`, and a mark for a tensor."""
-    if isinstance(value, Tensor):
-        return _TENSOR
-    return kept_value(value)
+    return kept_value(_marked(value))
 
 
 def kept_value(value: object) -> object:

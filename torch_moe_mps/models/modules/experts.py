@@ -17,7 +17,7 @@ from ...ops._decoded import with_cache
 from ...ops.families.slots import using_slots
 from ..basics.configs import EXPERTS, plain_config
 from ..basics.experts import Experts, ExpertsCode
-from ..basics.guards import Kept, are_unchanged, is_observed, recording
+from ..basics.guards import Kept, are_unchanged, collection, is_observed, recording
 from ..basics.interface import (
     KIND,
     ON_DISK,
@@ -48,6 +48,8 @@ ops = torch.ops.moe_mps
 NAME = "moe_mps"
 _DISPATCH = vars(sys.modules[type(ALL_EXPERTS_FUNCTIONS).__module__])  # names of the file that dispatches
 _IN_MEMORY = "training, gradients, autocast and float64 need all experts in memory"
+# Attributes of experts with transformers' interface that say what their weights are.
+_OF_WEIGHTS = ("has_gate", "has_bias", "is_transposed")
 REFUSED = "moe_mps::accelerate: packed {} must compute what they did when they were packed"
 
 _TANH = "tanh(({G} + pow({G}, 3) * 0.044715) * 0.7978845608028654)"
@@ -73,15 +75,28 @@ def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the module's own code must compute it.
 
     Raises: Unsupported if the code of recognised experts computes something else by now, which then runs;
-        ValueError if that code does not read the weights that they have.
+        ValueError if that code does not read the weights that they have, or if packed experts say something
+        else of their weights than what they are.
     """
     experts = held_by(module)
     if experts.code.is_recognised:
         return _activation_now(module, experts, experts.code)
+    if experts.is_packed:
+        _require_said(module, experts)
     try:
         return _activation_traced(module)
     except Unsupported:
         return None
+
+
+def _require_said(module: nn.Module, experts: Experts) -> None:
+    """Raises: ValueError if a module says something else of its packed weights than what they are."""
+    guards = collection()
+    for name in _OF_WEIGHTS:
+        if guards is not None:
+            guards.add_attribute(module, name)
+        if (now := getattr(module, name)) is not getattr(experts, name):
+            raise ValueError(f"{REFUSED.format(type(module).__name__)}, got {name}={now}")
 
 
 def _activation_now(module: nn.Module, experts: Experts, code: ExpertsCode) -> Activation | None:
