@@ -213,14 +213,15 @@ def private():
 def load(source):
     return torch_moe_mps.from_pretrained(source, device_map=device, **arguments)
 
-def convert(source):
-    from torch_moe_mps.commands import main
+def converts(source):
+    from torch_moe_mps.commands import convert, main
 
+    convert._HELD = 0  # a machine that cannot hold the new model, and so does not measure its activations
     given = ["convert", source, source + "-new", "--bits", "4", "--to", arguments["to"]]
     assert main([*given, *(["--importance", source + "/text"] if "importance" in arguments else [])]) == 0
 
 if "to" in arguments:
-    load = convert
+    load = converts
 if "importance" in arguments:  # on a machine without a GPU, where the dense model does not run
     from torch_moe_mps.checkpoints import calibration
 
