@@ -21,7 +21,7 @@ from ..basics.guards import Kept, are_unchanged, is_observed, recording
 from ..basics.interface import (
     KIND,
     ON_DISK,
-    held_by,
+    get_experts,
     is_experts,
     numbers_in,
     on_disk_of,
@@ -75,7 +75,7 @@ def activation_of(module: nn.Module) -> Activation | None:
     Raises: Unsupported if the code of recognised experts computes something else by now, which then runs;
         ValueError if that code does not read the weights that they have.
     """
-    experts = held_by(module)
+    experts = get_experts(module)
     if experts.code.is_recognised:
         return _activation_now(module, experts, experts.code)
     try:
@@ -93,9 +93,9 @@ def _activation_now(module: nn.Module, experts: Experts, code: ExpertsCode) -> A
         now, changed = None, str(unsupported)
     if now is not None:
         same_code = now.code._replace(given=code.given, numbers=numbers_in(module))
-        if now._replace(code=same_code, activation=experts.activation) == experts.own:
+        if now._replace(code=same_code, activation=experts.activation) == experts.eager:
             return now.activation
-    if not experts.reads_own:
+    if not experts.can_run_eager:
         state_of(module).guards = None  # the change may be undone
         raise ValueError(f"{REFUSED.format(type(module).__name__)}, got {changed}")
     raise Unsupported(changed)
@@ -129,7 +129,7 @@ def _activation_traced(module: Any) -> Activation | None:
 
 def _width_between(module: nn.Module) -> int:
     """Number of outputs of the first matrix for each row."""
-    experts = held_by(module)
+    experts = get_experts(module)
     return experts.shape(module, experts.projections[0])[1]
 
 
@@ -218,7 +218,7 @@ def require_heard(module: nn.Module) -> None:
     """Raises: ValueError if the code of packed experts has changed beyond what the operators follow, or if a
     hook sees what they leave out: no code of their own can run in their place."""
     _activation(module)
-    code = held_by(module).code
+    code = get_experts(module).code
     if not code.is_recognised or not is_seen(module):
         return
     called = {id(part) for part in state_in(module).guards.called}
@@ -272,7 +272,7 @@ def _activation(module: nn.Module) -> tuple | None:
 
 def described(module: nn.Module) -> list[Done]:
     """The operators that serve an experts module."""
-    experts, activation = held_by(module), prepare(module)
+    experts, activation = get_experts(module), prepare(module)
     if activation is None or not experts.is_one_operator:
         product = "expert_qmm" if experts.is_packed else "expert_mm"
         how = f"{product}, own activation" if experts.code.act_fn else product
@@ -287,7 +287,7 @@ def described(module: nn.Module) -> list[Done]:
 
 def unsupported(module: nn.Module) -> str | None:
     """Why an experts module is left alone; None if it is served."""
-    experts = held_by(module)
+    experts = get_experts(module)
     if experts.is_packed:
         return None
     dtypes = {stack_of(module, p, values=False).dtype for p in experts.projections}
@@ -301,13 +301,13 @@ def unsupported(module: nn.Module) -> str | None:
 # --- what runs
 
 
-class How(NamedTuple):
-    """How operators compute a call of experts.
+class OperatorCall(NamedTuple):
+    """A call of experts by operators.
 
     Attributes:
         experts: of the module.
-        activation: its fields; empty if the module's own code activates.
-        in_steps: whether there is an operator for each matrix, whatever one for both could do.
+        activation: its fields; empty if the module's eager code activates.
+        in_steps: whether each matrix has an operator of its own, even where one could compute both.
     """
 
     experts: Experts
@@ -318,36 +318,38 @@ class How(NamedTuple):
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     fits = hidden_states.dim() == 2 and top_k_index.shape[-1] <= MAX_TOP_K
-    how = how_of(self, hidden_states, top_k_weights, fits)
-    if how is None:
+    call = operator_call(self, hidden_states, top_k_weights, fits)
+    if call is None:
         own = _own_forward(self, hidden_states.dtype)
         return own(self, hidden_states, top_k_index.long(), top_k_weights)
-    return combined(self, hidden_states, top_k_index, top_k_weights, how)
+    return combined(self, hidden_states, top_k_index, top_k_weights, call)
 
 
 def rows_forward(self: Any, rows: Tensor) -> Tensor:
     """[E * n, H] -> [E * n, H]: n rows for each expert."""
-    experts = held_by(self)
-    if experts.reads_own and on_disk_of(self) is None:
+    experts = get_experts(self)
+    if experts.can_run_eager and on_disk_of(self) is None:
         return _own_forward(self, rows.dtype)(self, rows)
     count: Any = experts.number  # on the disk its weights are slots
     ids = torch.arange(count, device=rows.device).repeat_interleave(rows.shape[0] // count)[:, None]
     return experts_forward(self, rows, ids, torch.ones_like(ids, dtype=rows.dtype))
 
 
-def how_of(self: nn.Module, x: Tensor, weights: Tensor | None = None, fits: bool = True) -> How | None:
-    """How operators compute a call of experts; None if the class's own code does.
+def operator_call(
+    self: nn.Module, x: Tensor, weights: Tensor | None = None, fits: bool = True
+) -> OperatorCall | None:
+    """The operators for a call of experts; None if the class's eager code runs.
 
-    Its own code runs in training, autocast and float64, where gradients are needed, where a hook sees a
+    Eager code runs in training, autocast and float64, where gradients are needed, where a hook sees a
     module that the operators do not call, where its code has changed, and for arguments that no operator
     takes.
 
     Args:
         fits: False for other arguments than operators take.
 
-    Raises: ValueError if that code would have to run, and does not read the weights that the module has.
+    Raises: ValueError if eager code would have to run, but does not read the weights that the module has.
     """
-    attributes, experts = self.__dict__, held_by(self)
+    attributes, experts = self.__dict__, get_experts(self)
     if (on_disk := attributes.get(ON_DISK)) is not None and runs_eager(self, x, weights):
         on_disk.refuse(_IN_MEMORY)
     activation, seen = _activation(self), is_seen(self)
@@ -356,41 +358,41 @@ def how_of(self: nn.Module, x: Tensor, weights: Tensor | None = None, fits: bool
     if experts.is_packed:
         if seen:
             require_heard(self)
-            return How(experts, (), True)
+            return OperatorCall(experts, (), True)
         needs_steps = attributes.get(STATE, NOTHING).adapters or (
             # gradients reach the inputs of each of the steps
             torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad))
         )
-        return How(experts, activation or (), bool(needs_steps))
+        return OperatorCall(experts, activation or (), bool(needs_steps))
     # Parametrised weights, as PEFT's are, need gradients that no parameter of the module asks for.
     tensors = experts.tensors(self)
     fits = fits and x.dtype == tensors[0].dtype and x.device == tensors[0].device
     is_eager = seen or not fits or runs_eager(self, x, weights, *tensors)
-    if experts.reads_own and on_disk is None:
+    if experts.can_run_eager and on_disk is None:
         if is_eager or activation is None:
             return None
         fields = activation if experts.is_one_operator else ()  # no copy joins gate and up
-        return How(experts, fields, False)
+        return OperatorCall(experts, fields, False)
     if is_eager:
         require_heard(self)
-    return How(experts, () if seen else activation or (), is_eager)
+    return OperatorCall(experts, () if seen else activation or (), is_eager)
 
 
-def combined(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, how: How) -> Tensor:
+def combined(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
     """[T, H] -> [T, H]: the weighted sum of the experts' outputs, in memory or on the disk."""
-    experts, activation, in_steps = how
+    experts, activation, in_steps = call
     if (on_disk := self.__dict__.get(ON_DISK)) is not None:
         with using_slots:
             module, ids = on_disk.ready(self, ids)
-            return _with_cache(module, x, ids, weights, how)
+            return _with_cache(module, x, ids, weights, call)
     if x.is_cpu:
-        return _with_cache(self, x, ids, weights, how)
+        return _with_cache(self, x, ids, weights, call)
     return experts.combine(self, x, ids, weights, activation, in_steps)
 
 
-def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, how: How) -> Tensor:
+def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
     """`combined` of weights in memory; a CPU decodes packed ones once."""
-    experts, activation, in_steps = how
+    experts, activation, in_steps = call
     compute = partial(experts.combine, self, x, ids, weights, activation, in_steps)
     if not x.is_cpu or not experts.is_packed:
         return compute()
@@ -401,23 +403,23 @@ def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, how: H
 def multiplied(self: nn.Module, projection: str, x: Tensor, ids: Tensor) -> Tensor:
     """[T, C] or [T, K, C] -> [T, K, R]: each row times the matrices of its experts ids [T, K]."""
     if (on_disk := on_disk_of(self)) is None:
-        return held_by(self).multiply(self, projection, x, ids)
+        return get_experts(self).multiply(self, projection, x, ids)
     if runs_eager(self, x):
         on_disk.refuse(_IN_MEMORY)
     with using_slots:
         module, ids = on_disk.ready(self, ids)
-        return held_by(module).multiply(module, projection, x, ids)
+        return get_experts(module).multiply(module, projection, x, ids)
 
 
 def activated_rows(self: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
     """[T, H] -> [T, K, I]: what the second matrix of each of a token's experts is multiplied with."""
     activation = _activation(self)
-    return held_by(self).activated(self, x, ids, () if is_seen(self) else activation or ())
+    return get_experts(self).activated(self, x, ids, () if is_seen(self) else activation or ())
 
 
 def _own_forward(experts: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
-    if held_by(experts).code.is_recognised:
+    if get_experts(experts).code.is_recognised:
         record = made_as(type(experts), KIND)
         return type(experts).forward if record is None else record.own
     eager_forward = _dispatching(type(experts)).__wrapped__

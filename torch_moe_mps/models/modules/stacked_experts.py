@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
 from ..basics.experts import Experts, Method, Shapes, recognised
-from ..basics.interface import KIND, forget, held_by, known_experts
+from ..basics.interface import KIND, forget, get_experts, recognised_code
 from ..basics.stacks import Stack
 from ..basics.state import Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, tried
@@ -59,7 +59,7 @@ def recognise_stacks(module: nn.Module) -> Experts | None:
 
     Raises: Unsupported with the reason if no operator computes what it does.
     """
-    if (known := known_experts(module)) is not None and known.is_of_family:
+    if (known := recognised_code(module)) is not None and known.is_of_family:
         return None
     shapes = dense_shapes(module)
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
@@ -93,7 +93,7 @@ def _stacks(first: str, is_transposed: bool) -> tuple[tuple[str, Stack], ...]:
 
 def own_activation(module: nn.Module) -> tuple[None, ...]:
     """None in place of an activation, to be tried last, for experts that are known: any of their own."""
-    return () if known_experts(module) is None else (None,)
+    return () if recognised_code(module) is None else (None,)
 
 
 def _inputs(forward: Callable) -> list[str]:
@@ -103,7 +103,7 @@ def _inputs(forward: Callable) -> list[str]:
 
 def dense_shapes(module: nn.Module) -> Shapes:
     """Paths and shapes of a module's parameters; of recognised experts as their own code reads them."""
-    if (known := known_experts(module)) is not None:
+    if (known := recognised_code(module)) is not None:
         return known.shapes
     return tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
 
@@ -258,7 +258,7 @@ def run_operators(module: nn.Module) -> bool:
 
     Returns: False for experts with that interface, whose config names the implementation that runs.
     """
-    known = known_experts(module)
+    known = recognised_code(module)
     if known is not None:
         restore_class(module, KIND)
         cls: Any = type(module)
@@ -268,7 +268,7 @@ def run_operators(module: nn.Module) -> bool:
 
 def restore_experts(module: nn.Module) -> None:
     """Makes recognised experts run their own code again, and forgets them, if it reads their weights."""
-    if known_experts(module) is not None and held_by(module).reads_own:
+    if recognised_code(module) is not None and get_experts(module).can_run_eager:
         restore_class(module, KIND)
         forget(module)
 
@@ -292,7 +292,7 @@ def _method(original: type[nn.Module], name: str, ours: Callable) -> Callable:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (now := getattr(original, name)) is own:
             return ours(self, *args, **kwargs)
-        if not held_by(self).reads_own:
+        if not get_experts(self).can_run_eager:
             raise ValueError(f"{REFUSED.format(type(self).__name__)}, got another {name} of its class")
         return now(self, *args, **kwargs)
 
