@@ -1,4 +1,4 @@
-"""Experts as one object: the stacks that a module reads, and what it computes with them.
+"""Experts as one object: the stacks that a module reads, and the products with them.
 
 Recognition makes it once, and a module holds it. It has no tensor and no module, which its methods are given:
 copies of a module, replicas, and modules with slots of the disk in place of weights share it.
@@ -38,8 +38,8 @@ class ExpertsCode(NamedTuple):
     Attributes:
         stacks: (projection, Stack) of the parameters that it reads, if it was recognised.
         shapes: (path, shape) of its dense parameters.
-        methods: (name, its own method -> the one that runs the operators); without any, its forward does.
-        runs: the operators of these methods in addition to those of the experts.
+        methods: (name, its eager method -> a method that runs the operators); without any, its forward does.
+        runs: further operators of these methods, as a router's.
         act_fn: path of the activation; empty for none.
         heard: paths of other modules whose hooks and forwards take part once the experts are packed.
         given: names of the attributes that the module has got.
@@ -77,7 +77,7 @@ class ExpertsCode(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts of a module: the stacks that it reads, and what it computes with them.
+    """Experts of a module: the stacks that it reads, and the products with them.
 
     Attributes:
         stacks: (projection, stack) of the two matrices.
@@ -162,8 +162,8 @@ class Experts(NamedTuple):
         """These experts with packed weights.
 
         Args:
-            formats: {projection: format}. "up_proj" in addition to "gate_up_proj" is that of up projections,
-                which are apart from the gate's then.
+            formats: {projection: format}. If it has "gate_up_proj" and "up_proj", gate and up projections
+                are apart.
         """
         first = [name for name in (*self.projections[:1], NOT_GATED) if name in formats]
         both = (tuple(dict.fromkeys(first)), (SECOND,))
@@ -189,7 +189,7 @@ class Experts(NamedTuple):
         return [*result, *self.biases(module).values()] if self.has_bias else result
 
     def parameters(self, module: nn.Module) -> list[Tensor]:
-        """The parameters of the experts, dense or packed, without those of other modules in theirs."""
+        """The parameters of the experts, dense or packed, without parameters of modules inside."""
         return self.tensors(module) if self.has_other_names else [*module.parameters(recurse=False)]
 
     def shape(self, module: nn.Module, projection: str) -> tuple[int, int, int]:
@@ -203,7 +203,7 @@ class Experts(NamedTuple):
         return count, rows * len(views), columns
 
     def dense_shape(self, module: nn.Module, projection: str) -> tuple[int, ...]:
-        """Shape of a packed stack in the dense model, where it may have matrices that no forward reads."""
+        """Shape of a packed stack in the dense model, with matrices that no forward reads."""
         shapes = dict(self.code.shapes)
         if projection in shapes:
             return shapes[projection]

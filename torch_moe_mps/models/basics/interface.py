@@ -222,7 +222,7 @@ def _config_above(model: nn.Module, name: str) -> Any:
 def recognise(module: nn.Module) -> Experts | None:
     """The experts of a module without transformers' interface; None for any other module.
 
-    Raises: Unsupported with the reason for stacks of which no operator computes what they do.
+    Raises: Unsupported with the reason if no operator computes the same.
     """
     return next(filter(None, (recogniser(module) for recogniser in RECOGNISERS)), None)
 

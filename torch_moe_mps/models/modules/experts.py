@@ -85,7 +85,7 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def _activation_now(module: nn.Module, experts: Experts, code: ExpertsCode) -> Activation | None:
-    """`activation_of` recognised experts, with their numbers as they are now."""
+    """`activation_of` recognised experts, with their current numbers."""
     changed = "other code or attributes"
     try:
         now = recognise(module)
@@ -112,6 +112,7 @@ def is_interleaved(module: Any) -> bool:
 
 @remembered
 def _activation_traced(module: Any) -> Activation | None:
+    """The activation of experts with transformers' interface, by a trace of their code; None if unknown."""
     if attribute_of(module, "has_post_expert_norm"):
         return None
     width = _width_between(module)
@@ -134,6 +135,7 @@ def _width_between(module: nn.Module) -> int:
 
 
 def _read_activation(traced: Traced) -> Activation | None:
+    """The activation whose formula a trace is; None if it is none of the operators'."""
     (x,), result = traced.inputs, traced.result
     if not isinstance(result, fx.Node) or tensor_of(result).dtype != tensor_of(x).dtype:
         return None
@@ -245,7 +247,7 @@ def are_served(model: nn.Module) -> bool:
 
 
 def prepare(module: nn.Module) -> Activation | None:
-    """Finds out how an experts module works; its state has that, and what it rests on."""
+    """The activation of an experts module, stored in its state with guards; None if eager code activates."""
     activation, is_known = None, True
     with recording(of_misses=True) as guards:
         try:
@@ -349,26 +351,33 @@ def operator_call(
 
     Raises: ValueError if eager code would have to run, but does not read the weights that the module has.
     """
-    attributes, experts = self.__dict__, get_experts(self)
-    if (on_disk := attributes.get(ON_DISK)) is not None and runs_eager(self, x, weights):
+    experts, on_disk = get_experts(self), self.__dict__.get(ON_DISK)
+    if on_disk is not None and runs_eager(self, x, weights):
         on_disk.refuse(_IN_MEMORY)
     activation, seen = _activation(self), is_seen(self)
     if on_disk is not None and (seen or activation is None):
         on_disk.refuse("a hook on act_fn, or another forward of it, needs all experts in memory")
-    if experts.is_packed:
-        if seen:
-            require_heard(self)
-            return OperatorCall(experts, (), True)
-        needs_steps = attributes.get(STATE, NOTHING).adapters or (
-            # gradients reach the inputs of each of the steps
-            torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad))
-        )
-        return OperatorCall(experts, activation or (), bool(needs_steps))
+    if not experts.is_packed:
+        return _call_of_dense(self, x, weights, activation, fits)
+    if seen:
+        require_heard(self)
+        return OperatorCall(experts, (), True)
+    in_steps = bool(self.__dict__.get(STATE, NOTHING).adapters)
+    if not in_steps and torch.is_grad_enabled():  # gradients reach the inputs of each of the steps
+        in_steps = x.requires_grad or (weights is not None and weights.requires_grad)
+    return OperatorCall(experts, activation or (), in_steps)
+
+
+def _call_of_dense(
+    self: nn.Module, x: Tensor, weights: Tensor | None, activation: tuple | None, fits: bool
+) -> OperatorCall | None:
+    """`operator_call` of experts with dense stacks."""
+    experts, seen = get_experts(self), is_seen(self)
     # Parametrised weights, as PEFT's are, need gradients that no parameter of the module asks for.
     tensors = experts.tensors(self)
     fits = fits and x.dtype == tensors[0].dtype and x.device == tensors[0].device
     is_eager = seen or not fits or runs_eager(self, x, weights, *tensors)
-    if experts.can_run_eager and on_disk is None:
+    if experts.can_run_eager and on_disk_of(self) is None:
         if is_eager or activation is None:
             return None
         fields = activation if experts.is_one_operator else ()  # no copy joins gate and up

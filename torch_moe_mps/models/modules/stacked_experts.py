@@ -57,34 +57,43 @@ class Sizes(NamedTuple):
 def recognise_stacks(module: nn.Module) -> Experts | None:
     """Experts of a module with two stacks of matrices; None for any other module.
 
-    Raises: Unsupported with the reason if no operator computes what it does.
+    Raises: Unsupported with the reason if no operator computes the same.
     """
     if (known := recognised_code(module)) is not None and known.is_of_family:
         return None
     shapes = dense_shapes(module)
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
         return None
-    first = next((name for name in FIRST if name in dict(shapes)), None)
-    if first is None or SECOND not in dict(shapes):
-        names = ", ".join(name for name, _ in shapes)
-        raise Unsupported(f"its stacks of matrices are called {names}")
-    inputs = _inputs(original_class(module).forward)
-    if len(inputs) not in (1, 3):
-        raise Unsupported(f"its forward takes {', '.join(inputs)}, not rows, ids and weights")
-    found = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
-    if not found:
+    first, takes_rows = _first_stack(shapes), _takes_rows(module)
+    layouts = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
+    if not layouts:
         raise Unsupported("the shapes of its stacks do not follow each other")
-    takes_rows = len(inputs) == 1
     forms = [
         recognised(activation, _stacks(first, turned), sizes.experts, shapes, has_identity, takes_rows)
         for has_identity in ((False,) if takes_rows else (False, True))
-        for turned, sizes in found
+        for turned, sizes in layouts
         for activation in (*_activations(module, first == FIRST[0]), *own_activation(module))
     ]
-    form: Experts | None = first_form(module, forms, _begin, found[0][1], len(inputs))
+    form: Experts | None = first_form(module, forms, _begin, layouts[0][1], takes_rows)
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
+
+
+def _first_stack(shapes: Shapes) -> str:
+    """The name of the first of two stacks. Raises: Unsupported for other names than transformers has."""
+    first = next((name for name in FIRST if name in dict(shapes)), None)
+    if first is None or SECOND not in dict(shapes):
+        raise Unsupported(f"its stacks of matrices are called {', '.join(name for name, _ in shapes)}")
+    return first
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """True for a forward of rows, False for one of rows, ids and weights. Raises: Unsupported for another."""
+    inputs = _inputs(original_class(module).forward)
+    if len(inputs) not in (1, 3):
+        raise Unsupported(f"its forward takes {', '.join(inputs)}, not rows, ids and weights")
+    return len(inputs) == 1
 
 
 def _stacks(first: str, is_transposed: bool) -> tuple[tuple[str, Stack], ...]:
@@ -139,11 +148,11 @@ def _activations(module: nn.Module, is_gated: bool) -> Iterator[Activation]:
 # --- the trial
 
 
-def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[Experts], bool] | None:
+def _begin(module: nn.Module, sizes: Sizes, takes_rows: bool) -> Callable[[Experts], bool] | None:
     """Runs a small replica's own code. Returns: form -> whether it gives the same."""
     small, smaller = small_sizes(sizes)
     replica = small_replica(module, smaller)
-    if inputs == 1:
+    if takes_rows:
         rows = normal(small.experts * _TOKENS, small.hidden)
         ids, weights = torch.arange(small.experts).repeat_interleave(_TOKENS), torch.ones(len(rows), 1)
         expected = eager(replica)(rows)

@@ -1,4 +1,4 @@
-"""DBRX's experts: a child has w1, v1 and w2 of [E * F, H], of which an expert takes F rows.
+"""DBRX's experts: a child has w1, v1 and w2 of [E * F, H]; an expert takes F rows of each.
 
     out[t] = sum over k of weights[t, k] * (act(x[t] @ w1[e].T) * (x[t] @ v1[e].T)) @ w2[e]
 

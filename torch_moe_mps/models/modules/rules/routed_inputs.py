@@ -1,9 +1,9 @@
-"""Blocks whose experts take rows for each expert, of which the routing weights multiply the input.
+"""Blocks whose experts take rows for each expert, and whose routing weights multiply the input.
 
     scores, ids = the top k of scoring(linear(x, W))
     out = sum over k of experts[ids](x * scores) + shared(x)
 
-The model's code computes each expert on each token, on zeros for those that were not chosen.
+The model's code computes each expert on each token, on zeros if a token did not choose it.
 """
 
 import functools
@@ -92,6 +92,7 @@ def _begin(module: nn.Module, sizes: Any, eager: Experts, most: int) -> Callable
 
 
 def _computed(module: Any, form: RoutedInputs, x: Tensor, experts: Callable[..., Tensor]) -> Any:
+    """The result of a block of this form: the sum of the experts, or the sum and the router's logits."""
     shape, x = x.shape, x.reshape(-1, x.shape[-1])
     router = getattr(module, form.router)
     logits = F.linear(x, router.weight, router.bias)
