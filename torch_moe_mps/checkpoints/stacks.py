@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..models.basics.interface import experts_of, held_by, move_into_interface
+from ..models.basics.interface import experts_of, get_experts, move_into_interface
 from ..models.basics.stacks import Stack
 from ..models.modules.stacked_experts import run_operators
 from ..models.upstream.weights import PrefixChange, WeightConverter, get_model_conversion_mapping
@@ -24,11 +24,11 @@ def settle_stacks(model: nn.Module) -> None:
     transformers makes LongCat's first ones for ids that mean the identity, too: a quarter of its weights.
     """
     for module in experts_of(model).values():
-        held = held_by(module)
-        if not held.code.is_recognised or held.is_packed or not held.tensors(module)[-1].is_meta:
+        experts = get_experts(module)
+        if not experts.code.is_recognised or experts.is_packed or not experts.tensors(module)[-1].is_meta:
             continue
         move_into_interface(module)
-        if not held_by(module).reads_own:
+        if not get_experts(module).can_run_eager:
             run_operators(module)
 
 
@@ -48,10 +48,10 @@ def _without_unread(model: nn.Module, conversions: list[Any]) -> list[Any]:
     """The conversions, which leave out matrices of experts that no forward reads: transformers saves them."""
     counts: dict[str, int] = {}
     for name, module in experts_of(model).items():
-        held = held_by(module)
-        if held.number is not None and not held.code.is_of_family:
+        experts = get_experts(module)
+        if experts.number is not None and not experts.code.is_of_family:
             end = name.removeprefix(f"{layer_of(name)}.")
-            counts |= {f"{end}.{projection}": held.number for projection in held.projections}
+            counts |= {f"{end}.{projection}": experts.number for projection in experts.projections}
     result = []
     for each in conversions:
         count = counts.get(each.target_patterns[0]) if isinstance(each, WeightConverter) else None
@@ -85,11 +85,11 @@ def of_stacks(model: nn.Module) -> list[WeightConverter]:
     """Converters of the parameters that a class has to the stacks that forwards read."""
     result: dict[str, WeightConverter] = {}
     for name, module in experts_of(model).items():
-        held = held_by(module)
+        experts = get_experts(module)
         end = name.removeprefix(f"{layer_of(name)}.")  # all layers have this end
-        for projection, stack in held.moved_from:
+        for projection, stack in experts.source_stacks:
             target = f"{end}.{projection}"
-            operation = Operation(partial(_joined, stack, held.number), partial(_split, stack))
+            operation = Operation(partial(_joined, stack, experts.number), partial(_split, stack))
             operation.keeps_bytes = len(stack.names) == 1 and not stack.is_transposed
             sources = [f"{end}.{path}" for path in stack.names]
             result[target] = WeightConverter(sources, target, [operation])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .basics.interface import experts_of, held_by
+from .basics.interface import experts_of, get_experts
 from .caches.cache import as_held
 from .caches.deferred_states import bytes_beside
 from .caches.growing import free_slots_for, window_slots
@@ -94,7 +94,7 @@ class KVCache:
 @contextmanager
 def _on_shapes(model: Any) -> Iterator[None]:
     """Block where recognised dense experts run the operators: their own code reads values."""
-    experts = [module for module in experts_of(model).values() if held_by(module).reads_own]
+    experts = [module for module in experts_of(model).values() if get_experts(module).can_run_eager]
     training = model.training
     try:
         model.eval()

@@ -8,7 +8,7 @@ from ..models.attention.implementations import attention_layers, choose_implemen
 from ..models.attention.latents import use_latents
 from ..models.basics.code import unchanged
 from ..models.basics.configs import EXPERTS, ImplementationNames, drop_views
-from ..models.basics.interface import experts_of, held_by, is_experts, is_quantized
+from ..models.basics.interface import experts_of, get_experts, is_experts, is_quantized
 from ..models.basics.logits import mark_head
 from ..models.basics.report import Done, Report
 from ..models.basics.unmodified import refusal, why_unmodified
@@ -156,7 +156,7 @@ def _other_experts(path: str, module: nn.Module, around: nn.Module, refused: Map
 def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
     """The names of the routers of experts: modules next to theirs, or the block around them."""
     for name in found:
-        parent, code = name.rpartition(".")[0], held_by(model.get_submodule(name)).code
+        parent, code = name.rpartition(".")[0], get_experts(model.get_submodule(name)).code
         if code.is_of_family:
             yield from () if code.routes else (parent,)
             continue

@@ -20,7 +20,7 @@ from torch_moe_mps.models.basics import interface
 from torch_moe_mps.models.basics.experts import recognised
 from torch_moe_mps.models.basics.stacks import Stack
 from torch_moe_mps.models.families import Family
-from torch_moe_mps.models.modules.experts import combined, how_of
+from torch_moe_mps.models.modules.experts import combined, operator_call
 from torch_moe_mps.models.modules.stacked_experts import (
     Sizes,
     beside_replica,
@@ -103,9 +103,9 @@ def begin(module, sizes):
 
 def with_forward(own):
     def forward(self, x, weights, ids):
-        if (how := how_of(self, x, weights)) is None:
+        if (call := operator_call(self, x, weights)) is None:
             return own(self, x, weights, ids)
-        return combined(self, x, ids, weights, how)
+        return combined(self, x, ids, weights, call)
 
     return forward
 

@@ -11,7 +11,7 @@ from support.sweep import in_sweep
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.models.basics.interface import known_experts
+from torch_moe_mps.models.basics.interface import recognised_code
 from torch_moe_mps.models.basics.state import class_before, state_in
 from torch_moe_mps.models.basics.unmodified import all_operators
 from torch_moe_mps.transformers import is_experts
@@ -179,7 +179,7 @@ def is_of_model(module) -> bool:
 def runs_ours(path: str, name: str, fast) -> bool:
     """True for experts with transformers' interface: its contract says what an implementation reads."""
     module = fast.get_submodule(path)
-    return is_experts(module) and known_experts(module) is None and name == path
+    return is_experts(module) and recognised_code(module) is None and name == path
 
 
 def result_of(model, ids):

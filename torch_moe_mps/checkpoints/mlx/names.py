@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...models.basics.interface import count_of, held_by, projections
+from ...models.basics.interface import count_of, get_experts, projections
 from ...models.upstream.weights import (
     PrefixChange,
     get_model_conversion_mapping,
@@ -111,7 +111,9 @@ class MlxNames:
             expected = "in a numbered layer, as MLX has them"
             raise ValueError(f"moe_mps::save_mlx: experts must be {expected}, got {name}")
         layer = self.of(f"{matched[1]}.x")[0].removesuffix(".x")
-        gated = (["gate_proj", "up_proj"], ["down_proj"]) if held_by(module).has_gate else (["fc1"], ["fc2"])
+        gated = (
+            (["gate_proj", "up_proj"], ["down_proj"]) if get_experts(module).has_gate else (["fc1"], ["fc2"])
+        )
         if self.architecture.apart is not None:
             numbers, (gate, up, down) = range(count_of(module)), self.architecture.apart
             gated = [f"{n}.{part}" for part in (gate, up) for n in numbers], [f"{n}.{down}" for n in numbers]

@@ -13,7 +13,7 @@ from ...disk.file import uses_page_cache
 from ...models.basics.interface import (
     count_of,
     experts_of,
-    held_by,
+    get_experts,
     weights_in,
     weights_of_experts,
 )
@@ -154,10 +154,10 @@ def _row(layer: nn.Module) -> int:
     return row
 
 
-def _widths(experts: nn.Module) -> Iterator[int]:
+def _widths(module: nn.Module) -> Iterator[int]:
     """Rows and columns of the matrices of an expert."""
-    held = held_by(experts)
-    return (size for projection in held.projections for size in held.shape(experts, projection)[1:])
+    experts = get_experts(module)
+    return (size for projection in experts.projections for size in experts.shape(module, projection)[1:])
 
 
 def large_tables(

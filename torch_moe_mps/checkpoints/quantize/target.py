@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...models.basics.experts import Experts
 from ...models.basics.interface import (
     experts_of,
-    held_by,
+    get_experts,
     is_transposed,
     projections,
     stack_of,
@@ -47,7 +47,7 @@ class Target:
     @property
     def experts(self) -> Experts:
         """The experts of a target of kind "experts"."""
-        return held_by(self.module)
+        return get_experts(self.module)
 
     @property
     def parameters(self) -> tuple[str, ...]:

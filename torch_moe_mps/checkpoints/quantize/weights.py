@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...models.basics.interface import hold, on_disk_of
+from ...models.basics.interface import on_disk_of, set_experts
 from ...models.basics.report import QuantizedProjection
 from ...models.modules.experts import pinned_config
 from ...models.modules.linears import (
@@ -187,7 +187,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
         config=pinned_config(module),
         _reach=hold_reach("peft"),
     )
-    hold(module, experts)
+    set_experts(module, experts)
     run_operators(module)
 
 

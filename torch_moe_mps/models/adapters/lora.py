@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.lora import MAX_RANK
 from ..basics.guards import is_observed
-from ..basics.interface import held_by, is_transposed
+from ..basics.interface import get_experts, is_transposed
 from ..basics.state import ExpertAdapter, state_of
 from ..modules.linears import GroupedLinear, QuantizedLinear, has_quantized_weights
 
@@ -125,7 +125,7 @@ class StackParameter:
     ndim = 3
 
     def __init__(self, experts: Any, projection: str):
-        self.shape = torch.Size(held_by(experts).dense_shape(experts, projection))
+        self.shape = torch.Size(get_experts(experts).dense_shape(experts, projection))
         self.device = getattr(experts, f"{projection}_packed").device
         self.dtype = _dtype_of(experts)
 

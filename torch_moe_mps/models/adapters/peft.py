@@ -20,8 +20,8 @@ from ..basics.interface import (
     formats_of,
     is_experts,
     is_quantized,
-    known_experts,
     projections,
+    recognised_code,
 )
 from ..modules.linears import QuantizedLinear, has_quantized_weights
 from .lora import ParamWrapper, StackParameter, check_trained_whole, refuse, wrapped_linear
@@ -90,7 +90,7 @@ def _over_experts(target: Any, adapter: str, config: Any, **kwargs: Any) -> nn.M
     base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if not is_quantized(base) or kwargs.get("parameter_name") not in formats_of(base):
         return None
-    methods = dict(known.methods) if (known := known_experts(base)) is not None else {}
+    methods = dict(known.methods) if (known := recognised_code(base)) is not None else {}
     if methods and "forward" not in methods:
         got = f"{type(base).__name__}'s, of {' and '.join(methods)}"
         refuse("target_parameters", "stacks of experts that are called", got)

@@ -236,7 +236,7 @@ def _without_choices(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(mask: Any, query: Tensor, key: Tensor, visible: Visible, sees_all: bool) -> Tensor | None:
-    """Additive mask of eager attention, made from what is visible if none is given; None if all keys are."""
+    """Additive mask of eager attention, from the visible range if none is given; None if all is visible."""
     mask, keys = _elements(mask), key.shape[2]
     if mask is None and not sees_all:
         mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)

@@ -1,6 +1,6 @@
 """Indexers that select pools of neighbouring keys, by one key for each pool: the families' common part.
 
-Each complete pool has its key once, beside those that the cache holds; a token also reads its own pool while
+Each complete pool has its key once, next to the cache's; a token also reads its own pool while
 that is incomplete. While a token may choose all pools, the indexer only adds its own keys to the cache.
 Beyond that the operator `_index_topk` chooses, when attention asks.
 """

@@ -79,7 +79,7 @@ def _names_attention(view: Any) -> bool:
 
 
 def plain_config(config: Any) -> Any:
-    """The config of which this is a view, or itself."""
+    """The config that a view shows, or the config itself."""
     behind = getattr(config, _BEHIND, None)
     return config if behind is None else behind.config
 

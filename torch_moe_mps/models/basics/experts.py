@@ -1,4 +1,4 @@
-"""Experts as one object: the stacks that a module reads, and what it computes with them.
+"""Experts as one object: the stacks that a module reads, and the products with them.
 
 Recognition makes it once, and a module holds it. It has no tensor and no module, which its methods are given:
 copies of a module, replicas, and modules with slots of the disk in place of weights share it.
@@ -38,8 +38,8 @@ class ExpertsCode(NamedTuple):
     Attributes:
         stacks: (projection, Stack) of the parameters that it reads, if it was recognised.
         shapes: (path, shape) of its dense parameters.
-        methods: (name, its own method -> the one that runs the operators); without any, its forward does.
-        runs: the operators of these methods in addition to those of the experts.
+        methods: (name, its eager method -> a method that runs the operators); without any, its forward does.
+        runs: further operators of these methods, as a router's.
         act_fn: path of the activation; empty for none.
         heard: paths of other modules whose hooks and forwards take part once the experts are packed.
         given: names of the attributes that the module has got.
@@ -77,7 +77,7 @@ class ExpertsCode(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts of a module: the stacks that it reads, and what it computes with them.
+    """Experts of a module: the stacks that it reads, and the products with them.
 
     Attributes:
         stacks: (projection, stack) of the two matrices.
@@ -87,7 +87,7 @@ class Experts(NamedTuple):
         number: of experts; None for the size of the parameters.
         has_identity: whether ids beyond the experts give their input.
         takes_rows: whether the forward takes rows [E * n, H], n for each expert, and no ids.
-        reads_own: whether the class's own code reads the stacks that the module has.
+        can_run_eager: whether the class's eager code reads the stacks that the module has.
         code: of the class.
     """
 
@@ -97,7 +97,7 @@ class Experts(NamedTuple):
     number: int | None = None
     has_identity: bool = False
     takes_rows: bool = False
-    reads_own: bool = True
+    can_run_eager: bool = True
     code: ExpertsCode = ExpertsCode()
 
     @property
@@ -117,10 +117,10 @@ class Experts(NamedTuple):
     @property
     def is_transposed(self) -> bool:
         """True if dense stacks with the names of transformers' interface are [E, input, output]."""
-        return not self.is_elsewhere and self.stacks[0][1].is_transposed
+        return not self.has_other_names and self.stacks[0][1].is_transposed
 
     @property
-    def is_elsewhere(self) -> bool:
+    def has_other_names(self) -> bool:
         """True if the stacks are dense parameters of other names than transformers' interface has."""
         return any(isinstance(stack, Stack) and stack.names != (name,) for name, stack in self.stacks)
 
@@ -144,31 +144,31 @@ class Experts(NamedTuple):
     # --- other stacks
 
     @property
-    def own(self) -> "Experts":
-        """These experts with the stacks that the class's own code reads."""
-        return self._replace(stacks=self.code.stacks or self.stacks, reads_own=True)
+    def eager(self) -> "Experts":
+        """These experts with the stacks that the class's eager code reads."""
+        return self._replace(stacks=self.code.stacks or self.stacks, can_run_eager=True)
 
     @property
-    def moved_from(self) -> Stacks:
-        """Stacks that the class's own code reads, of a module that has others with other names by now."""
-        return self.code.stacks if self.own.is_elsewhere and not self.is_elsewhere else ()
+    def source_stacks(self) -> Stacks:
+        """Stacks that the class's eager code reads, of a module that has others with other names by now."""
+        return self.code.stacks if self.eager.has_other_names and not self.has_other_names else ()
 
     def in_interface(self) -> "Experts":
         """These experts with dense parameters that have the names of transformers' interface."""
         stacks = tuple((name, Stack((name,), is_transposed=self.is_transposed)) for name in self.projections)
-        return self if stacks == self.stacks else self._replace(stacks=stacks, reads_own=False)
+        return self if stacks == self.stacks else self._replace(stacks=stacks, can_run_eager=False)
 
     def packed(self, formats: Mapping[str, Format]) -> "Experts":
         """These experts with packed weights.
 
         Args:
-            formats: {projection: format}. "up_proj" in addition to "gate_up_proj" is that of up projections,
-                which are apart from the gate's then.
+            formats: {projection: format}. If it has "gate_up_proj" and "up_proj", gate and up projections
+                are apart.
         """
         first = [name for name in (*self.projections[:1], NOT_GATED) if name in formats]
         both = (tuple(dict.fromkeys(first)), (SECOND,))
         stacks = (PackedStack(n, tuple(map(formats.__getitem__, n)), self.is_transposed) for n in both)
-        return self._replace(stacks=tuple(zip(self.projections, stacks, strict=True)), reads_own=False)
+        return self._replace(stacks=tuple(zip(self.projections, stacks, strict=True)), can_run_eager=False)
 
     # --- tensors of a module
 
@@ -189,8 +189,8 @@ class Experts(NamedTuple):
         return [*result, *self.biases(module).values()] if self.has_bias else result
 
     def parameters(self, module: nn.Module) -> list[Tensor]:
-        """The parameters of the experts, dense or packed, without those of other modules in theirs."""
-        return self.tensors(module) if self.is_elsewhere else [*module.parameters(recurse=False)]
+        """The parameters of the experts, dense or packed, without parameters of modules inside."""
+        return self.tensors(module) if self.has_other_names else [*module.parameters(recurse=False)]
 
     def shape(self, module: nn.Module, projection: str) -> tuple[int, int, int]:
         """[experts, outputs, inputs] of the matrices of a projection that a forward reads."""
@@ -203,7 +203,7 @@ class Experts(NamedTuple):
         return count, rows * len(views), columns
 
     def dense_shape(self, module: nn.Module, projection: str) -> tuple[int, ...]:
-        """Shape of a packed stack in the dense model, where it may have matrices that no forward reads."""
+        """Shape of a packed stack in the dense model, with matrices that no forward reads."""
         shapes = dict(self.code.shapes)
         if projection in shapes:
             return shapes[projection]
@@ -240,11 +240,11 @@ class Experts(NamedTuple):
     ) -> Tensor:
         """[T, H] -> [T, H]: the weighted sum of the experts' outputs, by one operator.
 
-        In steps, it is an operator for each matrix. So it is where the module's own code activates, and where
+        Each matrix has an operator of its own in steps, where the module's eager code activates, and where
         gate and up projections are apart.
 
         Args:
-            activation: its fields; empty if the module's own code activates.
+            activation: its fields; empty if the module's eager code activates.
         """
         if in_steps or not activation or not self.is_one_operator:
             return self._combine_in_steps(module, x, ids, weights, activation)
@@ -288,7 +288,7 @@ class Experts(NamedTuple):
         """[T, K, I]: what the second matrix of each of a token's experts is multiplied with.
 
         Args:
-            activation: its fields; empty if the module's own code activates.
+            activation: its fields; empty if the module's eager code activates.
             buckets: the pairs by expert, for adapters.
         """
         parts = self._products(module, self.projections[0], x, ids, buckets)

@@ -16,8 +16,8 @@ from .state import Unsupported
 INTERFACE = ("has_gate", "has_bias", "is_concatenated", "is_transposed")  # in transformers' experts
 # The attribute of experts on the disk: their `OnDisk`. Their weights are slots, whose content changes.
 ON_DISK = "_moe_mps_on_disk"
-# The attribute of a module that holds its `Experts`: packed ones, and those without transformers' interface.
-HELD = "_moe_mps_experts"
+# The attribute of a module for its `Experts`: packed ones, and those without transformers' interface.
+ATTRIBUTE = "_moe_mps_experts"
 KIND = "experts"  # the kind of the classes of recognised experts
 _CODES = (*TENSORS, "order")
 
@@ -46,62 +46,61 @@ class ExpertsModule(nn.Module):
     _apply_gate: Callable[[Tensor], Tensor]
 
 
-def held_by(module: nn.Module) -> Experts:
-    """The experts of a module that has some; each call of a forward asks."""
-    experts: Experts | None = module.__dict__.get(HELD)
+def get_experts(module: nn.Module) -> Experts:
+    """The experts of a module that has some, not checked: each call of a forward asks."""
+    experts: Experts | None = module.__dict__.get(ATTRIBUTE)
     if experts is not None:
         return experts
     flags: Any = module
     return _INTERFACES[flags.has_gate, flags.has_bias, flags.is_transposed]
 
 
-def known_experts(module: nn.Module) -> ExpertsCode | None:
+def recognised_code(module: nn.Module) -> ExpertsCode | None:
     """Code of the class of recognised experts; None for any other module."""
-    held: Experts | None = vars(module).get(HELD)
-    return held.code if held is not None and held.code.is_recognised else None
+    experts: Experts | None = vars(module).get(ATTRIBUTE)
+    return experts.code if experts is not None and experts.code.is_recognised else None
 
 
 def experts_in(module: nn.Module) -> Experts | None:
     """The experts of a module; None for any other module."""
-    if HELD in vars(module):
-        return held_by(module)
+    if ATTRIBUTE in vars(module):
+        return get_experts(module)
     if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
         return None
-    experts = held_by(module)
+    experts = get_experts(module)
     tensors = [getattr(module, projection, None) for projection in experts.projections]
     return experts if all(isinstance(t, Tensor) and t.dim() == 3 for t in tensors) else None
 
 
 def is_experts(module: nn.Module) -> TypeGuard[ExpertsModule]:
-    """True if a module has the experts interface of transformers' `use_experts_implementation`, or is known
-    to compute experts without it."""
+    """True for modules with the interface of transformers' `use_experts_implementation`, or recognised."""
     return experts_in(module) is not None
 
 
-def is_quantized(experts: nn.Module) -> bool:
-    """True if quantising, or the loading of a checkpoint, gave the module packed weights."""
-    held: Experts | None = vars(experts).get(HELD)
-    return held is not None and held.is_packed
+def is_quantized(module: nn.Module) -> bool:
+    """True if quantising, or the loading of a checkpoint, gave experts packed weights."""
+    experts: Experts | None = vars(module).get(ATTRIBUTE)
+    return experts is not None and experts.is_packed
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """True if the dense stacks of an experts module are [E, input, output]."""
-    return held_by(experts).is_transposed
+    return get_experts(experts).is_transposed
 
 
 def projections(module: nn.Module) -> tuple[str, str]:
     """Names of the two matrices of experts."""
-    return held_by(module).projections
+    return get_experts(module).projections
 
 
 def formats_of(experts: nn.Module) -> dict[str, Format]:
     """{projection: format} of a quantised module."""
-    return held_by(experts).formats
+    return get_experts(experts).formats
 
 
 def count_of(experts: nn.Module) -> int:
     """How many experts there are."""
-    if (count := held_by(experts).number) is not None:
+    if (count := get_experts(experts).number) is not None:
         return count
     return next(weight.shape[0] for weight in weights_in(experts) if weight.dim() == 3)
 
@@ -112,7 +111,7 @@ def stack_of(experts: nn.Module, projection: str, values: bool = True) -> Tensor
     Args:
         values: without, a stack that has to be joined is on the meta device.
     """
-    parts = held_by(experts).matrices(experts, projection)
+    parts = get_experts(experts).matrices(experts, projection)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.detach() if values else part.detach().to("meta") for part in parts], -2)
@@ -124,20 +123,20 @@ def move_into_interface(module: nn.Module) -> None:
     They have the matrices that a forward reads: published checkpoints lack further ones, for which
     transformers makes a quarter of LongCat's weights.
     """
-    experts = held_by(module)
+    experts = get_experts(module)
     for name in experts.projections:
         stack = stack_of(module, name).detach().clone()
         module._parameters[name] = nn.Parameter(stack, requires_grad=False)
-    hold(module, experts.in_interface())
+    set_experts(module, experts.in_interface())
 
 
-def hold(module: nn.Module, experts: Experts) -> None:
-    """Makes a module hold experts, and drops the dense parameters that these do not read any more."""
-    before = held_by(module)
-    vars(module)[HELD] = experts
-    if not before.is_elsewhere or experts.is_elsewhere:
+def set_experts(module: nn.Module, experts: Experts) -> None:
+    """Sets the experts of a module, and removes dense parameters that these do not read any more."""
+    before = get_experts(module)
+    vars(module)[ATTRIBUTE] = experts
+    if not before.has_other_names or experts.has_other_names:
         return
-    paths = (path for _, stack in before.own.stacks if isinstance(stack, Stack) for path in stack.names)
+    paths = (path for _, stack in before.eager.stacks if isinstance(stack, Stack) for path in stack.names)
     for owner, _, name in (path.rpartition(".") for path in paths):
         part = module.get_submodule(owner)
         part._parameters.pop(name, None)
@@ -146,11 +145,11 @@ def hold(module: nn.Module, experts: Experts) -> None:
 
 def weights_of_experts(module: nn.Module) -> list[Tensor]:
     """The weights of experts, dense or packed, without a router that their module has."""
-    held = experts_in(module)
-    if held is None or not held.code.is_of_family:
+    experts = experts_in(module)
+    if experts is None or not experts.code.is_of_family:
         return [*weights_in(module)]
-    if held.is_elsewhere:
-        return held.tensors(module)
+    if experts.has_other_names:
+        return experts.tensors(module)
     tensors = {**module._parameters, **codes_of(module)}
     names = (GATED, NOT_GATED, SECOND)
     return [tensor for name, tensor in tensors.items() if tensor is not None and name.startswith(names)]
@@ -179,7 +178,7 @@ def weights_in(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[str, ExpertsModule]:
-    """{name: module} of all experts of a model, in its order. Modules hold what a recogniser finds.
+    """{name: module} of all experts of a model, in its order. Modules keep what a recogniser finds.
 
     Args:
         refused: gets {name: reason} of modules with stacks that no operator computes.
@@ -195,8 +194,8 @@ def experts_of(model: nn.Module, refused: dict[str, str] | None = None) -> dict[
             given: dict[str, Any] = {}
             if "config" not in vars(module) and (config := _config_above(model, name)) is not None:
                 given["config"] = config
-            code = experts.code._replace(given=(HELD, *given), numbers=numbers_in(module))
-            vars(module).update(given, **{HELD: experts._replace(code=code)})
+            code = experts.code._replace(given=(ATTRIBUTE, *given), numbers=numbers_in(module))
+            vars(module).update(given, **{ATTRIBUTE: experts._replace(code=code)})
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
@@ -223,14 +222,14 @@ def _config_above(model: nn.Module, name: str) -> Any:
 def recognise(module: nn.Module) -> Experts | None:
     """The experts of a module without transformers' interface; None for any other module.
 
-    Raises: Unsupported with the reason for stacks of which no operator computes what they do.
+    Raises: Unsupported with the reason if no operator computes the same.
     """
     return next(filter(None, (recogniser(module) for recogniser in RECOGNISERS)), None)
 
 
 def forget(module: nn.Module) -> None:
-    """Takes what recognition has given to experts whose class's own code reads their weights."""
-    if (known := known_experts(module)) is not None and held_by(module).reads_own:
+    """Removes the attributes that recognition has set on experts whose eager code reads their weights."""
+    if (known := recognised_code(module)) is not None and get_experts(module).can_run_eager:
         for name in known.given:
             del vars(module)[name]
 

@@ -223,6 +223,7 @@ class Record:
     def _add_globals(
         self, guards: Guards, names: Collection[str], file: dict[str, Any], values: list[Any]
     ) -> None:
+        """Adds guards of the names that code looks up in a file, and their values to `values`."""
         for name in names:
             if name not in file:
                 continue

@@ -98,6 +98,7 @@ class QuantizationReport:
         )
 
     def _table(self) -> list[str]:
+        """Lines of a table with a row for each kind of weights: format, errors and bytes."""
         groups: dict[tuple[str, str], list[QuantizedProjection]] = {}
         for name, entries in self.modules.items():
             for entry in entries:

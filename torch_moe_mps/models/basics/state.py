@@ -142,7 +142,7 @@ class State:
         is_attention: the implementation "sdpa" of transformers may be the operator `cached_attention` for it.
         reach: what keeps the rows of `upstream/reach.py` in that such a layer needs.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
-        adapters: of a call of quantised experts: {projection: those of its stack}.
+        adapters: of a call of quantised experts: {projection: adapters of its stack}.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         joined: the matrix of several linear layers, this one the first.
         captures: of a model's decode steps, None where they are not captured.
@@ -189,7 +189,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def state_in(module: nn.Module) -> State:
     """Read-only state of a module; `NOTHING` if it has none.
 
-    Forwards of modules, of which a token runs many, look it up themselves: there a call in Python counts.
+    A token runs many modules, so their forwards look it up themselves: a call in Python counts there.
     """
     state: State = module.__dict__.get(STATE, NOTHING)  # getattr of a missing attribute is slow on modules
     return state
@@ -204,7 +204,7 @@ def state_of(module: nn.Module) -> State:
 
 
 def with_eager(eager_forward: Callable) -> Callable[[Callable], Callable]:
-    """Decorator of a replaced forward: `eager_forward` runs in place of one that is wrong alone."""
+    """Decorator of a replaced forward: `eager_forward` runs where the original forward would be wrong."""
 
     def mark(forward: Callable) -> Callable:
         _EAGER[forward] = eager_forward

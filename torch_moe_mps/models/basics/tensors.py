@@ -130,7 +130,7 @@ WEIGHTS = ("packed", "scales", "biases", "bias")  # tensors of a quantised linea
 
 
 def may_join(parts: list[Tensor | None], rows: list[int]) -> bool:
-    """True if weights of so many rows may lie in one memory: those that already share one stay in it."""
+    """True if weights of so many rows may lie in one memory: weights that already share one stay in it."""
     present = [part for part in parts if part is not None]
     alone = [part.untyped_storage().nbytes() == part.nbytes for part in present]
     alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)

@@ -101,7 +101,7 @@ def _has_long_sums(module: Any, cache: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _cache_in_layers(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A cache for a call in which the model would make one with a list of states; None for any other call."""
+    """A cache for a call that would make the model create a list of states; None for any other call."""
     uses = kwargs.get("use_cache")
     uses = getattr(module.config, "use_cache", False) if uses is None else uses
     if not uses or module.training or torch.compiler.is_compiling() or len(args) > 1:

@@ -52,7 +52,7 @@ class DeclaredLayer:
 
     Attributes:
         tensors: {attribute: axes}, or None in place of a tensor.
-        mappings: {attribute: axes of the tensors in this dictionary, None where it has numbers}.
+        mappings: {attribute: axes of the tensors in this dictionary, None for numbers}.
         numbers: attributes that are numbers, dtypes and devices.
         derived: attributes that files, pickles and batches leave out: they are computed again of the others.
         trim, batched: as these say.

@@ -60,7 +60,7 @@ class LayerBase(CacheLayerMixin):
 
     Attributes:
         plain: the class of transformers that it does the same as.
-        bits: 8 where it holds keys and values in 8 bits.
+        bits: 8 for keys and values in 8 bits.
         is_first: its methods replace the methods of `plain`, too.
         declared: its declaration; None for an unknown class.
         needs_order: attention sees its tokens by their order: they lie in it.
@@ -239,6 +239,7 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
     needs_order = True
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a call attends to; the layer keeps the tokens of its window."""
         window = self.sliding_window
         self.cumulative_length += tokens
         if self.record_past:

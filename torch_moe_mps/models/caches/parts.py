@@ -236,7 +236,7 @@ def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _read(stored: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value of which `_stored` made this JSON."""
+    """The value from which `_stored` made this JSON."""
     if not isinstance(stored, dict):
         return stored
     ((kind, value),) = stored.items()

@@ -125,7 +125,7 @@ def _added_by(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 def adapters_of(model: nn.Module) -> tuple[tuple[Any, ...], ...]:
     """Scales and weights that PEFT's layers add to a model now, as this process tells them apart.
 
-    Another adapter of the same name, and one that was trained or loaded anew, is another one.
+    An adapter of the same name that was trained or loaded anew counts as another one.
     """
     return tuple(
         (name, adapter, module.scaling[adapter], *map(_state, _weights(module, adapter)))

@@ -116,7 +116,7 @@ class QuantizedStates(Deferred):
 
     @classmethod
     def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Result of an operator of aten on packed tensors; NotImplemented where it needs elements."""
+        """Result of an operator of aten on packed tensors; NotImplemented if it needs elements."""
         first = args[0] if args else None
         if not isinstance(first, QuantizedStates):
             return NotImplemented

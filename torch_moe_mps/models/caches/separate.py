@@ -96,7 +96,7 @@ def is_separate(layer: Any, pools: bool) -> bool:
 
 
 def reads_a_layer(module: nn.Module) -> bool:
-    """True for a module that reads one layer of the cache: attention, and what is in it, but no block."""
+    """True for a module that reads one layer of the cache: attention, or a module inside, but no block."""
     takes_cache = cache_name(type(module).forward) is not None
     return takes_cache and hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)
 

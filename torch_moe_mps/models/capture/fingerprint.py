@@ -295,6 +295,7 @@ class _Reached:
                     self._add(around.path, value)
 
     def _add(self, path: str, value: Any) -> None:
+        """Adds an object to the containers that are compared, unless it cannot change or was added before."""
         if isinstance(value, _LEAVES) or id(value) in self._seen:
             return
         if isinstance(value, nn.Module):

@@ -42,7 +42,7 @@ class FirstCall:
         self._bound = max((TOLERANCE.get(t.dtype, 0.0) for t in tensors), default=TOLERANCE[torch.float32])
 
     def compare(self, result: Any, expected: Any) -> str | None:
-        """How a call's result differs from that of the model; None, and remembered, if it does not.
+        """How a call's result differs from the model's; None, and remembered, if it does not.
 
         Args:
             result, expected: model outputs or tuples, with the logits first.

@@ -77,7 +77,7 @@ class Buffers(NamedTuple):
     """Indices of the views of a cache that share a buffer.
 
     Attributes:
-        first_of: gives each buffer once, from those of all views.
+        first_of: gives each buffer once, from the buffers of all views.
         of_views: gives the buffer of each view, from these.
     """
 

@@ -161,6 +161,7 @@ class _Assembly:
             self._integers.place_of(value)
 
     def _call(self, node: fx.Node, last: list[int]) -> None:
+        """Adds an operator to the program, with the places of its arguments and of results that are read."""
         target: Any = node.target
         schema = target._schema
         arguments, lists = self._arguments(schema, node)
@@ -207,6 +208,7 @@ class _Assembly:
         return last
 
     def _place(self, value: Any, kind: str = "") -> int:
+        """The place of an argument's value: of a result, of a number that varies, or of a constant."""
         if isinstance(value, fx.Node):
             return self._constants[value] if value in self._constants else self._places[value]
         if isinstance(value, Number):

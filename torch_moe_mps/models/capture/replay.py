@@ -116,7 +116,7 @@ class Captures(Programs):
     ) -> tuple[Any]:
         """The result of `call`, module by module, after the program has raised an error.
 
-        Raises: the error of a device, of other processes or of a program that has written, or that of `call`.
+        Raises: the error of a device, of other processes or of a program that has written; any of `call`.
         """
         if program.exchange is not None or is_out_of_memory(error):
             raise error

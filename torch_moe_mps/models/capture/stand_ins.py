@@ -127,7 +127,7 @@ class StandIns:
     Attributes:
         arguments: of the recorded call, by name.
         inputs: for each input a tensor like it, and {dimension: symbol} where its size is one.
-        arriving: tensors like those that come from another process, the last inputs.
+        arriving: tensors like the ones that come from another process, the last inputs.
         views: for each view what `add_view` of a program takes.
         of_buffers: numbers of the inputs that are buffers.
     """
@@ -153,6 +153,7 @@ class StandIns:
         self._add_slots(reading)
 
     def _add_argument(self, entry: Entry) -> None:
+        """Adds the stand-in of an argument: of the cache, of a tensor, or of a mask as a padding mask."""
         _, name, kind, value, first = entry
         if isinstance(value, Cache):
             self._cache = _Cache(name, value)
@@ -294,6 +295,10 @@ class StandIns:
         return every, tensors
 
     def _write(self, name: Any, value: Any, expression: Callable[[Any], int], first: int) -> Write:
+        """How an entry of a cache is written back after a call.
+
+        Raises: NotCapturable for a buffer that grows, and for values of other types.
+        """
         if isinstance(value, Tensor):
             buffer, result = buffer_of(value), (type(value), first, len(parts(value)))
             if buffer is None:

@@ -1,4 +1,4 @@
-"""State around a call that decides how it runs: torch's, and that of positions."""
+"""State around a call that decides how it runs: torch's modes, and positions."""
 
 from typing import Any
 

@@ -33,7 +33,7 @@ class Family(NamedTuple):
         rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
         recognisers: module -> its experts, whose stacks have names of their own, or None.
         growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
-        methods: {name of a method of modules: its class's own -> the one that rewritten modules have}.
+        methods: {name of a method of modules: its class's own -> the method that rewritten modules have}.
         masks_choices: whether a layer turns what its indexer chose into a mask, for all implementations.
         passes: where passes of a captured token stand.
         introduced: {pass: the operator that it puts in, if modules do not call that}.

@@ -90,6 +90,7 @@ class FakeResults:
         return result
 
     def _key(self, value: Any) -> Any:
+        """A key of an argument: equal if dtype, device, sizes and strides are, or the value itself."""
         if isinstance(value, FakeTensor):
             self._has_symbols |= value._has_symbolic_sizes_strides
             key = self._keys.get(id(value))

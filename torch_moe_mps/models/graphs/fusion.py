@@ -119,6 +119,10 @@ class _New:
         self._found, self._before, self._dtype, self._results = bound, before, dtype, results
 
     def replace(self, form: ast.expr, old: list[fx.Node]) -> None:
+        """Puts the operator of a formula in place of nodes.
+
+        Raises: _Unfit if dtypes or sizes differ, or an argument is computed too late.
+        """
         target, arguments, like = self._call(form)
         several = isinstance(like, (list, tuple))
         for one, other in zip(like if several else [like], map(tensor_of, old), strict=True):

@@ -205,6 +205,7 @@ class _Signature(NamedTuple):
 
 @functools.cache
 def _signature(operator: Any) -> _Signature:
+    """Defaults of an operator's arguments, those it writes into, and the one whose view it returns."""
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return _Signature({}, (), None)

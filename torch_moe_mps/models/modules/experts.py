@@ -21,7 +21,7 @@ from ..basics.guards import Kept, are_unchanged, collection, is_observed, record
 from ..basics.interface import (
     KIND,
     ON_DISK,
-    held_by,
+    get_experts,
     is_experts,
     numbers_in,
     on_disk_of,
@@ -78,7 +78,7 @@ def activation_of(module: nn.Module) -> Activation | None:
         ValueError if that code does not read the weights that they have, or if packed experts say something
         else of their weights than what they are.
     """
-    experts = held_by(module)
+    experts = get_experts(module)
     if experts.code.is_recognised:
         return _activation_now(module, experts, experts.code)
     if experts.is_packed:
@@ -100,7 +100,7 @@ def _require_said(module: nn.Module, experts: Experts) -> None:
 
 
 def _activation_now(module: nn.Module, experts: Experts, code: ExpertsCode) -> Activation | None:
-    """`activation_of` recognised experts, with their numbers as they are now."""
+    """`activation_of` recognised experts, with their current numbers."""
     changed = "other code or attributes"
     try:
         now = recognise(module)
@@ -108,9 +108,9 @@ def _activation_now(module: nn.Module, experts: Experts, code: ExpertsCode) -> A
         now, changed = None, str(unsupported)
     if now is not None:
         same_code = now.code._replace(given=code.given, numbers=numbers_in(module))
-        if now._replace(code=same_code, activation=experts.activation) == experts.own:
+        if now._replace(code=same_code, activation=experts.activation) == experts.eager:
             return now.activation
-    if not experts.reads_own:
+    if not experts.can_run_eager:
         state_of(module).guards = None  # the change may be undone
         raise ValueError(f"{REFUSED.format(type(module).__name__)}, got {changed}")
     raise Unsupported(changed)
@@ -127,6 +127,7 @@ def is_interleaved(module: Any) -> bool:
 
 @remembered
 def _activation_traced(module: Any) -> Activation | None:
+    """The activation of experts with transformers' interface, by a trace of their code; None if unknown."""
     if attribute_of(module, "has_post_expert_norm"):
         return None
     width = _width_between(module)
@@ -144,11 +145,12 @@ def _activation_traced(module: Any) -> Activation | None:
 
 def _width_between(module: nn.Module) -> int:
     """Number of outputs of the first matrix for each row."""
-    experts = held_by(module)
+    experts = get_experts(module)
     return experts.shape(module, experts.projections[0])[1]
 
 
 def _read_activation(traced: Traced) -> Activation | None:
+    """The activation whose formula a trace is; None if it is none of the operators'."""
     (x,), result = traced.inputs, traced.result
     if not isinstance(result, fx.Node) or tensor_of(result).dtype != tensor_of(x).dtype:
         return None
@@ -233,7 +235,7 @@ def require_heard(module: nn.Module) -> None:
     """Raises: ValueError if the code of packed experts has changed beyond what the operators follow, or if a
     hook sees what they leave out: no code of their own can run in their place."""
     _activation(module)
-    code = held_by(module).code
+    code = get_experts(module).code
     if not code.is_recognised or not is_seen(module):
         return
     called = {id(part) for part in state_in(module).guards.called}
@@ -260,7 +262,7 @@ def are_served(model: nn.Module) -> bool:
 
 
 def prepare(module: nn.Module) -> Activation | None:
-    """Finds out how an experts module works; its state has that, and what it rests on."""
+    """The activation of an experts module, stored in its state with guards; None if eager code activates."""
     activation, is_known = None, True
     with recording(of_misses=True) as guards:
         try:
@@ -287,7 +289,7 @@ def _activation(module: nn.Module) -> tuple | None:
 
 def described(module: nn.Module) -> list[Done]:
     """The operators that serve an experts module."""
-    experts, activation = held_by(module), prepare(module)
+    experts, activation = get_experts(module), prepare(module)
     if activation is None or not experts.is_one_operator:
         product = "expert_qmm" if experts.is_packed else "expert_mm"
         how = f"{product}, own activation" if experts.code.act_fn else product
@@ -302,7 +304,7 @@ def described(module: nn.Module) -> list[Done]:
 
 def unsupported(module: nn.Module) -> str | None:
     """Why an experts module is left alone; None if it is served."""
-    experts = held_by(module)
+    experts = get_experts(module)
     if experts.is_packed:
         return None
     dtypes = {stack_of(module, p, values=False).dtype for p in experts.projections}
@@ -316,13 +318,13 @@ def unsupported(module: nn.Module) -> str | None:
 # --- what runs
 
 
-class How(NamedTuple):
-    """How operators compute a call of experts.
+class OperatorCall(NamedTuple):
+    """A call of experts by operators.
 
     Attributes:
         experts: of the module.
-        activation: its fields; empty if the module's own code activates.
-        in_steps: whether there is an operator for each matrix, whatever one for both could do.
+        activation: its fields; empty if the module's eager code activates.
+        in_steps: whether each matrix has an operator of its own, even where one could compute both.
     """
 
     experts: Experts
@@ -333,79 +335,88 @@ class How(NamedTuple):
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     fits = hidden_states.dim() == 2 and top_k_index.shape[-1] <= MAX_TOP_K
-    how = how_of(self, hidden_states, top_k_weights, fits)
-    if how is None:
+    call = operator_call(self, hidden_states, top_k_weights, fits)
+    if call is None:
         own = _own_forward(self, hidden_states.dtype)
         return own(self, hidden_states, top_k_index.long(), top_k_weights)
-    return combined(self, hidden_states, top_k_index, top_k_weights, how)
+    return combined(self, hidden_states, top_k_index, top_k_weights, call)
 
 
 def rows_forward(self: Any, rows: Tensor) -> Tensor:
     """[E * n, H] -> [E * n, H]: n rows for each expert."""
-    experts = held_by(self)
-    if experts.reads_own and on_disk_of(self) is None:
+    experts = get_experts(self)
+    if experts.can_run_eager and on_disk_of(self) is None:
         return _own_forward(self, rows.dtype)(self, rows)
     count: Any = experts.number  # on the disk its weights are slots
     ids = torch.arange(count, device=rows.device).repeat_interleave(rows.shape[0] // count)[:, None]
     return experts_forward(self, rows, ids, torch.ones_like(ids, dtype=rows.dtype))
 
 
-def how_of(self: nn.Module, x: Tensor, weights: Tensor | None = None, fits: bool = True) -> How | None:
-    """How operators compute a call of experts; None if the class's own code does.
+def operator_call(
+    self: nn.Module, x: Tensor, weights: Tensor | None = None, fits: bool = True
+) -> OperatorCall | None:
+    """The operators for a call of experts; None if the class's eager code runs.
 
-    Its own code runs in training, autocast and float64, where gradients are needed, where a hook sees a
+    Eager code runs in training, autocast and float64, where gradients are needed, where a hook sees a
     module that the operators do not call, where its code has changed, and for arguments that no operator
     takes.
 
     Args:
         fits: False for other arguments than operators take.
 
-    Raises: ValueError if that code would have to run, and does not read the weights that the module has.
+    Raises: ValueError if eager code would have to run, but does not read the weights that the module has.
     """
-    attributes, experts = self.__dict__, held_by(self)
-    if (on_disk := attributes.get(ON_DISK)) is not None and runs_eager(self, x, weights):
+    experts, on_disk = get_experts(self), self.__dict__.get(ON_DISK)
+    if on_disk is not None and runs_eager(self, x, weights):
         on_disk.refuse(_IN_MEMORY)
     activation, seen = _activation(self), is_seen(self)
     if on_disk is not None and (seen or activation is None):
         on_disk.refuse("a hook on act_fn, or another forward of it, needs all experts in memory")
-    if experts.is_packed:
-        if seen:
-            require_heard(self)
-            return How(experts, (), True)
-        needs_steps = attributes.get(STATE, NOTHING).adapters or (
-            # gradients reach the inputs of each of the steps
-            torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad))
-        )
-        return How(experts, activation or (), bool(needs_steps))
+    if not experts.is_packed:
+        return _call_of_dense(self, x, weights, activation, fits)
+    if seen:
+        require_heard(self)
+        return OperatorCall(experts, (), True)
+    in_steps = bool(self.__dict__.get(STATE, NOTHING).adapters)
+    if not in_steps and torch.is_grad_enabled():  # gradients reach the inputs of each of the steps
+        in_steps = x.requires_grad or (weights is not None and weights.requires_grad)
+    return OperatorCall(experts, activation or (), in_steps)
+
+
+def _call_of_dense(
+    self: nn.Module, x: Tensor, weights: Tensor | None, activation: tuple | None, fits: bool
+) -> OperatorCall | None:
+    """`operator_call` of experts with dense stacks."""
+    experts, seen = get_experts(self), is_seen(self)
     # Parametrised weights, as PEFT's are, need gradients that no parameter of the module asks for.
     tensors = experts.tensors(self)
     fits = fits and x.dtype == tensors[0].dtype and x.device == tensors[0].device
     is_eager = seen or not fits or runs_eager(self, x, weights, *tensors)
-    if experts.reads_own and on_disk is None:
+    if experts.can_run_eager and on_disk_of(self) is None:
         if is_eager or activation is None:
             return None
         fields = activation if experts.is_one_operator else ()  # no copy joins gate and up
-        return How(experts, fields, False)
+        return OperatorCall(experts, fields, False)
     if is_eager:
         require_heard(self)
-    return How(experts, () if seen else activation or (), is_eager)
+    return OperatorCall(experts, () if seen else activation or (), is_eager)
 
 
-def combined(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, how: How) -> Tensor:
+def combined(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
     """[T, H] -> [T, H]: the weighted sum of the experts' outputs, in memory or on the disk."""
-    experts, activation, in_steps = how
+    experts, activation, in_steps = call
     if (on_disk := self.__dict__.get(ON_DISK)) is not None:
         with using_slots:
             module, ids = on_disk.ready(self, ids)
-            return _with_cache(module, x, ids, weights, how)
+            return _with_cache(module, x, ids, weights, call)
     if x.is_cpu:
-        return _with_cache(self, x, ids, weights, how)
+        return _with_cache(self, x, ids, weights, call)
     return experts.combine(self, x, ids, weights, activation, in_steps)
 
 
-def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, how: How) -> Tensor:
+def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
     """`combined` of weights in memory; a CPU decodes packed ones once."""
-    experts, activation, in_steps = how
+    experts, activation, in_steps = call
     compute = partial(experts.combine, self, x, ids, weights, activation, in_steps)
     if not x.is_cpu or not experts.is_packed:
         return compute()
@@ -416,23 +427,23 @@ def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, how: H
 def multiplied(self: nn.Module, projection: str, x: Tensor, ids: Tensor) -> Tensor:
     """[T, C] or [T, K, C] -> [T, K, R]: each row times the matrices of its experts ids [T, K]."""
     if (on_disk := on_disk_of(self)) is None:
-        return held_by(self).multiply(self, projection, x, ids)
+        return get_experts(self).multiply(self, projection, x, ids)
     if runs_eager(self, x):
         on_disk.refuse(_IN_MEMORY)
     with using_slots:
         module, ids = on_disk.ready(self, ids)
-        return held_by(module).multiply(module, projection, x, ids)
+        return get_experts(module).multiply(module, projection, x, ids)
 
 
 def activated_rows(self: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
     """[T, H] -> [T, K, I]: what the second matrix of each of a token's experts is multiplied with."""
     activation = _activation(self)
-    return held_by(self).activated(self, x, ids, () if is_seen(self) else activation or ())
+    return get_experts(self).activated(self, x, ids, () if is_seen(self) else activation or ())
 
 
 def _own_forward(experts: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The implementation of before `accelerate`; in float64, which few take, the class's code."""
-    if held_by(experts).code.is_recognised:
+    if get_experts(experts).code.is_recognised:
         record = made_as(type(experts), KIND)
         return type(experts).forward if record is None else record.own
     eager_forward = _dispatching(type(experts)).__wrapped__

@@ -106,12 +106,12 @@ def _refuse_to_save(
 
 
 def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a layer as those of its module, or the other way round."""
+    """The tensors of a layer in the layout of its module, or the other way round."""
     return {n: t.mT if n in layer.turned else t for n, t in tensors.items()}
 
 
 def put_on_disk(module: nn.Module, on_disk: OnDisk) -> None:
-    """Makes a module whose weights are those of a pool keep them there."""
+    """Keeps the weights of a module in its pool: `to` and state dicts refuse them."""
 
     def _apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for tensor in on_disk.pool.tensors.values():

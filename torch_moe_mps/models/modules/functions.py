@@ -1,6 +1,6 @@
 """Replacement of functions that a forward calls by name with operators.
 
-A copy of the forward runs, whose names are those of the file but for the recognised functions. It has the
+A copy of the forward runs, whose names are the file's but for the recognised functions. It has the
 code and the decorators of the forward. No name of a file changes; the forward itself runs once one has.
 """
 
@@ -47,7 +47,7 @@ def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]
 
 
 def while_unchanged(function: types.FunctionType, in_place: InPlace, guards: Guards) -> InPlace:
-    """A replacement that calls the function once what it read in its trial has another value."""
+    """A replacement that calls the function once a value that the trial read has changed."""
     kept = guards.kept()
     if not kept.reads:
         return in_place

@@ -1,7 +1,8 @@
 """The loss of a call with labels, computed in chunks of tokens: no logits of all tokens are in memory.
 
 The eager forward runs, from the head to the loss. The head gives logits that are made where something
-reads them; those that only the cross entropy reads are made a chunk at a time, and once more in its backward.
+reads them. If only the cross entropy reads them, they are made a chunk at a time, and once more in its
+backward.
 """
 
 import functools

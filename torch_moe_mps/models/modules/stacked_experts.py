@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...ops._activations import POINTWISE, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation
 from ..basics.experts import Experts, Method, Shapes, recognised
-from ..basics.interface import KIND, forget, held_by, known_experts
+from ..basics.interface import KIND, forget, get_experts, recognised_code
 from ..basics.stacks import Stack
 from ..basics.state import Unsupported, original_class, restore_class, subclass
 from ..trials.comparing import agrees, tried
@@ -57,34 +57,43 @@ class Sizes(NamedTuple):
 def recognise_stacks(module: nn.Module) -> Experts | None:
     """Experts of a module with two stacks of matrices; None for any other module.
 
-    Raises: Unsupported with the reason if no operator computes what it does.
+    Raises: Unsupported with the reason if no operator computes the same.
     """
-    if (known := known_experts(module)) is not None and known.is_of_family:
+    if (known := recognised_code(module)) is not None and known.is_of_family:
         return None
     shapes = dense_shapes(module)
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
         return None
-    first = next((name for name in FIRST if name in dict(shapes)), None)
-    if first is None or SECOND not in dict(shapes):
-        names = ", ".join(name for name, _ in shapes)
-        raise Unsupported(f"its stacks of matrices are called {names}")
-    inputs = _inputs(original_class(module).forward)
-    if len(inputs) not in (1, 3):
-        raise Unsupported(f"its forward takes {', '.join(inputs)}, not rows, ids and weights")
-    found = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
-    if not found:
+    first, takes_rows = _first_stack(shapes), _takes_rows(module)
+    layouts = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
+    if not layouts:
         raise Unsupported("the shapes of its stacks do not follow each other")
-    takes_rows = len(inputs) == 1
     forms = [
         recognised(activation, _stacks(first, turned), sizes.experts, shapes, has_identity, takes_rows)
         for has_identity in ((False,) if takes_rows else (False, True))
-        for turned, sizes in found
+        for turned, sizes in layouts
         for activation in (*_activations(module, first == FIRST[0]), *own_activation(module))
     ]
-    form: Experts | None = first_form(module, forms, _begin, found[0][1], len(inputs))
+    form: Experts | None = first_form(module, forms, _begin, layouts[0][1], takes_rows)
     if form is None:
         raise Unsupported("its forward is none of the operators' forms of experts")
     return form
+
+
+def _first_stack(shapes: Shapes) -> str:
+    """The name of the first of two stacks. Raises: Unsupported for other names than transformers has."""
+    first = next((name for name in FIRST if name in dict(shapes)), None)
+    if first is None or SECOND not in dict(shapes):
+        raise Unsupported(f"its stacks of matrices are called {', '.join(name for name, _ in shapes)}")
+    return first
+
+
+def _takes_rows(module: nn.Module) -> bool:
+    """True for a forward of rows, False for one of rows, ids and weights. Raises: Unsupported for another."""
+    inputs = _inputs(original_class(module).forward)
+    if len(inputs) not in (1, 3):
+        raise Unsupported(f"its forward takes {', '.join(inputs)}, not rows, ids and weights")
+    return len(inputs) == 1
 
 
 def _stacks(first: str, is_transposed: bool) -> tuple[tuple[str, Stack], ...]:
@@ -93,7 +102,7 @@ def _stacks(first: str, is_transposed: bool) -> tuple[tuple[str, Stack], ...]:
 
 def own_activation(module: nn.Module) -> tuple[None, ...]:
     """None in place of an activation, to be tried last, for experts that are known: any of their own."""
-    return () if known_experts(module) is None else (None,)
+    return () if recognised_code(module) is None else (None,)
 
 
 def _inputs(forward: Callable) -> list[str]:
@@ -103,7 +112,7 @@ def _inputs(forward: Callable) -> list[str]:
 
 def dense_shapes(module: nn.Module) -> Shapes:
     """Paths and shapes of a module's parameters; of recognised experts as their own code reads them."""
-    if (known := known_experts(module)) is not None:
+    if (known := recognised_code(module)) is not None:
         return known.shapes
     return tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
 
@@ -139,11 +148,11 @@ def _activations(module: nn.Module, is_gated: bool) -> Iterator[Activation]:
 # --- the trial
 
 
-def _begin(module: nn.Module, sizes: Sizes, inputs: int) -> Callable[[Experts], bool] | None:
+def _begin(module: nn.Module, sizes: Sizes, takes_rows: bool) -> Callable[[Experts], bool] | None:
     """Runs a small replica's own code. Returns: form -> whether it gives the same."""
     small, smaller = small_sizes(sizes)
     replica = small_replica(module, smaller)
-    if inputs == 1:
+    if takes_rows:
         rows = normal(small.experts * _TOKENS, small.hidden)
         ids, weights = torch.arange(small.experts).repeat_interleave(_TOKENS), torch.ones(len(rows), 1)
         expected = eager(replica)(rows)
@@ -258,7 +267,7 @@ def run_operators(module: nn.Module) -> bool:
 
     Returns: False for experts with that interface, whose config names the implementation that runs.
     """
-    known = known_experts(module)
+    known = recognised_code(module)
     if known is not None:
         restore_class(module, KIND)
         cls: Any = type(module)
@@ -268,7 +277,7 @@ def run_operators(module: nn.Module) -> bool:
 
 def restore_experts(module: nn.Module) -> None:
     """Makes recognised experts run their own code again, and forgets them, if it reads their weights."""
-    if known_experts(module) is not None and held_by(module).reads_own:
+    if recognised_code(module) is not None and get_experts(module).can_run_eager:
         restore_class(module, KIND)
         forget(module)
 
@@ -292,7 +301,7 @@ def _method(original: type[nn.Module], name: str, ours: Callable) -> Callable:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (now := getattr(original, name)) is own:
             return ours(self, *args, **kwargs)
-        if not held_by(self).reads_own:
+        if not get_experts(self).can_run_eager:
             raise ValueError(f"{REFUSED.format(type(self).__name__)}, got another {name} of its class")
         return now(self, *args, **kwargs)
 

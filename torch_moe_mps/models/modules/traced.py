@@ -114,16 +114,19 @@ def trace(
     for simplify in (drop_unused, share_views, drop_unused, make_new_tensors, share_views, share_equal):
         simplify(graph)
     drop_unused(graph)
-    into = [
-        memory_of(item) for node in graph.nodes if hasattr(node.target, "_schema") for item in written(node)
-    ]
-    is_written = any(not is_operator(item) for item in into) if writes else bool(into)
-    if watch.is_refused or decisions.were_made or is_written:
+    if watch.is_refused or decisions.were_made or _writes(graph, writes):
         return None
     returned: Any = graph.output_node().args[0]
     for place, node in zip(places, returned, strict=True):
         results[place] = node
     return Traced(pytree.tree_unflatten(results, form), nodes, graph)
+
+
+def _writes(graph: fx.Graph, into_inputs: bool) -> bool:
+    """True if a trace writes into tensors, or `into_inputs`: into tensors that it has not made."""
+    calls = (node for node in graph.nodes if hasattr(node.target, "_schema"))
+    into = [memory_of(item) for node in calls for item in written(node)]
+    return any(not is_operator(item) for item in into) if into_inputs else bool(into)
 
 
 def _own_sizes(module: nn.Module, inputs: Iterable["Input"]) -> set[int]:

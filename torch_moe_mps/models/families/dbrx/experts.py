@@ -1,4 +1,4 @@
-"""DBRX's experts: a child has w1, v1 and w2 of [E * F, H], of which an expert takes F rows.
+"""DBRX's experts: a child has w1, v1 and w2 of [E * F, H]; an expert takes F rows of each.
 
     out[t] = sum over k of weights[t, k] * (act(x[t] @ w1[e].T) * (x[t] @ v1[e].T)) @ w2[e]
 
@@ -16,7 +16,7 @@ from ....ops._activations import POINTWISE, Activation
 from ....ops._checks import MAX_TOP_K
 from ...basics.experts import Experts, recognised
 from ...basics.stacks import Stack
-from ...modules.experts import combined, how_of
+from ...modules.experts import combined, operator_call
 from ...modules.stacked_experts import (
     Sizes,
     beside_replica,
@@ -55,11 +55,11 @@ def with_forward(own: Callable) -> Callable:
     """The forward of such experts: [B, T, H] -> [B, T, H]."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        how = how_of(self, hidden_states, top_k_weights, top_k_index.shape[-1] <= MAX_TOP_K)
-        if how is None:
+        call = operator_call(self, hidden_states, top_k_weights, top_k_index.shape[-1] <= MAX_TOP_K)
+        if call is None:
             return own(self, hidden_states, top_k_index, top_k_weights)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = combined(self, rows, top_k_index, top_k_weights, how)
+        out = combined(self, rows, top_k_index, top_k_weights, call)
         return out.view(hidden_states.shape[0], -1, out.shape[-1])
 
     return forward

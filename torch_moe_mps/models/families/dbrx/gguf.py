@@ -19,6 +19,7 @@ _RENAMINGS = {
 
 
 def config(metadata: dict[str, Any], tensor_names: tuple[str, ...]) -> dict[str, Any]:
+    """Entries of transformers' config, from the metadata of a GGUF file."""
     stated = {key.removeprefix(f"{NAME}."): value for key, value in metadata.items()}
     theta = stated["rope.freq_base"]
     ids = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}

@@ -1,4 +1,4 @@
-"""DBRX's blocks: the softmax of a router's logits, divided by the norm of those that were chosen.
+"""DBRX's blocks: the softmax of a router's logits, divided by the norm of the chosen ones.
 
 weights, ids = the top k of softmax(router(x))
 weights = weights / (sum over k of weights^p)^(1 / p)

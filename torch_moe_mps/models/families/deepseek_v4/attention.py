@@ -65,6 +65,7 @@ def _layer_of(cache: Any, number: int) -> GrowingCompressed | None:
 
 
 def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """The result of attention over the keys of a window and the entries that represent earlier tokens."""
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
@@ -106,7 +107,7 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
 
 
 def _pooled(compressor: Any, cache_layer: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:
-    """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
+    """All entries of a compressor [B, N, D], also the ones that the new tokens complete."""
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
     state, memory = cache_layer.buffers_for(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm

@@ -44,6 +44,7 @@ def kpool_forward(
 
 
 def _choice(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) -> Any:
+    """The choice among pools of keys; EVERYTHING if there are too few to choose from."""
     width, rate = indexer.head_dim, indexer.index_kpool
     k = indexer.wk(hidden_states)
     gate = F.linear(hidden_states, indexer.index_kpool_compress_gate)

@@ -22,6 +22,7 @@ _SCALING = {"factor": "factor", "original_context_length": "original_max_positio
 
 
 def config(metadata: dict[str, Any], tensor_names: tuple[str, ...]) -> dict[str, Any]:
+    """Entries of transformers' config, from the metadata of a GGUF file."""
     named = GGUF_CONFIG_MAPPING["gpt_oss"].items()
     result = {name: metadata.get(f"{NAME}.{key}") for key, name in named if name not in (None, "rope_theta")}
     # Values that files do not state are those of all models of the family.

@@ -5,7 +5,7 @@
     attention:  map(x) = input_linear[ids](x)
                 reduce(y) = sum over k of weights * output_linear[ids](y) + bias
 
-The router's own code asks the device how many rows each expert has. Blocks are recognised by a trial.
+The router's own code asks the device call many rows each expert has. Blocks are recognised by a trial.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ...basics.experts import Experts, recognised
 from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.stacks import Stack
-from ...modules.experts import combined, how_of, multiplied, runs_eager
+from ...modules.experts import combined, multiplied, operator_call, runs_eager
 from ...modules.stacked_experts import (
     Sizes,
     beside_replica,
@@ -131,9 +131,9 @@ def with_forward(own: Callable) -> Callable:
     """The forward of such an MLP."""
 
     def forward(self: Any, layer_input: Tensor) -> Tensor:
-        if (how := how_of(self, layer_input)) is None:
+        if (call := operator_call(self, layer_input)) is None:
             return own(self, layer_input)
-        return _mlp(self, layer_input, partial(combined, self, how=how))
+        return _mlp(self, layer_input, partial(combined, self, call=call))
 
     return forward
 
@@ -142,7 +142,7 @@ def with_map(own: Callable) -> Callable:
     """The `map` of such projections of an attention."""
 
     def map(self: Any, layer_input: Tensor) -> Any:
-        if how_of(self, layer_input) is None:
+        if operator_call(self, layer_input) is None:
             return own(self, layer_input)
         return _map(self, layer_input, partial(multiplied, self))
 
@@ -155,7 +155,7 @@ def with_reduce(own: Callable) -> Callable:
     def reduce(self: Any, layer_input: Tensor, topo_info: Any) -> Any:
         if not isinstance(topo_info, Chosen):
             return own(self, layer_input, topo_info)
-        if how_of(self, layer_input) is not None:
+        if operator_call(self, layer_input) is not None:
             return _reduce(self, layer_input, topo_info, partial(multiplied, self))
         weights, ids = topo_info  # mapped by operators: only the rows need a gradient, or have another dtype
         ids, order = ids.flatten().sort()

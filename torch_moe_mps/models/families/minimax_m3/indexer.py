@@ -70,6 +70,7 @@ def _norms(indexer: Any) -> tuple[nn.Module, nn.Module]:
 def _chosen(
     indexer: Any, turn: Turn, hidden: Tensor, tables: Any, layer: Any, q_norm: Any, k_norm: Any
 ) -> Choice | None:
+    """The choice among blocks of keys; None if there are too few to choose from."""
     width = indexer.head_dim
     seen = hidden.shape[1] + (0 if layer is None else layer.indexed())
     k, q, q_norm_weight = indexer.k_proj(hidden), None, None

@@ -133,7 +133,7 @@ def _common_factor(products: Sequence[tuple[fx.Node, fx.Node]]) -> float | None:
 
 
 def _readers_of_parts(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Readers of a value, of its parts and of other views: (reader, what it reads)."""
+    """Readers of a value, of its parts and of other views: (reader, the value that it reads)."""
     for user in value.users:
         if user.target is ITEM or (_moves(user) and not is_call(user, *_COPIES)):
             yield from _readers_of_parts(user)

@@ -238,6 +238,7 @@ def _clamped(passed: dict[str, Any]) -> tuple[Step, ...]:
 
 
 def _can_read(value: Any, call: fx.Node) -> bool:
+    """True if an element-wise kernel with the result of a call can read a value."""
     result = tensor_of(call)
     if not is_node(value):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -214,7 +214,7 @@ def weights_of(module: nn.Module, call: NormCall, inputs: Sequence[Tensor]) -> l
 
 @functools.cache
 def warn_of_traces() -> None:
-    """Warns, once in a process, where not even torch's own norm shows what it computes."""
+    """Warns, once in a process, if even torch's own norm has no formula in its trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, for inputs and weights of two dtypes
         call = call_of(nn.RMSNorm(8))

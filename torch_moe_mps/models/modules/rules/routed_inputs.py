@@ -1,9 +1,9 @@
-"""Blocks whose experts take rows for each expert, of which the routing weights multiply the input.
+"""Blocks whose experts take rows for each expert, and whose routing weights multiply the input.
 
     scores, ids = the top k of scoring(linear(x, W))
     out = sum over k of experts[ids](x * scores) + shared(x)
 
-The model's code computes each expert on each token, on zeros for those that were not chosen.
+The model's code computes each expert on each token, on zeros if a token did not choose it.
 """
 
 import functools
@@ -51,12 +51,12 @@ class RoutedInputs(NamedTuple):
 def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what runs) for such a block, else None."""
     children = {name: child for name, child in module._modules.items() if child is not None}
-    every = {name: held for name, child in children.items() if (held := experts_in(child)) is not None}
-    rows = [name for name, held in every.items() if held.takes_rows]
+    known = {name: each for name, child in children.items() if (each := experts_in(child)) is not None}
+    rows = [name for name, each in known.items() if each.takes_rows]
     if len(rows) != 1 or len(inspect.signature(original_class(module).forward).parameters) != 2:
         return None
-    experts, held = children[rows[0]], every[rows[0]]
-    sizes = sizes_of(dense_shapes(experts), held.projections[0], held.is_transposed)
+    experts, form = children[rows[0]], known[rows[0]]
+    sizes = sizes_of(dense_shapes(experts), form.projections[0], form.is_transposed)
     if sizes is None:
         return None
     router = "weight", (sizes.experts, sizes.hidden)
@@ -67,7 +67,7 @@ def rewrite_routed_inputs(module: nn.Module) -> tuple[Callable, list[Done]] | No
     numbers = tuple(sorted(_numbers(module, sizes.experts) | _numbers(children[routers[0]], sizes.experts)))
     options = itertools.product(numbers, _SCORINGS, (True, False), (False, True))
     forms = [RoutedInputs(rows[0], routers[0], next(iter(shared), None), *each) for each in options]
-    found = first_form(module, forms, _begin, sizes, held.own, max(numbers, default=0))
+    found = first_form(module, forms, _begin, sizes, form.eager, max(numbers, default=0))
     if found is None:
         return None
     state_of(module).formula = found
@@ -82,16 +82,17 @@ def _numbers(module: nn.Module, experts: int) -> set[int]:
     return {value for value in vars(module).values() if type(value) is int and 1 <= value < experts}
 
 
-def _begin(module: nn.Module, sizes: Any, held: Experts, most: int) -> Callable[[RoutedInputs], bool]:
+def _begin(module: nn.Module, sizes: Any, eager: Experts, most: int) -> Callable[[RoutedInputs], bool]:
     def ours(found: RoutedInputs, replica: nn.Module, x: Tensor) -> Any:
         experts: Any = getattr(replica, found.experts)
-        form = held._replace(number=len(experts.down_proj))
+        form = eager._replace(number=len(experts.down_proj))
         return _computed(replica, found, x, functools.partial(tried_form, form, experts))
 
     return beside_replica(module, sizes, ours, min(most + 1, 6))
 
 
 def _computed(module: Any, form: RoutedInputs, x: Tensor, experts: Callable[..., Tensor]) -> Any:
+    """The result of a block of this form: the sum of the experts, or the sum and the router's logits."""
     shape, x = x.shape, x.reshape(-1, x.shape[-1])
     router = getattr(module, form.router)
     logits = F.linear(x, router.weight, router.bias)
