@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from torch_moe_mps.models.caches import growing
-from torch_moe_mps.models.caches.batched import capacity
+from torch_moe_mps.models.caches.batched import BatchedCache
 from torch_moe_mps.models.trials import batching, memory
 from torch_moe_mps.serving.engine import engine as engine_module
 from torch_moe_mps.serving.engine.engine import Engine
@@ -145,7 +145,7 @@ def test_memory_is_for_answers_first():
     batch = Engine(model, prompts, 8, MEMORY)
     run(batch, Asked(ids_of(1, 60), 2))
     (kept,) = prompts.kept
-    batch.budget.memory = int(batch.budget.token * (capacity(2, 72) + 72))
+    batch.budget.memory = int(batch.budget.token * (BatchedCache.capacity(2, 72) + 72))
     jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 6)]
     most = 0
     batch.submit(*(each.job for each in jobs))
@@ -165,7 +165,7 @@ def test_the_cache_of_a_draft_is_planned():
         prompts = PrefixCache(0)
         batch = Engine(model, prompts, 8, MEMORY, drafting=drafting_of(model, speculative, prompts, "a", 3))
         run(batch, Asked(ids_of(1, 60), 12))
-        batch.budget.memory = int(1.2 * batch.budget.token * (capacity(2, 72) + 72))
+        batch.budget.memory = int(1.2 * batch.budget.token * (BatchedCache.capacity(2, 72) + 72))
         jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 5)]
         most[speculative] = 0
         batch.submit(*(each.job for each in jobs))

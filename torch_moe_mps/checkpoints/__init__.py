@@ -8,7 +8,7 @@ Other parts of the package import these names alone:
     cutting              cutting, is_cutting, loading_class
     gguf.file            check_file, GGUF_ARCHITECTURES
     in_place             keep_when_saving, LOADED, quantize_model
-    layouts.files        check_files, checkpoint_files, LARGEST, progress_file, sample_of, Shards
+    layouts.files        check_files, checkpoint_files, LARGEST, progress_file, Shards
     mlx.names            check_architecture
     mlx.older_keys       with_older_keys
     mlx.writing          save_mlx, sizes_in_mlx
@@ -25,7 +25,7 @@ Other parts of the package import these names alone:
                          quantized_sizes, room_for_experts, share_of_token, total_bytes
     quantize.target      quantizable, Target
     quantizer            layout_of, Quantizer, register
-    source               NO_MODEL, read_tokenizer, Source
+    source               NO_MODEL, read_tokenizer, sample_of_checkpoint, Source
     threads              one_by_one, threads_crash
     write.parts          Parts
     write.plan           LoadPlan, planned

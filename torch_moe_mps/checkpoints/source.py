@@ -1,7 +1,9 @@
 """Config, class and quantisation of a checkpoint, read before its weights."""
 
+import contextlib
 import copy
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from ..models.upstream.models import auto_class_of, cached_file, get_class_from_
 from ..models.upstream.weights import AutoHfQuantizer
 from ..quantization import Format
 from .gguf.file import stated_config
-from .layouts.files import check_index, checkpoint_files, tensors_in
+from .layouts.files import INDEX, check_index, checkpoint_files, sample_of, tensors_in
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
@@ -370,3 +372,22 @@ def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     passed = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}
     return cached_file(name, file, **passed)
+
+
+def sample_of_checkpoint(name: str, asked: Mapping[str, Any]) -> bytes | None:
+    """A sample of each tensor in the safetensors files of a checkpoint; None if it has none, or broken ones.
+
+    Args:
+        asked: arguments of `from_pretrained`.
+    """
+    where = {k: asked[k] for k in ("revision", "subfolder", "token", "cache_dir") if asked.get(k)}
+    where |= {"_raise_exceptions_for_missing_entries": False}
+    index = cached_file(name, INDEX, **where)
+    files = ["model.safetensors"]
+    with contextlib.suppress(ValueError, KeyError):  # a broken file raises them; loading names it
+        if index is not None:
+            files = sorted({*json.loads(Path(index).read_text())["weight_map"].values()})
+        paths = [cached_file(name, file, **where) for file in files]
+        if None not in paths:
+            return b"".join(map(sample_of, paths))
+    return None

@@ -6,17 +6,14 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from ..checkpoints.cutting import cutting
-from ..checkpoints.layouts.files import sample_of
 from ..checkpoints.quantize.sizes import bytes_a_token, total_bytes
-from ..checkpoints.source import Source
-from ..models.upstream.models import cached_file
+from ..checkpoints.source import Source, sample_of_checkpoint
 from ..serving.engine.memory import Memory
 from ..transformers import loading
 from .loop import CannotBeCut, find_loop
@@ -28,7 +25,6 @@ from .stages import Stage
 _PACKAGE = __package__.partition(".")[0]
 _OTHERS = ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _PATH = "name_or_path"  # may differ
-_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def from_pretrained(
@@ -173,17 +169,8 @@ def _digest(data: bytes) -> str:
 
 def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
     """Tells checkpoints apart by a sample of each tensor in their safetensors files."""
-    where = {k: asked[k] for k in ("revision", "subfolder", "token", "cache_dir") if asked.get(k)}
-    where |= {"_raise_exceptions_for_missing_entries": False}
-    index = cached_file(name, _INDEX, **where)
-    files = [_WEIGHTS]
-    with contextlib.suppress(ValueError, KeyError):  # a broken file raises them; loading names it
-        if index is not None:
-            files = sorted({*json.loads(Path(index).read_text())["weight_map"].values()})
-        paths = [cached_file(name, file, **where) for file in files]
-        if None not in paths:
-            return _digest(b"".join(map(sample_of, paths)))
-    return "unknown"
+    sample = sample_of_checkpoint(name, asked)
+    return "unknown" if sample is None else _digest(sample)
 
 
 def _check_alike(peers: Peers, facts: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..models.basics.state import PIPELINE, Beside
+from ..models.basics.state import Beside
 from .handing import Handing, ModelCall, refuse
 from .peers import Peers
 from .stages import Stage
@@ -41,8 +41,8 @@ class Running(Beside):
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
         model.register_forward_hook(self._at_the_end, always_call=True)
-        attributes = {PIPELINE: self, "init_continuous_batching": _refuse_batching}
-        vars(model).update(attributes, save_pretrained=_refuse_saving)
+        refused = {"init_continuous_batching": _refuse_batching, "save_pretrained": _refuse_saving}
+        vars(model).update(pipeline=self, **refused)
 
     @contextlib.contextmanager
     def without_logits(self) -> Iterator[None]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.absent import beside_text, leave_out
-from ..models.caches.separate import Separate
+from ..models.caches.elsewhere import count_tokens
 from ..models.upstream.calls import cache_among
-from ..models.upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from .loop import Loop
 
 
@@ -66,22 +65,6 @@ class NoHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden.new_zeros(()).expand(*hidden.shape[:-1], 1)
-
-
-def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> None:
-    """Gives the entry of a cache for a layer as many tokens as if the layer were here."""
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    batch, tokens = hidden.shape[:2]
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for state in range(layer.number_of_states if convolves else 0):
-            layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
-    if isinstance(layer, Separate):
-        for one in layer.layers:
-            number = hidden.new_zeros(1, 1, tokens, 1)
-            one.update(number, number)
-    elif layer is None or isinstance(layer, CacheLayerMixin):
-        number = hidden.new_zeros(batch, 1, tokens, 1)
-        cache.update(number, number, index)
 
 
 class Stage:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from ..models.caches.cache import grow_cache
 from ..models.capture.classes import capture_calls, captures_of
 from ..models.capture.policy import wanted_capture
 from ..models.upstream.calls import cache_argument
@@ -51,3 +52,13 @@ class DFlashStep(PreTrainedModel):
         kept.set_previous_accepted_tokens(0)
         hidden_states: Tensor = out.last_hidden_state
         return hidden_states
+
+
+def new_dflash_cache(assistant: Any) -> Any:
+    """Empty cache of an assistant. A block of tokens can be taken back from it."""
+    from ..models.upstream import DFlashCache  # 5.24 has it
+
+    cache = DFlashCache(config=assistant.config)
+    grow_cache(assistant, (), {"cache": cache})
+    cache.activate_past_recording()  # windows show what was before a block that was taken back
+    return cache

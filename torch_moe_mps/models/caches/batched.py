@@ -104,6 +104,16 @@ class BatchedCache:
         self._held = _Held()
         self._deferrable, self._uncommitted = deferrable, Uncommitted()
 
+    @staticmethod
+    def rows_of_buffer(rows: int) -> int:
+        """The rows that a buffer for so many sequences has."""
+        return batch_capacity(rows)
+
+    @staticmethod
+    def capacity(rows: int, tokens: int) -> int:
+        """Number of tokens that fit in memory for so many sequences of at most so many tokens."""
+        return batch_capacity(rows) * (tokens + growing.free_slots_for(tokens))
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -344,12 +354,7 @@ class BatchedCache:
         self._places.place(self.lengths, self._moved, self.end + self._left)
 
 
-def capacity(rows: int, tokens: int) -> int:
-    """Number of tokens that fit in memory for so many sequences of at most so many tokens."""
-    return batch_capacity(rows) * (tokens + growing.free_slots_for(tokens))
-
-
-def forgetting(cache: DynamicCache) -> str | None:
+def why_not_cut(cache: DynamicCache) -> str | None:
     """Why no token can be taken back from a cache, for a person; None where one can."""
     kinds = (type(layer).__name__.removeprefix("Growing") for layer in cache.layers if _states(layer))
     kind = next(kinds, None)

@@ -1,6 +1,6 @@
 """State of a model after a prefix of tokens, as prefix caches keep it: cut, copied, and written in parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..upstream.calls import takes_positions
 from ..upstream.models import LinearAttentionCacheLayerMixin
 from .cache import hands_cache_on
 from .declared import is_in_layers
+from .deferred_states import AnyKind, bytes_beside
 from .parts import JoinedCache, Part, block, classes_of
 from .prompt_cache import can_be_cut, fits_one_prefix, kept_states, new_cache, prefix, takes_layers
 from .state import LayerState, copy_of_cache, copy_of_layer, storages_of
@@ -46,6 +47,19 @@ class PrefixState:
     def count_storages(self) -> dict[int, int]:
         """{address: bytes} of the memory of all tensors, free capacity included."""
         return storages_of(self.tensors)
+
+    def memory(self) -> int:
+        """Bytes of the cached tokens, without free slots and states of shorter prefixes."""
+        return sum(LayerState(layer).memory() for layer in self.cache.layers)
+
+    def memory_of_drafts(self, deferrable: Mapping[int, AnyKind]) -> int:
+        """The most bytes that drafts take in addition to the states of a sequence.
+
+        Args:
+            deferrable: {number of a layer whose update may be deferred: the kind of its states}.
+        """
+        kinds = ([kind] if (kind := deferrable.get(n)) else [] for n in range(len(self.cache.layers)))
+        return sum(map(bytes_beside, self.cache.layers, kinds))
 
     def mark(self, tokens: int) -> None:
         """Keeps copies of the states that fit only the tokens up to here."""
@@ -100,6 +114,6 @@ def keeps_prompts(model: PreTrainedModel) -> bool:
 
 
 def needs_positions(forward: Callable[..., Any], cache: Any) -> bool:
-    """True for a forward that counts positions from the first token of a call, as Bamba's does with states."""
+    """True for a forward that counts positions from the first token of a call, as Bamba's does."""
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     return has_states and takes_positions(forward)

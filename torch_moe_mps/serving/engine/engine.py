@@ -9,9 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..._faults import Mark, lost_gpu, synchronize
-from ...models.caches.batched import NotBatchable, batch_capacity, capacity
-from ...models.caches.deferred_states import bytes_beside
-from ...models.caches.state import LayerState
+from ...models.caches.batched import BatchedCache, NotBatchable
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .abilities import Abilities, check_model
 from .decoding import Decoding
@@ -73,7 +71,8 @@ class Engine:
     ):
         check_model(model)
         self.model, self.prefix_cache, self.counts = model, prefix_cache, Counts()
-        self.budget, self.times = Budget(max_sequences, memory, capacity, batch_capacity), StepTimes()
+        self.budget = Budget(max_sequences, memory, BatchedCache.capacity, BatchedCache.rows_of_buffer)
+        self.times = StepTimes()
         self.abilities, self.drafts = Abilities(model), Drafts(model, drafting, self.budget)
         self.executor = executor_of(model, self.abilities, lambda: self.drafts.states)
         self.budget.memory = self.executor.room(memory)
@@ -310,9 +309,6 @@ class Engine:
         """Records the bytes of a sequence for the budget."""
         if cached.cache is None:
             return
-        layers = cached.cache.layers
-        nbytes = sum(LayerState(layer).memory() for layer in layers)
-        self.budget.token = max(self.budget.token, nbytes / len(cached.ids))
+        self.budget.token = max(self.budget.token, cached.memory() / len(cached.ids))
         if self.drafts.drafting is not None:
-            kinds = [[k] if (k := self.drafts.deferrable.get(n)) else [] for n in range(len(layers))]
-            self.budget.state = max(self.budget.state, sum(map(bytes_beside, layers, kinds)))
+            self.budget.state = max(self.budget.state, cached.memory_of_drafts(self.drafts.deferrable))

@@ -12,10 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._limits import MOST_TOKENS
-from ...models.caches.batched import reserve, take_back
-from ...models.caches.cache import grow_cache
-from ...models.caches.state import LayerState
-from ...transformers.dflash import DFlashStep
+from ...models.caches.draft_cache import DraftCache
+from ...transformers.dflash import DFlashStep, new_dflash_cache
 from ..engine.drafter import DraftedSequence, RowDrafter
 
 _WAITING = 512  # states of a row that wait until some tokens are drafted; more are read at once
@@ -51,7 +49,7 @@ class _DFlashState:
         waiting: queued hidden states [1, T, H] that are not in the cache yet.
     """
 
-    cache: Any
+    cache: DraftCache
     first: int
     waiting: list[Tensor] = field(default_factory=list)
 
@@ -61,7 +59,7 @@ class _DFlashState:
 
     def memory(self) -> int:
         waiting = sum(states.nbytes for states in self.waiting)
-        return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
+        return waiting + self.cache.memory()
 
 
 class DFlash(RowDrafter[_DFlashState]):
@@ -84,13 +82,9 @@ class DFlash(RowDrafter[_DFlashState]):
     @torch.no_grad()
     def computed(self, row: DraftedSequence, first: int, states: Tensor) -> None:
         """Queues the target model's hidden states [1, T, H] of a row's tokens from position `first` on."""
-        from ...models.upstream import DFlashCache  # 5.24 has it
-
         read = self._read.get(row)
         if read is None:
-            read = self._read[row] = _DFlashState(DFlashCache(config=self._config), first)
-            grow_cache(self.modules[0], (), {"cache": read.cache})
-            read.cache.activate_past_recording()  # a block is taken back, and windows show what was before
+            read = self._read[row] = _DFlashState(DraftCache(new_dflash_cache(self.modules[0])), first)
         read.waiting.append(states)
         if read.end - read.first > _WAITING:
             self._block(read, row.tokens[read.end : read.end + 1] or row.tokens[-1:])
@@ -111,10 +105,8 @@ class DFlash(RowDrafter[_DFlashState]):
         ids = torch.tensor([[*known, *[self._config.mask_token_id] * block][:block]]).to(states.device)
         places = torch.arange(read.first, read.end + block, device=states.device)[None]
         call = self._step if states.shape[1] <= MOST_TOKENS else self._step.block  # prompts do not repeat
-        for layer in read.cache.layers:
-            reserve(layer, 1, states.shape[1] + block)  # so that the block can be taken back
-        hidden: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache)
-        for layer in read.cache.layers:
-            take_back(layer, block, layer.get_seq_length() - block)
+        read.cache.reserve(states.shape[1] + block)
+        hidden: Tensor = call(input_ids=ids, states=states, position_ids=places, cache=read.cache.cache)
+        read.cache.take_back(block)
         read.first, read.waiting = read.end, []
         return hidden

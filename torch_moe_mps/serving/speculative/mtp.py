@@ -5,14 +5,12 @@ and predicts the next token. Beyond the last MTP layer, it continues from its ow
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.caches.batched import forgetting, reserve, take_back
-from ...models.caches.state import LayerState
+from ...models.caches.draft_cache import DraftCache
 from ...transformers.accelerate import accelerate
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..engine.drafter import DraftedSequence, RowDrafter
@@ -34,7 +32,7 @@ class _MtpState:
         computed: number of positions with hidden states of the model.
     """
 
-    cache: Any
+    cache: DraftCache
     is_whole: bool
     next: list[int]
     states: list[list[Tensor]]
@@ -42,7 +40,7 @@ class _MtpState:
 
     def memory(self) -> int:
         waiting = sum(states.nbytes for layer_states in self.states for states in layer_states)
-        return waiting + sum(LayerState(layer).memory() for layer in self.cache.layers)
+        return waiting + self.cache.memory()
 
 
 class Mtp(RowDrafter[_MtpState]):
@@ -85,9 +83,9 @@ class Mtp(RowDrafter[_MtpState]):
         self._read_known(row, read, read.computed)
         tokens = min(read.next)
         if tokens > 0:
-            for layer, count in zip(read.cache.layers, read.next, strict=True):
-                take_back(layer, count - tokens, tokens)
-            self.prompts.put(CachedPrefix(torch.tensor(row.tokens[:tokens]), read.cache))
+            for layer, count in enumerate(read.next):
+                read.cache.take_back(count - tokens, layer)
+            self.prompts.put(CachedPrefix(torch.tensor(row.tokens[:tokens]), read.cache.cache))
 
     def _begin(self, row: DraftedSequence, first: int, states: Tensor) -> _MtpState:
         kept = self.prompts.take(torch.tensor(row.tokens[: first + 1]), new_mtp_cache(self._model))
@@ -98,7 +96,9 @@ class Mtp(RowDrafter[_MtpState]):
             waiting = [states.new_zeros((1, first - start, states.shape[2]))]
         is_whole = start == len(kept.ids)
         others: list[list[Tensor]] = [[] for _ in self._layers[1:]]
-        return _MtpState(kept.cache, is_whole, [start for _ in self._layers], [waiting, *others], first)
+        return _MtpState(
+            DraftCache(kept.cache), is_whole, [start for _ in self._layers], [waiting, *others], first
+        )
 
     def _read_known(self, row: DraftedSequence, read: _MtpState, end: int) -> None:
         """Computes all layers for positions before `end` whose tokens are known."""
@@ -110,7 +110,7 @@ class Mtp(RowDrafter[_MtpState]):
             states = torch.cat(read.states[layer], 1)
             tokens = torch.tensor([row.tokens[first + layer + 1 :][:count]]).to(states.device)
             _, hidden = self._called(read, layer, first, states[:, :count], tokens)
-            if (reason := forgetting(read.cache)) is not None:
+            if (reason := read.cache.why_not_cut()) is not None:
                 raise ValueError(f"the MTP layers cannot be cut: {reason}")
             read.next[layer], read.states[layer] = first + count, [states[:, count:]]
             if layer + 1 < len(self._layers):
@@ -146,10 +146,8 @@ class Mtp(RowDrafter[_MtpState]):
             if number >= last:
                 rest = [hidden[:, -1:]]
         for layer, place in enumerate(reached):
-            layer_cache = read.cache.layers[layer]
             if place > read.next[layer]:
-                wrong = place - read.next[layer]
-                take_back(layer_cache, wrong, layer_cache.get_seq_length() - wrong)
+                read.cache.take_back(place - read.next[layer], layer)
         found: list[int] = torch.cat(drafts, 1)[0].tolist()
         return found
 
@@ -163,10 +161,10 @@ class Mtp(RowDrafter[_MtpState]):
         self, read: _MtpState, layer: int, first: int, states: Tensor, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
         count = states.shape[1]
-        reserve(read.cache.layers[layer], 1, count)  # so that these can be taken back
+        read.cache.reserve(count, layer)  # so that these can be taken back
         place = first + layer + 1
         positions = torch.arange(place, place + count, device=states.device)[None]
         result: tuple[Tensor, Tensor] = self._steps[layer](
-            input_ids=tokens, states=states, position_ids=positions, cache=read.cache
+            input_ids=tokens, states=states, position_ids=positions, cache=read.cache.cache
         )
         return result

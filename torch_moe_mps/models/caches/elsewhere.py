@@ -1,0 +1,24 @@
+"""Entries of a cache for layers that another process has."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from .separate import Separate
+
+
+def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> None:
+    """Gives the entry of a cache for a layer as many tokens as if the layer were here."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    batch, tokens = hidden.shape[:2]
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for state in range(layer.number_of_states if convolves else 0):
+            layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
+    if isinstance(layer, Separate):
+        for one in layer.layers:
+            number = hidden.new_zeros(1, 1, tokens, 1)
+            one.update(number, number)
+    elif layer is None or isinstance(layer, CacheLayerMixin):
+        number = hidden.new_zeros(batch, 1, tokens, 1)
+        cache.update(number, number, index)
