@@ -15,6 +15,7 @@ from support import rooms
 from support.rooms import PACKAGE, REPOSITORY, floor, graph, imports
 
 from torch_moe_mps._weight_formats import ROWS, Floats, LikeActivations
+from torch_moe_mps.models import programs
 from torch_moe_mps.ops import _activations, _checks
 from torch_moe_mps.ops._samples import FAMILY_OF
 from torch_moe_mps.ops.families import routing, slots
@@ -120,6 +121,19 @@ def test_the_names_that_other_floors_import_from_checkpoints_are_stated():
             passed |= {each for each in imports(path, REPOSITORY) if each.startswith(inside)}
     assert len(passed) > 40
     assert stated("import these names alone:\n\n") == {name.removeprefix(inside) for name in passed}
+
+
+def test_programs_import_one_module_of_models():
+    """models/programs.py has at most 30 names, each of which a program imports."""
+    inside, asked = "torch_moe_mps.models.", set()
+    for program in ("serving", "pipeline", "commands"):
+        for path in (PACKAGE / program).rglob("*.py"):
+            asked |= {each for each in imports(path, REPOSITORY) if each.startswith(inside)}
+    names = {each.removeprefix(f"{inside}programs.") for each in asked}
+    assert not [name for name in names if "." in name]
+    assert names == {*programs.__all__} and len(names) <= 30
+    described = ast.get_docstring(tree(PACKAGE / "models/programs.py"))
+    assert not [name for name in names if name not in described]
 
 
 WIRING = "transformers/wiring.py"  # the one module whose import fills tables of others

@@ -42,6 +42,7 @@ FLOORS = (
     "models.capture",
     "models.adapters",
     "models.kv_sizes",
+    "models.programs",
     "checkpoints",
     "transformers.mtp",
     "transformers",

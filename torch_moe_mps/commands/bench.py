@@ -24,11 +24,7 @@ from .._environment import processes
 from .._faults import gpu_busy, synchronize
 from ..checkpoints.source import Source
 from ..macs import this_mac
-from ..models.caches.prefix_state import empty_cache
-from ..models.capture.classes import tokens_of
-from ..models.kv_sizes import KVCache
-from ..models.modules.experts_on_disk import reads_of
-from ..models.upstream.calls import cache_among, cache_argument
+from ..models.programs import KVCache, cache_among, cache_argument, empty_cache, reads_of, tokens_of
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
 from ..serving.engine.drafting import Drafting

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .._environment import CAPTURE, REFUSE, having, refused
 from .._text import first_line
-from ..models.caches.prefix_state import empty_cache
-from ..models.upstream.calls import cache_among, cache_argument
+from ..models.programs import cache_among, cache_argument, empty_cache
 from ..ops import OPERATORS
 from ..selfcheck.compare import TOLERANCE, difference
 from ..selfcheck.facts import anonymous, facts

@@ -35,7 +35,7 @@ from ..checkpoints.quantize.target import Target
 from ..checkpoints.quantizer import layout_of
 from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
-from ..models.kv_sizes import KVCache
+from ..models.programs import KVCache
 from ..ops._checks import Check
 from ..ops.families.attention import CACHE_BITS
 from ..pipeline.loop import find_loop

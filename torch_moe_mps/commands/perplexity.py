@@ -14,8 +14,7 @@ from .._faults import free, synchronize
 from .._progress import with_progress
 from .._text import aligned
 from ..checkpoints.calibration import SAMPLE
-from ..models.basics.logits import wide_logits
-from ..models.upstream.calls import cache_argument
+from ..models.programs import cache_argument, empty_cache, wide_logits
 from ..ops.families.attention import CACHE_BITS
 from .places import utf8_text
 from .results import write_json
@@ -240,7 +239,5 @@ class WithQuantizedCache:
         self.model, self.device = model, model.device
 
     def __call__(self, input_ids: Tensor) -> Any:
-        from ..models.caches.cache import QuantizedCache
-
-        cache = QuantizedCache(self.model.config)
+        cache = empty_cache(self.model, CACHE_BITS)
         return self.model(input_ids=input_ids, **cache_argument(self.model, cache), use_cache=True)

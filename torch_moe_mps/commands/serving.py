@@ -10,7 +10,7 @@ from typing import Any
 from .._environment import processes
 from .._interrupts import at_ctrl_c
 from ..macs import machine_memory
-from ..models.kv_sizes import KVCache
+from ..models.programs import KVCache
 from ..serving.engine.loop import EngineThread
 from ..serving.engine.memory import MOST_ROWS, Memory
 from ..serving.http.served import Served

@@ -18,7 +18,7 @@ from ..checkpoints.on_disk import DiskPlan, planned
 from ..checkpoints.quantize.recipe import ARGUMENTS
 from ..checkpoints.source import Source, read_tokenizer
 from ..macs import refusal
-from ..models.adapters.adapter import Adapter
+from ..models.programs import Adapter
 from ..serving.prefix_cache.memory import LONGEST
 from .places import SMALL_FILES, place_of, place_of_adapter
 from .processes import load_spread

@@ -9,8 +9,7 @@ import torch
 from .._text import first_line
 from ..checkpoints.mtp import has_mtp, recipe_of_last_layer
 from ..checkpoints.source import Source
-from ..models.kv_sizes import KVCache
-from ..models.modules.experts_on_disk import reads_of
+from ..models.programs import KVCache, reads_of
 from ..serving.engine.drafting import Drafting
 from ..serving.engine.ranges import vocabulary_of
 from ..serving.prefix_cache.memory import PrefixCache

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..models.basics.state import Beside
-from ..models.caches.batched import BatchedCache, NotBatchable
+from ..models.programs import BatchedCache, Beside, NotBatchable
 from ..serving.engine.abilities import Abilities
 from ..serving.engine.drafts import Drafts
 from ..serving.engine.executor import Executor

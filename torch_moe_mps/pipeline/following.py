@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..models.caches.batched import BatchedCache, NotBatchable
+from ..models.programs import BatchedCache, NotBatchable
 from ..serving.engine.executor import call_model, prefill_of, step_of
 from ..serving.engine.inputs import images_of
 from ..serving.engine.prefill import Prefill, turning

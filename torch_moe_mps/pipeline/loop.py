@@ -19,7 +19,7 @@ from transformers import Cache
 from .._text import first_line
 from ..checkpoints.absent import around_text
 from ..checkpoints.quantize.sizes import total_bytes
-from ..models.upstream.calls import cache_among, cache_argument, call_on_shapes
+from ..models.programs import cache_among, cache_argument, call_on_shapes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
 _EMBEDDED = -1, True

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._faults import raise_fault
 from .._text import first_line
-from ..models.capture.exchange import ExchangeError
+from ..models.programs import ExchangeError
 
 _HEAD = 512  # bytes
 _ALIGNED = 16

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..models.basics.state import Beside
+from ..models.programs import Beside
 from .handing import Handing, ModelCall, refuse
 from .peers import Peers
 from .stages import Stage

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.absent import beside_text, leave_out
-from ..models.caches.elsewhere import count_tokens
-from ..models.upstream.calls import cache_among
+from ..models.programs import cache_among, count_tokens
 from .loop import Loop
 
 

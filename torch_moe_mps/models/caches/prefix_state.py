@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from ...ops.families.attention import CACHE_BITS
 from ..upstream.calls import takes_positions
 from ..upstream.models import LinearAttentionCacheLayerMixin
-from .cache import hands_cache_on
+from .cache import QuantizedCache, hands_cache_on
 from .declared import is_in_layers
 from .deferred_states import AnyKind, bytes_beside
 from .parts import JoinedCache, Part, block, classes_of
@@ -103,8 +104,14 @@ class PrefixState:
         return JoinedCache(self.cache, tokens)
 
 
-def empty_cache(model: PreTrainedModel) -> Any:
-    """The cache that `generate` would make; None for a model whose states do not all lie in its layers."""
+def empty_cache(model: PreTrainedModel, bits: int | None = None) -> Any:
+    """The cache that `generate` would make; None for a model whose states do not all lie in its layers.
+
+    Args:
+        bits: 8 holds keys and values in 8 bits, also for a model that is not accelerated.
+    """
+    if bits == CACHE_BITS:
+        return QuantizedCache(model.config)
     return new_cache(model) if takes_layers(model) else None
 
 

@@ -6,9 +6,7 @@ import logging
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ...models.caches.cache import hands_cache_on
-from ...models.caches.prefix_state import keeps_prompts
-from ...models.trials.batching import reason_against_rows
+from ...models.programs import hands_cache_on, keeps_prompts, reason_against_rows
 from ...transformers.deferrable import forgets_states
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...models.trials.batching import reason_for_order
+from ...models.programs import reason_for_order
 from ...transformers.deferrable import deferrable_layers
 from .drafter import DraftedSequence
 from .drafting import Drafting

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..._faults import Mark, lost_gpu, synchronize
-from ...models.caches.batched import BatchedCache, NotBatchable
+from ...models.programs import BatchedCache, NotBatchable
 from ..prefix_cache.memory import CachedPrefix, PrefixCache
 from .abilities import Abilities, check_model
 from .decoding import Decoding

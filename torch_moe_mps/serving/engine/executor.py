@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.basics.logits import wide_logits
-from ...models.basics.state import pipeline_of
-from ...models.caches.batched import BatchedCache
-from ...models.upstream.calls import cache_argument
+from ...models.programs import BatchedCache, cache_argument, pipeline_of, wide_logits
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .abilities import Abilities
 from .between import Between

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.caches.batched import BatchedCache
+from ...models.programs import BatchedCache
 from .sampling import Sampled
 from .sequence import Sequence
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..._text import first_line
-from ...models.trials.batching import reason_for_order
+from ...models.programs import reason_for_order
 from ..prefix_cache.disk import Disk
 from ..prefix_cache.memory import PrefixCache
 from .drafting import Drafting

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._limits import LARGEST_CHUNK
-from ...models.caches.prefix_state import empty_cache, needs_positions
-from ...models.upstream.calls import cache_among
+from ...models.programs import cache_among, empty_cache, needs_positions
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..._faults import Mark, host_copy
-from ...models.basics.logits import no_distribution
-from ...models.modules.sampling import Sampling
+from ...models.programs import Sampling, no_distribution
 from .job import Job, as_errors
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..._faults import host_copy
-from ...models.upstream import bytes_to_unicode
+from ...models.programs import bytes_to_unicode
 
 _LEAST = -9999.0  # OpenAI's for a token that cannot be: JSON has no infinity
 _BYTE = re.compile("<0x([0-9A-F]{2})>")

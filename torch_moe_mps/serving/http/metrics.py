@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..._faults import gpu_busy
-from ...models.modules.experts_on_disk import reads_of
+from ...models.programs import reads_of
 from ..engine.memory import memory_in_use
 from .answers import Answers
 from .served import Served

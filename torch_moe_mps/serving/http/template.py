@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...models.upstream.models import variables_of
+from ...models.programs import variables_of
 from .calls import CallForm, Message, call_form
 from .protocols.forms import form_of
 from .request import Chat, Tool

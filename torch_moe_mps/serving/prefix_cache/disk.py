@@ -24,9 +24,7 @@ from transformers import DynamicCache
 
 from ..._faults import Mark, fault_of
 from ..._text import first_line
-from ...models.caches.parts import JoinedCache, Part
-from ...models.caches.prefix_state import PrefixState, empty_cache
-from ...models.caches.prompt_cache import key_of
+from ...models.programs import JoinedCache, Part, PrefixState, empty_cache, key_of
 from .files import Files, WriterThread, header
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._text import first_line
-from ...models.caches.parts import Part
+from ...models.programs import Part
 
 log = logging.getLogger(__name__)
 _MARKER = "torch_moe_mps prompts"

@@ -13,8 +13,7 @@ from transformers import DynamicCache
 
 from ..._faults import release_cache
 from ..._text import first_line
-from ...models.caches.prefix_state import PrefixState
-from ...models.caches.prompt_cache import adapters_of
+from ...models.programs import PrefixState, adapters_of
 from .disk import Disk, Restoring
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._limits import MOST_TOKENS
-from ...models.caches.draft_cache import DraftCache
+from ...models.programs import DraftCache
 from ...transformers.dflash import DFlashStep, new_dflash_cache
 from ..engine.drafter import DraftedSequence, RowDrafter
 

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.caches.batched import BatchedCache, NotBatchable
-from ...models.caches.prefix_state import keeps_prompts
-from ...models.upstream.calls import cache_argument
+from ...models.programs import BatchedCache, NotBatchable, cache_argument, keeps_prompts
 from ...transformers.deferrable import forgets_states
 from ..engine.drafter import DraftedSequence, RowDrafter
 from ..engine.prefill import Prefill

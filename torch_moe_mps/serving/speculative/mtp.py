@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...models.caches.draft_cache import DraftCache
+from ...models.programs import DraftCache
 from ...transformers.accelerate import accelerate
 from ...transformers.mtp.steps import mtp_steps, new_mtp_cache
 from ..engine.drafter import DraftedSequence, RowDrafter
