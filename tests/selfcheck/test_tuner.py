@@ -150,7 +150,7 @@ def test_bits(simulated, format):
 
 def test_a_number_that_nobody_offers(simulated, linear):
     """What simdgroups share inputs for, and numbers of another machine, run as planned."""
-    call = partial(linear.func, torch.ones(3, 64, device="mps"), *linear.args[1:])
+    call = partial(linear.func, torch.ones(3, 64, device="mps"), *linear.args[1:], **linear.keywords)
     name = "matmul_rows_few_split_affine4_64_f32 1x64x64 by 4"
     assert tuner._tunable(call) == {name: [4]}
     before = traced(simulated, call)
