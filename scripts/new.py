@@ -28,7 +28,7 @@ from .._registry import operator
 from .._sample import Calls, Changes
 
 
-@operator("x[..., H] -> [..., H]:x")
+@operator("x[..., H] -> [..., H]:x", public="what users call it for")
 def NEW_ONE(x: Tensor) -> Tensor:
     """Half of each element.
 

@@ -204,8 +204,8 @@ def test_operators_have_a_namespace_of_their_own(kernel, simulated):
     ours, theirs = torch.ops.moe_mps, getattr(torch.ops, UNIQUE)
     logits = random(5, 16).to("mps")
     for found, expected in zip(
-        kernel.moe_router_topk_softmax(logits, 4, True),
-        torch_moe_mps.ops.moe_router_topk_softmax(logits, 4, True),
+        kernel.moe_router_topk_softmax(logits, 4, norm_topk_prob=True),
+        torch_moe_mps.ops.moe_router_topk_softmax(logits, 4, norm_topk_prob=True),
         strict=True,
     ):
         assert torch.equal(found.cpu(), expected.cpu())
@@ -213,13 +213,17 @@ def test_operators_have_a_namespace_of_their_own(kernel, simulated):
         str(ours.moe_gate.default._schema).partition("::")[2]
         == str(theirs.moe_gate.default._schema).partition("::")[2]
     )
-    with pytest.raises(ValueError, match=r"moe_mps::fused_norm_add: weight must be of shape \[H\] = \(64,\)"):
-        kernel.fused_norm_add(*(random(2, 64).to("mps"),) * 2, random(63).to("mps"), 1e-6)
+    with pytest.raises(
+        ValueError, match=r"moe_mps::fused_norm_add: norm_weight must be of shape \[H\] = \(64,\)"
+    ):
+        kernel.fused_norm_add(*(random(2, 64).to("mps"),) * 2, random(63).to("mps"), norm_eps=1e-6)
     with pytest.raises(ValueError, match="top_k must be between 1 and 16, the smaller of E and 64, got 17"):
-        kernel.moe_router_topk_softmax(logits, 17, True)
+        kernel.moe_router_topk_softmax(logits, 17, norm_topk_prob=True)
     x, scale = random(3, 64).to("mps"), random(8).abs().to("mps")
-    gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2, 1e-6, True)
-    for found, expected in zip(kernel.moe_gate(*gate), torch_moe_mps.ops.moe_gate(*gate), strict=True):
+    gate = (x, random(8, 64).to("mps"), random(64).to("mps"), scale, 2)
+    options = {"norm_eps": 1e-6, "renormalize_after_scale": True}
+    both = (function(*gate, **options) for function in (kernel.moe_gate, torch_moe_mps.ops.moe_gate))
+    for found, expected in zip(*both, strict=True):
         assert torch.equal(found.cpu(), expected.cpu())
 
 
@@ -279,7 +283,7 @@ def test_fake_operators_have_the_shapes_of_results(kernel, simulated):
     compiled = torch.compile(kernel.moe_router_topk_softmax, backend="aot_eager", fullgraph=True)
     logits = random(5, 16).to("mps")
     for found, expected in zip(
-        compiled(logits, 4, True), kernel.moe_router_topk_softmax(logits, 4, True), strict=True
+        compiled(logits, 4, True), kernel.moe_router_topk_softmax(logits, 4, norm_topk_prob=True), strict=True
     ):
         assert torch.equal(found.cpu(), expected.cpu())
 

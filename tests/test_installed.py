@@ -126,7 +126,7 @@ def test_the_import_needs_torch_and_numpy_alone(package):
         before = {name.partition(".")[0] for name in sys.modules}
         import torch_moe_mps
         weight = torch.ones(8)
-        print(torch.ops.moe_mps.rms_norm(torch.full((1, 8), 2.0), weight, 0.0).tolist()[0][0])
+        print(torch.ops.moe_mps.rms_norm(torch.full((1, 8), 2.0), weight, norm_eps=0.0).tolist()[0][0])
         others = {name.partition(".")[0] for name in sys.modules} - before - {*sys.stdlib_module_names}
         print(*others)
     """

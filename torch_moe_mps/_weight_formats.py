@@ -4,25 +4,26 @@ This is the only list of formats. `ops/_formats.py` decodes by it, the options o
 before torch is imported, and the host code gets its templates from it (`_extension.activate`).
 
     format        bits       group        value                          scales
-    affine        1 to 6, 8  32, 64, 128  q * scale + bias               float32, float16, bfloat16
+    affine        1 to 6, 8  32, 64, 128  q * scale + zero               float32, float16, bfloat16
     mxfp4         4          32           e2m1(q) * 2^(scale - 127)      uint8
     mxfp8         8          32           e4m3(q) * 2^(scale - 127)      uint8
     nvfp4         4          16           e2m1(q) * e4m3(scale)          uint8
-    nvfp4_global  4          16           e2m1(q) * e4m3(scale) * bias   uint8
+    nvfp4_global  4          16           e2m1(q) * e4m3(scale) * zero   uint8
     fp8           8          32, 128      e4m3(q) * scale                int32, the bits of float32
 
 The codes are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the
 codes of a row packed into 32-bit integers, the first in the lowest bits, so that codes of 3, 5 and 6 bits
-cross their boundaries. mxfp4 and mxfp8 are OCP microscaling formats. Biases of affine formats are like their
-scales. The biases [..., R, 1] of nvfp4_global are the global scale of the matrix, once for each row, so that
-matrices can be joined: int32, the bits of float32. Casting a model to another dtype leaves integers as they
-are. MLX has neither nvfp4_global nor fp8: checkpoints of other quantisers become them.
+cross their boundaries. mxfp4 and mxfp8 are OCP microscaling formats. Zeros of affine formats are the values
+of code 0, which MLX calls biases, and are like their scales. The zeros [..., R, 1] of nvfp4_global are the
+global scale of the matrix, once for each row, so that matrices can be joined: int32, the bits of float32.
+Casting a model to another dtype leaves integers as they are. MLX has neither nvfp4_global nor fp8:
+checkpoints of other quantisers become them.
 
 All other rows are formats of GGUF. They have ggml's values in the same layout: packed codes q, and the
 blocks' other fields in two tensors. d and m are float16, whose bits int16 tensors hold.
 `offset`, `step` and the NamedTuples below are of the row:
 
-    scales                 value                                                     scales, biases
+    scales                 value                                                     scales, zeros
     Halves                 (step * q - offset) * d                                   d, none
     Halves(minima)         q * d + m                                                 d, m
     Integers               (q - offset) * (d * (s - centre))                         s, d of 256

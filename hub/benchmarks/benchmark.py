@@ -14,7 +14,7 @@ class Routing(Benchmark):
         self.logits = torch.randn(512, 128, device=self.device)
 
     def benchmark_token(self):
-        self.out, _ = self.kernel.moe_router_topk_softmax(self.logits, 8, True)
+        self.out, _ = self.kernel.moe_router_topk_softmax(self.logits, 8, norm_topk_prob=True)
 
     def verify_token(self):
         weights, _ = self.logits.softmax(-1).topk(8)
@@ -59,7 +59,7 @@ class ResidualNorm(Benchmark):
         self.weight = torch.rand(2048, **options)
 
     def benchmark_rows(self):
-        self.out, _ = self.kernel.fused_residual_norm(self.residual, self.x, self.weight, 1e-6)
+        self.out, _ = self.kernel.fused_residual_norm(self.residual, self.x, self.weight, norm_eps=1e-6)
 
     def verify_rows(self):
         return torch.nn.functional.rms_norm(self.residual + self.x, (2048,), self.weight, 1e-6)

@@ -18,7 +18,7 @@ def test_norm(dtype):
 @pytest.mark.kernels_ci
 def test_router():
     logits = torch.randn(5, 16, device="mps")
-    weights, ids = moe_mps.moe_router_topk_softmax(logits, 4, True)
+    weights, ids = moe_mps.moe_router_topk_softmax(logits, 4, norm_topk_prob=True)
     expected, order = logits.softmax(-1).topk(4)
     torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True))
     assert torch.equal(ids.long(), order)

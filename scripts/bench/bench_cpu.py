@@ -138,7 +138,9 @@ def compare_attention(dtype: torch.dtype, seconds: float) -> None:
         k, v = (torch.randn(1, key_heads, keys, width).to(dtype) for _ in range(2))
         mask, scale = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens), width**-0.5
         calls = {
-            "ours": lambda q=q, k=k, v=v, scale=scale: torch.ops.moe_mps.cached_attention(q, k, v, scale),
+            "ours": lambda q=q, k=k, v=v, scale=scale: torch.ops.moe_mps.cached_attention(
+                q, k, v, scale=scale
+            ),
             "torch": lambda q=q, k=k, v=v, mask=mask, scale=scale: (
                 torch.nn.functional.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, scale=scale, enable_gqa=True

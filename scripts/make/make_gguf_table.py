@@ -55,9 +55,9 @@ def differences(weight: QuantizedWeight, values: Tensor) -> list[str]:
     name = weight.format.name
     of_experts = torch.einsum("tkrc,tc->tkr", values[ids].double(), x.double())
     found = (
-        (linear.linear_quantized(x, *first, name), x.double() @ values[0].double().T),
-        (quantized.expert_qmm(x, ids, *weight, name), of_experts),
-        (linear.embedding_quantized(ids, *first, name, dtype=torch.float32), values[0][ids]),
+        (linear.linear_quantized(x, *first, format=name), x.double() @ values[0].double().T),
+        (quantized.expert_qmm(x, ids, *weight, format=name), of_experts),
+        (linear.embedding_quantized(ids, *first, format=name, dtype=torch.float32), values[0][ids]),
     )
     names = "linear layers", "experts", "embeddings"
     errors = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in found]

@@ -11,12 +11,14 @@ if __name__ == "__main__":
 import torch
 
 from torch_moe_mps import ops
-from torch_moe_mps.ops._registry import WITH_BACKWARD
+from torch_moe_mps.ops._registry import PUBLIC_FOR, WITH_BACKWARD
 
 DOCUMENT = paths.REPOSITORY / "docs" / "operators.md"
 BEGIN = "<!-- scripts/make/make_operators_table.py writes this table -->\n"
 END = "<!-- end of the table -->\n"
-HEAD = "| operator | computes | gradients | used by models | source kernel |\n|---|---|---|---|---|\n"
+HEAD = (
+    "| operator | computes | for | gradients | used by models | source kernel |\n|---|---|---|---|---|---|\n"
+)
 USED_BY = paths.REPOSITORY / "tests" / "pinned" / "used_by.txt"
 NAMED = 3  # architectures by name; of more, their number
 
@@ -40,7 +42,8 @@ def row(name: str, family: str, users: list[str]) -> str:
         users_text = " ".join(f"in {replaced[1]}".split())
     backward = WITH_BACKWARD.get(name)
     reached = ", ".join(f"`{argument}`" for argument in backward.reads) if backward else ""
-    cells = f"[`{name}`](../torch_moe_mps/ops/families/{family}.py)", summary, reached, users_text, named
+    link = f"[`{name}`](../torch_moe_mps/ops/families/{family}.py)"
+    cells = link, summary, PUBLIC_FOR[name], reached, users_text, named
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -284,7 +284,7 @@ def test_gradients_of_scales_are_an_error():
     for parameter in model.parameters():
         parameter.requires_grad_()
     logits = model(input_ids=prompt()).logits
-    with pytest.raises(RuntimeError, match="backward is not implemented for scales, biases, only for x"):
+    with pytest.raises(RuntimeError, match="backward is not implemented for scales, zeros, only for x"):
         logits.sum().backward()
 
 

@@ -107,14 +107,14 @@ def test_results_with_a_commit_after_every_operator(every, simulated, schedule):
 
 
 def linear(tokens: int, inputs: int, rows: int):
-    x, (packed, scales, biases, kind) = _values(1, tokens, inputs), _matrices(1, rows, inputs)
-    return OPS.linear_quantized(x, packed[0], scales[0], biases[0], kind)
+    x, (packed, scales, zeros, kind) = _values(1, tokens, inputs), _matrices(1, rows, inputs)
+    return OPS.linear_quantized(x, packed[0], scales[0], zeros[0], format=kind)
 
 
 def mlp(tokens: int, inputs: int, between: int):
     up, down = _matrices(1, 2 * between, inputs), _matrices(1, inputs, between)
     given = [each[0] for each in (*up[:3], *down[:3])]
-    return OPS._mlp_quantized(_values(1, tokens, inputs), *given, up[3])
+    return OPS._mlp_quantized(_values(1, tokens, inputs), *given, format=up[3])
 
 
 @functools.cache
@@ -127,12 +127,12 @@ def experts(tokens: int, count: int, slots: int, inputs: int, between: int):
     ids = routing(tokens, count, slots)
     weights = _values(tokens, slots, dtype=torch.float32)
     x = _values(tokens, inputs)
-    return OPS._moe_experts_quantized(x, weights, ids, *up[:3], *down[:3], up[3])
+    return OPS._moe_experts_quantized(x, weights, ids, *up[:3], *down[:3], format=up[3])
 
 
 def attention(tokens: int, keys: int, heads: int, key_heads: int):
     k, v = (_values(1, key_heads, keys, 128) for _ in range(2))
-    return OPS.cached_attention(_values(1, heads, tokens, 128), k, v, 0.1)
+    return OPS.cached_attention(_values(1, heads, tokens, 128), k, v, scale=0.1)
 
 
 def recurrence(tokens: int, key_heads: int, heads: int):
@@ -179,7 +179,7 @@ MODELS = {
 
 def layer(model: str, tokens: int) -> None:
     _, hidden, heads, key_heads, rest = MODELS[model]
-    norm = lambda: OPS.rms_norm(_values(tokens, hidden), _values(hidden), 1e-6)  # noqa: E731
+    norm = lambda: OPS.rms_norm(_values(tokens, hidden), _values(hidden), norm_eps=1e-6)  # noqa: E731
     norm(), linear(tokens, hidden, 128 * (heads + 2 * key_heads))
     attention(tokens, tokens, heads, key_heads)
     linear(tokens, 128 * heads, hidden), norm(), rest(tokens)
@@ -239,7 +239,7 @@ def quantized(*shape: int):
 
 def linear_arguments():
     weight = quantized(96, 64)
-    packed = dict(zip(("packed", "scales", "biases"), weight, strict=True))
+    packed = dict(zip(("packed", "scales", "zeros"), weight, strict=True))
     around = {
         "residual": normal(2, TOKENS // 2, 96),
         "norm_weight": normal(64),

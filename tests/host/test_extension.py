@@ -147,14 +147,14 @@ def test_signatures_of_other_shapes_are_told_apart(simulated):
 def test_every_argument_is_in_a_signature(simulated):
     """A call that differs from a valid one in a single argument is not taken for it."""
     x, weight = (torch.ones(shape, dtype=torch.float16, device="mps") for shape in ((4, 64), (8, 64)))
-    packed, scales, biases = quantize(weight, 4, 64)
-    good = {"x": x, "packed": packed, "scales": scales, "biases": biases, "bias": None}
+    packed, scales, zeros = quantize(weight, 4, 64)
+    good = {"x": x, "packed": packed, "scales": scales, "zeros": zeros, "bias": None}
     good |= {"format": "affine4_64"}
     bad = {
         "x": [x[:, :32], x.to(torch.int32), x.cpu()],
         "packed": [packed[:, :4], packed.long(), packed[None], packed[0]],
         "scales": [scales[:4], scales.to(torch.uint8), scales.cpu()],
-        "biases": [None, biases[:4]],
+        "zeros": [None, zeros[:4]],
         "bias": [x[0], x],
         "format": ["affine3_64", "affine4_32", "mxfp4", "affind4_64", ""],
     }

@@ -69,7 +69,7 @@ def test_every_family_is_pinned():
 def test_grid_follows_the_cores(simulated, gpu, launch):
     x, weight = tensor(40, 64), matrix(2048, 64)
     with plans_for(gpu), simulated.trace() as commands:
-        ops.linear_quantized(x, *weight, INT4)
+        ops.linear_quantized(x, *weight, format=INT4)
     assert [command.startswith(launch) for command in commands] == [True]
 
 

@@ -71,11 +71,12 @@ def test_norms(simulated, rows, width, dtype):
     residual, x, w = tensor(rows, width, dtype=dtype), tensor(rows, width, dtype=dtype), tensor(width)
     row, weight = nbytes(x), rows * nbytes(w)
     for operands, operator, arguments in (
-        (2, ops.rms_norm, (x, w, EPS)),
-        (3, ops.fused_norm_add, (residual, x, w, EPS)),
-        (4, ops.fused_residual_norm, (residual, x, w, EPS)),
+        (2, ops.rms_norm, (x, w)),
+        (3, ops.fused_norm_add, (residual, x, w)),
+        (4, ops.fused_residual_norm, (residual, x, w)),
     ):
-        assert moved(simulated, lambda: operator(*arguments)) <= 1.05 * (operands * row + weight)  # noqa: B023
+        read = moved(simulated, lambda: operator(*arguments, norm_eps=EPS))  # noqa: B023
+        assert read <= 1.05 * (operands * row + weight)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_weighted_sums(simulated, rows, slots, width, dtype):
     added = moved(simulated, lambda: ops.weighted_sum_residual_stacked_(*arguments))
     reduced = moved(simulated, lambda: ops.moe_weighted_reduce(x, weights, residual=residual))
     assert max(added, reduced) <= 1.05 * (must + 2 * row)
-    normed = moved(simulated, lambda: ops.weighted_sum_residual_norm_stacked_(*arguments, norm, EPS))
+    normed = moved(simulated, lambda: ops.weighted_sum_residual_norm_stacked_(*arguments, norm, norm_eps=EPS))
     assert normed <= 1.05 * (must + 3 * row + rows * nbytes(norm))
 
 
@@ -106,7 +107,7 @@ def test_silu_mul(simulated):
 @pytest.mark.parametrize("num_experts", in_sweep([8, 60, 128, 512], [60, 512]))
 def test_router_reads_its_logits_once(simulated, num_experts):
     logits = tensor(5, num_experts)
-    dispatch = only_dispatch(simulated, lambda: ops.moe_router_topk_softmax(logits, 4, True))
+    dispatch = only_dispatch(simulated, lambda: ops.moe_router_topk_softmax(logits, 4, norm_topk_prob=True))
     *tensors, _parameters = sorted(dispatch.buffers)
     assert sum(dispatch.buffers[i].bytes_read for i in tensors) == nbytes(logits)
 
@@ -114,7 +115,7 @@ def test_router_reads_its_logits_once(simulated, num_experts):
 def test_gate_reads_the_router_once_for_four_tokens(simulated):
     hidden, router = tensor(1024, 128), tensor(16, 128)
     with simulated.counters() as dispatches:
-        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, EPS, True)
+        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, norm_eps=EPS, renormalize_after_scale=True)
     assert len(dispatches) == 2
     assert dispatches[0].buffers[1].bytes_read == 1024 // 4 * nbytes(router)
 
@@ -122,7 +123,7 @@ def test_gate_reads_the_router_once_for_four_tokens(simulated):
 def test_delta_moves_its_state_once(simulated):
     q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
     state = tensor(1, 4, 128, 128, dtype=torch.float32)
-    run = partial(ops.gated_delta_rule_, q, q, v, gate, state, 0.1, beta=gate)
+    run = partial(ops.gated_delta_rule_, q, q, v, gate, state, scale=0.1, beta=gate)
     dispatch = only_dispatch(simulated, run)
     assert dispatch.buffers[8].bytes_read == dispatch.buffers[8].bytes_written == nbytes(state)
 
@@ -176,8 +177,8 @@ class Layer:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         x, routing = tensor(len(ids), self.hidden), torch.rand(ids.shape).to("mps")
         operator = ops._moe_experts_quantized if self.format else ops._moe_experts
-        format = [self.format] if self.format else []
-        return operator(x, routing, ids.to("mps"), *self.gate_up, *self.down, *format)
+        options = {"format": self.format} if self.format else {}
+        return operator(x, routing, ids.to("mps"), *self.gate_up, *self.down, **options)
 
     def check_read(self, dispatch, parts: list[torch.Tensor], experts: int, times: int) -> None:
         """Every byte of the matrices of `experts` experts is read, and at most `times` experts' bytes in all.
@@ -263,7 +264,7 @@ def test_a_stack_is_bound_where_it_lies(simulated, transposed):
     stack = tensor(9, 64, 96)[1:]
     weight = stack.mT if transposed else stack
     with simulated.trace() as commands:
-        ops.expert_mm(tensor(1, 96), torch.tensor([[5]], device="mps"), weight, None, transposed)
+        ops.expert_mm(tensor(1, 96), torch.tensor([[5]], device="mps"), weight, None, transposed=transposed)
     (command,) = commands
     assert command.startswith("matmul_rows_bf16 ")
     assert f" 1=B[{64 * 96 * 2}:{9 * 64 * 96 * 2}] " in command
@@ -285,7 +286,7 @@ def test_other_strides_are_copied_with_a_warning(simulated, capfd):
 def test_weights_are_read_once(simulated, tokens):
     """By one token, by two that share dot products, and by a tile of a matrix product."""
     parts, x = matrix(512, 1024), tensor(tokens, 1024)
-    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, INT4))
+    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, format=INT4))
     packed = dispatch.buffers[1]
     assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
 
@@ -296,7 +297,7 @@ def test_ggml_types_are_read_once(simulated, form):
     parts = matrix(128, 512, form)
     for tokens in (1, 2, 8, 16):
         x = tensor(tokens, 512)
-        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, form))
+        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, format=form))
         planned = torch.ops.moe_mps._plan_linear(tokens, 128, inputs=512).partition(" ")[0]
         assert dispatch.kernel == f"{planned}_{form}_bf16"
         assert dispatch.buffers[1].bytes_read == nbytes(parts[0])
@@ -308,6 +309,6 @@ def test_ggml_types_are_read_once(simulated, form):
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
     rows = only_dispatch(
-        simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, dtype=dtype_name(DTYPE))
+        simulated, lambda: ops.embedding_quantized(ids, *parts, format=INT4, dtype=dtype_name(DTYPE))
     )
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50

@@ -26,7 +26,7 @@ def in_8_bits(device, groups, **caches):
     arguments = {}
     for (name, cache), group in zip(caches.items(), groups, strict=True):
         parts = [t.view(*cache.shape[:3], -1) for t in quantize(cache.cpu().flatten(0, 1), 8, group)]
-        arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), parts, strict=True))
+        arguments |= dict(zip((name, f"{name}_scales", f"{name}_zeros"), parts, strict=True))
     return {name: tensor.to(device) for name, tensor in arguments.items()}
 
 
@@ -49,14 +49,14 @@ def test_8_bits(device, dtype):
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_what_kernels_count_in_32_bits_may_lie_further_apart(device, dtype):
-    """Scales and biases of two heads of keys, rows of a mask."""
+    """Scales and zeros of two heads of keys, rows of a mask."""
     q, k, v = tensors("cpu", dtype, 1, 4, 2, 2, 20, 32)
     caches = in_8_bits(device, (32, 32), k=k, v=v)
-    groups = far_apart(torch.stack((caches["k_scales"], caches["k_biases"])), 2)
+    groups = far_apart(torch.stack((caches["k_scales"], caches["k_zeros"])), 2)
     q, k, v = (tensor.to(device) for tensor in (q, k, v))
-    checked("cached_attention", q, scale=0.2, **caches | {"k_scales": groups[0], "k_biases": groups[1]})
+    checked("cached_attention", q, scale=0.2, **caches | {"k_scales": groups[0], "k_zeros": groups[1]})
     mask = numbers(1, 1, 2, 20) > 0.0
-    checked("cached_attention", q, k, v, 0.2, attn_mask=far_apart(mask.to(device), 2))
+    checked("cached_attention", q, k, v, scale=0.2, attn_mask=far_apart(mask.to(device), 2))
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_float32_and_masks_have_no_blocks_of_32_queries(one_core, masked):
     q, k, v = tensors("mps", dtype, 1, 8, 4, 40, 40, 64)
     mask = torch.ones(1, 1, 40, 40, dtype=torch.bool, device="mps").tril() if masked else None
     with one_core.trace() as commands:
-        checked("cached_attention", q, k, v, 0.125, attn_mask=mask)
+        checked("cached_attention", q, k, v, scale=0.125, attn_mask=mask)
     assert any("attention16_64" in str(command) for command in commands)
 
 
@@ -113,7 +113,7 @@ def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)
     for sinks in (None, numbers(2).to(device)):
-        out = checked("cached_attention", q, k, v, 1.0, sinks=sinks)
+        out = checked("cached_attention", q, k, v, scale=1.0, sinks=sinks)
         assert (exact(out[:, :2]) == 0.0).all()
 
 
@@ -127,7 +127,7 @@ def test_dispatches(simulated):
     ):
         q, k, v = tensors("mps", torch.float32, 1, 2, 1, tokens, keys, 16)
         with simulated.trace() as commands:
-            attend(q, k, v, 1.0, window=window)
+            attend(q, k, v, scale=1.0, window=window)
         assert len(commands) == count
 
 
@@ -151,7 +151,7 @@ def test_ranges(device, dtype, window):
                 cache[row, :, : max(first, 0)], cache[row, :, max(end, 0) :] = torch.nan, torch.nan
         sinks = numbers(heads).to(device) if sinks else None
         options = {"window": window, "key_range": ranges(device), "sinks": sinks, "softcap": 9.0}
-        checked("cached_attention", q, k, v, 0.3, **options)
+        checked("cached_attention", q, k, v, scale=0.3, **options)
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -201,7 +201,7 @@ def test_a_static_cache(device, kind, keys):
         q,
         k,
         v,
-        0.3,
+        scale=0.3,
         attn_mask=as_kind(seen, kind).to(device),
         sinks=numbers(4).to(device),
     )
@@ -254,19 +254,19 @@ def test_indices_read_what_they_select(simulated):
     """Unselected keys may be anything, and are not read; nothing is selected in one row."""
     q, k, v = tensors("mps", torch.float32, 1, 8, 1, 2, 1000, 64)
     indices = torch.tensor([[[[3, 997, 1000, -1], [-1, -1, 2**31 - 1, -5]]]], dtype=torch.int32).to("mps")
-    expected = attend(q, k, v, 0.3, indices=indices)
+    expected = attend(q, k, v, scale=0.3, indices=indices)
     assert not expected[:, 1].any()
     unread = torch.ones(1000, dtype=torch.bool)
     unread[[3, 997]] = False
     for cache in (k, v):
         cache[:, :, unread.to("mps")] = torch.nan
-    assert torch.equal(attend(q, k, v, 0.3, indices=indices), expected)
+    assert torch.equal(attend(q, k, v, scale=0.3, indices=indices), expected)
     assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, indices=indices) == [2 * 64 * 4] * 2
     strided = indices.repeat(1, 1, 1, 2)[..., ::2].transpose(2, 3).contiguous().transpose(2, 3)
     assert strided.stride(3) != 1
     both = torch.tensor([3, 997], dtype=torch.int32).to("mps").expand(1, 1, 2, 2)
-    checked("cached_attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], 0.3)
-    assert attend(q, k, v, 0.3, indices=both).isfinite().all()
+    checked("cached_attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], scale=0.3)
+    assert attend(q, k, v, scale=0.3, indices=both).isfinite().all()
 
 
 def test_a_token_reads_what_it_sees_of_a_tail(simulated):
@@ -274,7 +274,7 @@ def test_a_token_reads_what_it_sees_of_a_tail(simulated):
     _, k_tail, v_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
     seen = {"window": 20, "tail_rate": 4, "position": 7}  # and so two keys of the tail
     options = seen | {"k_tail": k_tail, "v_tail": v_tail}
-    expected = _cached_attention(q, k, v, 0.3, **options)
+    expected = _cached_attention(q, k, v, scale=0.3, **options)
     for cache, unseen in (
         (k, slice(0, 80)),
         (v, slice(0, 80)),
@@ -282,7 +282,7 @@ def test_a_token_reads_what_it_sees_of_a_tail(simulated):
         (v_tail, slice(2, 50)),
     ):
         cache[:, :, unseen] = torch.nan
-    assert torch.equal(_cached_attention(q, k, v, 0.3, **options), expected)
+    assert torch.equal(_cached_attention(q, k, v, scale=0.3, **options), expected)
     read = bytes_read(simulated, {"q": q, "k": k, "v": v}, (1, 2, 7, 9), scale=0.3, **options)
     assert read == [20 * 64 * 4] * 2 + [2 * 64 * 4] * 2
 
@@ -292,7 +292,7 @@ def test_a_row_that_sees_nothing(device):
     mask = torch.ones(1, 1, 2, 40, dtype=torch.bool, device=device)
     mask[:, :, 0] = False
     for sinks in (None, numbers(2).to(device)):
-        out = attend(q, k, v, 1.0, attn_mask=mask, sinks=sinks)
+        out = attend(q, k, v, scale=1.0, attn_mask=mask, sinks=sinks)
         assert (exact(out[:, 0]) == 0.0).all() and out[:, 1].isfinite().all()
 
 
@@ -304,7 +304,7 @@ def test_large_scores(device):
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 1, 100, 16)
     for scale, sink in ((1e4, 0.0), (-1e4, 0.0), (1e-3, 1e5), (1.0, -torch.inf)):
         sinks = torch.full((2,), sink, device=device)
-        out = checked("cached_attention", q, k, v, scale, sinks=sinks)
+        out = checked("cached_attention", q, k, v, scale=scale, sinks=sinks)
         highest = exact(q)[0, :, 0] @ exact(k)[0, 0].T * scale
         if scale == 1e-3:
             assert (exact(out) == 0.0).all()
@@ -317,7 +317,7 @@ def test_large_scores(device):
 def test_nan_stays_in_its_head(device):
     q, k, v = tensors(device, torch.float32, 1, 4, 2, 2, 40, 16)
     k[0, 1, 39, 3] = torch.nan  # seen by the last token only
-    out = attend(q, k, v, 1.0)
+    out = attend(q, k, v, scale=1.0)
     assert out[0, 1, 2:].isnan().all()
     assert out[0, 1, :2].isfinite().all() and out[0, 0].isfinite().all()
 
@@ -340,23 +340,23 @@ def test_torch_computes_what_it_has_on_a_cpu(monkeypatch):
         {"attn_mask": mask},
         {"attn_mask": torch.where(mask, 0.5, -torch.inf)},
     ):
-        checked("cached_attention", q, k, v, 0.2, **options)
-    checked("cached_attention", q[:, :, :1], k, v, 0.2)
+        checked("cached_attention", q, k, v, scale=0.2, **options)
+    checked("cached_attention", q[:, :, :1], k, v, scale=0.2)
     assert finite == [True] * 5
     sinks = numbers(8)
     for options in ({"window": 9}, {"softcap": 5.0}, {"sinks": sinks}):
-        checked("cached_attention", q, k, v, 0.2, **options)
+        checked("cached_attention", q, k, v, scale=0.2, **options)
     assert len(finite) == 5
     mask[0, :, 1] = False
     mask[..., 7] = False
     k[:, :, 7], v[:, :, 7] = torch.nan, torch.inf
-    out = checked("cached_attention", q, k, v, 0.2, attn_mask=mask)
+    out = checked("cached_attention", q, k, v, scale=0.2, attn_mask=mask)
     assert finite[5:] == [False] and out.isfinite().all() and (out[0, 1] == 0.0).all()
 
 
 def test_the_same_bits_again(every_order, device):
     q, k, v = tensors(device, torch.float32, 1, 4, 1, 2, 1100, 24)
-    results = [attend(q, k, v, 0.3).cpu() for _ in every_order()]
+    results = [attend(q, k, v, scale=0.3).cpu() for _ in every_order()]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -366,10 +366,10 @@ def test_keys_and_values_in_8_bits_are_read_once(simulated, dtype):
     for keys in (200, 1000):
         q, *_ = tensors("mps", dtype, 1, 16, 2, 1, 1, 128)
         k, v = (torch.zeros(1, 2, keys, 32, dtype=torch.int32, device="mps") for _ in range(2))
-        names = ("k_scales", "k_biases", "v_scales", "v_biases")
+        names = ("k_scales", "k_zeros", "v_scales", "v_zeros")
         groups = {name: torch.ones(1, 2, keys, 2, dtype=dtype, device="mps") for name in names}
         with simulated.counters() as dispatches:
-            attend(q, k, v, 0.1, **groups)
+            attend(q, k, v, scale=0.1, **groups)
         buffers = dispatches[0].buffers
         assert [buffers[i].bytes_read for i in (1, 2)] == [k.nbytes, v.nbytes]
         for index, tensor in zip((1, 2, 7, 8, 9, 10), (k, v, *groups.values()), strict=True):
@@ -401,10 +401,10 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
     assert (off <= 0.5 * step * (1 + 1e-4)).all()
     groups = exact(states).reshape(2, 3, 5, -1, group)
     assert (step <= (groups.max(-1) - groups.min(-1)) / 254 * (1 + torch.finfo(dtype).eps)).all()
-    packed, scales, biases = (tensor.cpu() for tensor in cache)
+    packed, scales, zeros = (tensor.cpu() for tensor in cache)
     for outside in (slice(0, 2), slice(7, 9)):
         assert (packed[:, :, outside] == -1).all()
-        assert (scales[:, :, outside] == 7.0).all() and (biases[:, :, outside] == 7.0).all()
+        assert (scales[:, :, outside] == 7.0).all() and (zeros[:, :, outside] == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)

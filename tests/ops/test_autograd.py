@@ -49,7 +49,7 @@ def test_backward_fails_by_name(device, name):
 def test_compiled_backward_fails_by_name():
     """torch.compile traces backward with forward, so the same error comes when it compiles."""
     arguments = copies(sample_arguments("fused_norm_add", "cpu", torch.float32))
-    arguments["weight"].requires_grad_()
+    arguments["norm_weight"].requires_grad_()
     compiled = torch.compile(
         lambda: packet("fused_norm_add")(**arguments), backend="aot_eager", fullgraph=True
     )

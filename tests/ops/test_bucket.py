@@ -9,8 +9,14 @@ from support.sweep import rows_in_sweep
 
 def check_sorting(ids, num_experts, gate_up_rows=100, down_rows=65):
     results = (
-        *checked("moe_bucket", ids, num_experts),
-        *checked("moe_compute_ids_tpe", ids, num_experts, gate_up_rows, down_rows),
+        *checked("moe_bucket", ids, num_experts=num_experts),
+        *checked(
+            "moe_compute_ids_tpe",
+            ids,
+            num_experts=num_experts,
+            gate_up_rows=gate_up_rows,
+            down_rows=down_rows,
+        ),
     )
     assert {tensor.dtype for tensor in results} == {torch.int32}
 

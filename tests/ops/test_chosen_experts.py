@@ -32,7 +32,7 @@ def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, 
     others = {"norm_weight": random((HIDDEN,), dtype, 4).to(device)} if others is None else others
     logits, router = logits.to(device), on(device, router)
     chosen, ids = moe_router(logits, top_k, **router)
-    two = _moe_experts_quantized(x, chosen, ids, *matrices, format, **others)
+    two = _moe_experts_quantized(x, chosen, ids, *matrices, format=format, **others)
     one = checked(
         "_moe_experts_quantized",
         *(x, None, None, *matrices, format),
@@ -127,7 +127,8 @@ def beside(device, experts: int, tokens: int, dtype: torch.dtype, format: str = 
     shared = {f"shared_{MATRICES[i]}": m if m is None else m[-1].clone() for i, m in enumerate(matrices)}
     x, logits = (random((tokens, n), dtype, n).to(device) for n in (HIDDEN, experts))
     around = {"logits": logits, "norm_weight": random((HIDDEN,), dtype, 4).to(device), **shared}
-    return (x, None, None, *own, format), around | {"scoring": "sigmoid", "norm_topk_prob": True}
+    options = {"format": format, "scoring": "sigmoid", "norm_topk_prob": True}
+    return (x, None, None, *own), around | options
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
@@ -161,6 +162,7 @@ def test_the_same_bits_every_time(device, every_order, dtype):
     options["norm_weight"] = random((HIDDEN,), dtype, 4).to(device)
     x = random((1, HIDDEN), dtype, 3).to(device)
     first, *others = [
-        _moe_experts_quantized(x, None, None, *matrices, "affine4_32", **options).cpu() for _ in every_order()
+        _moe_experts_quantized(x, None, None, *matrices, format="affine4_32", **options).cpu()
+        for _ in every_order()
     ]
     assert all(torch.equal(other, first) for other in others)

@@ -45,7 +45,7 @@ def test_norm_sees_the_rounded_residual(device):
     slots = torch.full((1, 2, 64), 0.5, dtype=torch.bfloat16, device=device)
     weight = torch.full((64,), 1 + 2.0**-8 - 2.0**-12, device=device)
     ones = torch.ones(1, 2, device=device)
-    normed = weighted_sum_residual_norm_stacked_(residual, slots, ones, weight, 3 * 256.0**2)
+    normed = weighted_sum_residual_norm_stacked_(residual, slots, ones, weight, norm_eps=3 * 256.0**2)
     assert (exact(residual) == 256.0).all() and (exact(normed) == 0.5).all()
 
 
@@ -87,7 +87,9 @@ def test_empty(device):
     assert weighted_sum_stacked(zeros(0, 4, 8), zeros(0, 4)).shape == (0, 8)
     assert weighted_sum_stacked(zeros(2, 4, 0), zeros(2, 4)).shape == (2, 0)
     weighted_sum_residual_stacked_(zeros(0, 8), zeros(0, 4, 8), zeros(0, 4))
-    normed = weighted_sum_residual_norm_stacked_(zeros(0, 8), zeros(0, 4, 8), zeros(0, 4), zeros(8), EPS)
+    normed = weighted_sum_residual_norm_stacked_(
+        zeros(0, 8), zeros(0, 4, 8), zeros(0, 4), zeros(8), norm_eps=EPS
+    )
     assert normed.shape == (0, 8)
     empty = torch.zeros(2, 0, 1, device=device) * 1
     assert empty.stride() == (0, 1, 0)  # as PyTorch leaves an empty result
@@ -112,6 +114,8 @@ def test_overlap_of_transposed_views(device):
     square = torch.zeros(8, 8, device=device)
     slots, weights = torch.ones(8, 2, 8, device=device), torch.ones(8, 2, device=device)
     with pytest.raises(ValueError, match="residual_ must be free of overlap with norm_weight, got a view"):
-        weighted_sum_residual_norm_stacked_(square.t(), slots, weights, square[0], 1e-6)
-    weighted_sum_residual_norm_stacked_(square.t(), slots, weights, torch.ones(8, device=device), 1e-6)
+        weighted_sum_residual_norm_stacked_(square.t(), slots, weights, square[0], norm_eps=1e-6)
+    weighted_sum_residual_norm_stacked_(
+        square.t(), slots, weights, torch.ones(8, device=device), norm_eps=1e-6
+    )
     assert torch.equal(square.cpu(), torch.full((8, 8), 2.0))

@@ -26,28 +26,30 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         ops = torch.ops.moe_mps
-        normed, stream = ops.fused_residual_norm(x, x, self.norm_weight, 1e-6)
+        normed, stream = ops.fused_residual_norm(x, x, self.norm_weight, norm_eps=1e-6)
         weights, ids = ops.moe_router(
             normed @ self.router.T, K, scoring="sigmoid", correction_bias=self.bias, norm_topk_prob=True
         )
-        _, gate_ids = ops.moe_gate(stream, self.router, self.norm_weight, self.scale, K, 1e-6, False)
-        order, offsets = ops.moe_bucket(ids, E)
+        _, gate_ids = ops.moe_gate(
+            stream, self.router, self.norm_weight, self.scale, K, norm_eps=1e-6, renormalize_after_scale=False
+        )
+        order, offsets = ops.moe_bucket(ids, num_experts=E)
         out = ops._moe_experts(normed, weights, ids, self.gate_up, self.down, residual=stream)
         slots = ops.expert_mm(normed, gate_ids, self.down.mT.contiguous())
         slots = ops.silu_mul_stacked(slots, slots + 1.0)
         total = ops.weighted_sum_stacked(slots, weights)
         updated = out.clone()
         next_input = ops.weighted_sum_residual_norm_stacked_(
-            updated, out.unsqueeze(1).expand(-1, K, -1), weights, self.norm_weight, 1e-6
+            updated, out.unsqueeze(1).expand(-1, K, -1), weights, self.norm_weight, norm_eps=1e-6
         )
-        heads = ops.rms_norm(updated, None, 1e-6).view(1, -1, 4, H // 4)
+        heads = ops.rms_norm(updated, None, norm_eps=1e-6).view(1, -1, 4, H // 4)
         positions = torch.arange(heads.shape[1], device=x.device).unsqueeze(0)
         cos, sin = (
             ops._pointwise(positions.unsqueeze(-1), f"mul a b f32; {name} %0 f32", "float32", self.scale)
             for name in ("cos", "sin")
         )
         q, k = ops.rope(heads, heads[:, :, :2], cos, sin, rotary_dim=H // 4)
-        attended = ops.cached_attention(q, k, k, 0.5, window=3, sinks=self.bias[:4])
+        attended = ops.cached_attention(q, k, k, scale=0.5, window=3, sinks=self.bias[:4])
         next_input = next_input + attended.flatten(2)[0]
         ops.weighted_sum_residual_stacked_(updated, out.unsqueeze(1), weights[:, :1])
         return updated, next_input, total, order, offsets
@@ -138,7 +140,7 @@ def test_eager_calls_between_compiled_ones_compile_nothing():
     """A compiled decode step guards on nothing that calls of other shapes leave."""
 
     def step(x: Tensor) -> Tensor:
-        normed = ops.rms_norm(x, None, 1e-6)
+        normed = ops.rms_norm(x, None, norm_eps=1e-6)
         return ops.weighted_sum_residual_stacked_(x.clone(), normed.unsqueeze(1), torch.ones(1, 1))
 
     torch._dynamo.reset()
@@ -147,7 +149,7 @@ def test_eager_calls_between_compiled_ones_compile_nothing():
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in range(2, 14):
             torch.testing.assert_close(compiled(x), step(x))
-            ops.rms_norm(torch.randn(tokens, H), None, 1e-6)
+            ops.rms_norm(torch.randn(tokens, H), None, norm_eps=1e-6)
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

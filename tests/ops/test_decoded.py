@@ -41,11 +41,11 @@ def test_every_operator_reads_what_is_written_through_data(name, decodings):
 def test_one_scale_is_read_again(decodings):
     weight, x = random_matrix(600, 512, "affine4_64", torch.float32, 0), random((2, 512), torch.float32, 1)
     packed, scales, _ = weight
-    before = torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_64")
+    before = torch.ops.moe_mps.linear_quantized(x, *weight, format="affine4_64")
     codes = (packed.view(torch.int32)[12:13, 32:40, None] >> 4 * torch.arange(8)) & 15  # of group 4 of row 12
     added = (codes.view(-1).double() * scales[12, 4].double()) @ x[:, 256:320].double().T
     scales.data.view(-1)[100] *= 2
-    difference = torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_64") - before
+    difference = torch.ops.moe_mps.linear_quantized(x, *weight, format="affine4_64") - before
     assert torch.allclose(difference[:, 12].double(), added, atol=1e-4) and added.abs().min() > 1e-2
     assert difference[:, :12].abs().max() == difference[:, 13:].abs().max() == 0
 
@@ -54,13 +54,13 @@ def test_cached_values_do_not_follow_the_default_dtype(decodings, monkeypatch):
     """Values of a matrix that is decoded in parts."""
     monkeypatch.setattr(_decoded, "VALUES_AT_ONCE", 1024)
     weight, x = random_matrix(96, 64, "affine4_64", torch.float32, 0), random((3, 64), torch.float32, 1)
-    expected = torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_64")
+    expected = torch.ops.moe_mps.linear_quantized(x, *weight, format="affine4_64")
     layer = torch.nn.Module()
     for default in (torch.float16, torch.float64, torch.float32):
         torch.set_default_dtype(default)
         try:
             found = _decoded.with_cache(
-                lambda: torch.ops.moe_mps.linear_quantized(x, *weight, "affine4_64"), layer, *weight
+                lambda: torch.ops.moe_mps.linear_quantized(x, *weight, format="affine4_64"), layer, *weight
             )
         finally:
             torch.set_default_dtype(torch.float32)

@@ -30,10 +30,18 @@ def test_rows_without_a_largest_logit(device):
         (logits,) = placed(device, [[value] * 6])
         ones = torch.ones(6, device=device)
         for weights, ids in (
-            ops.moe_router_topk_softmax(logits, 3, True),
+            ops.moe_router_topk_softmax(logits, 3, norm_topk_prob=True),
             ops.fused_moe_routing(logits, ones, 3),
             # A gate whose only column is 1 has the weights themselves as logits.
-            ops.moe_gate(ones[:1, None], logits.T.contiguous(), ones[:1], ones, 3, 0.0, True),
+            ops.moe_gate(
+                ones[:1, None],
+                logits.T.contiguous(),
+                ones[:1],
+                ones,
+                3,
+                norm_eps=0.0,
+                renormalize_after_scale=True,
+            ),
         ):
             assert ids.tolist() == [[0, 1, 2]]
             torch.testing.assert_close(weights.cpu(), torch.full((1, 3), 1 / 3))
@@ -45,7 +53,7 @@ def test_a_single_nan(device):
     expected = torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(-1)
     for weights, ids in (
         ops.fused_moe_routing(logits, torch.ones(3, device=device), 2),
-        ops.moe_router_topk_softmax(logits, 2, True),
+        ops.moe_router_topk_softmax(logits, 2, norm_topk_prob=True),
     ):
         assert ids.tolist() == [2, 0]
         torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-6, atol=0.0)
@@ -57,8 +65,10 @@ def test_infinite_logits(device):
     ones = torch.ones(3, device=device)
     for weights, ids in (
         ops.fused_moe_routing(logits, ones, 2),
-        ops.moe_router_topk_softmax(logits, 2, True),
-        ops.moe_gate(ones[:1, None], logits[:, None], ones[:1], ones, 2, 0.0, True),
+        ops.moe_router_topk_softmax(logits, 2, norm_topk_prob=True),
+        ops.moe_gate(
+            ones[:1, None], logits[:, None], ones[:1], ones, 2, norm_eps=0.0, renormalize_after_scale=True
+        ),
     ):
         assert ids.flatten().tolist() == [1, 2] and weights.flatten().tolist() == [1.0, 0.0]
 
@@ -68,7 +78,7 @@ def test_probabilities_that_underflow(device):
     (logits,) = placed(device, [[-300.0, -250.0, 0.0, -300.0, -300.0, -300.0, -200.0, -300.0]])
     ones = torch.ones(8, device=device)
     for weights, ids in (
-        ops.moe_router_topk_softmax(logits, 3, True),
+        ops.moe_router_topk_softmax(logits, 3, norm_topk_prob=True),
         ops.fused_moe_routing(logits, ones, 3),
     ):
         assert ids.tolist() == [[2, 6, 1]] and weights.tolist() == [[1.0, 0.0, 0.0]]
@@ -80,7 +90,7 @@ def test_gates_of_any_size(device):
         x, weight = random(2, hidden, seed=1), random(experts, hidden, seed=2) / 8
         norm_weight, scale = random(hidden, seed=3), random(experts, seed=4).abs()
         given = [tensor.to(device) for tensor in (x, weight, norm_weight, scale)]
-        weights, ids = ops.moe_gate(*given, top_k, 1e-6, False)
+        weights, ids = ops.moe_gate(*given, top_k, norm_eps=1e-6, renormalize_after_scale=False)
         rows = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         best = ((rows * norm_weight.double()) @ weight.double().T).topk(top_k)
         assert torch.equal(ids.cpu().long(), best.indices)
@@ -93,13 +103,15 @@ def test_a_sum_of_scales_that_is_zero(device):
     x, weight, norm_weight = placed(device, [[1.0]], [[2.0], [2.0], [0.0]], [1.0])
     for scales, expected in (([1.0, -1.0, 1.0], [[0.5, -0.5]]), ([0.0, 0.0, 0.0], [[0.0, 0.0]])):
         (scale,) = placed(device, scales)
-        weights, ids = ops.moe_gate(x, weight, norm_weight, scale, 2, 0.0, True)
+        weights, ids = ops.moe_gate(
+            x, weight, norm_weight, scale, 2, norm_eps=0.0, renormalize_after_scale=True
+        )
         assert ids.tolist() == [[0, 1]] and weights.tolist() == expected
 
 
 def test_more_than_32_experts_of_a_token(device):
     logits = torch.arange(48.0).flip(0)[None]
-    weights, ids = ops.moe_router_topk_softmax(logits.to(device), 40, True)
+    weights, ids = ops.moe_router_topk_softmax(logits.to(device), 40, norm_topk_prob=True)
     assert ids.tolist() == [[*range(40)]]
     expected = logits.double()[:, :40].softmax(-1)
     torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-5, atol=1e-30)
@@ -107,14 +119,14 @@ def test_more_than_32_experts_of_a_token(device):
 
 def test_the_least_sum_of_probabilities(device):
     """1 / E, which is above 2^-14 for all E up to 1024: the weight of the one expert is 1."""
-    weights, ids = ops.moe_router_topk_softmax(torch.zeros(1, 1024, device=device), 1, True)
+    weights, ids = ops.moe_router_topk_softmax(torch.zeros(1, 1024, device=device), 1, norm_topk_prob=True)
     assert weights.tolist() == [[1.0]] and ids.tolist() == [[0]]
 
 
 def test_more_experts_than_1024(device):
     logits, ones = torch.zeros(1, 1025, device=device), torch.ones(1025, device=device)
     for call in (
-        lambda: ops.moe_router_topk_softmax(logits, 1, True),
+        lambda: ops.moe_router_topk_softmax(logits, 1, norm_topk_prob=True),
         lambda: ops.fused_moe_routing(logits, ones, 1),
     ):
         with pytest.raises(
@@ -123,7 +135,7 @@ def test_more_experts_than_1024(device):
             call()
     ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="num_experts must be between 1 and 1024, got 1025"):
-        ops.moe_compute_ids_tpe(ids, 1025, 64, 64)
+        ops.moe_compute_ids_tpe(ids, num_experts=1025, gate_up_rows=64, down_rows=64)
     with pytest.raises(ValueError, match="top_k must be between 1 and 64, the smaller of E and 64, got 65"):
         ops.fused_moe_routing(logits[:, :100], ones[:100], 65)
 
@@ -134,7 +146,7 @@ def test_sums_over_no_slots(device):
     for call in (
         lambda: ops.weighted_sum_stacked(none, weights),
         lambda: ops.weighted_sum_residual_stacked_(residual, none, weights),
-        lambda: ops.weighted_sum_residual_norm_stacked_(residual, none, weights, norm_weight, 0.0),
+        lambda: ops.weighted_sum_residual_norm_stacked_(residual, none, weights, norm_weight, norm_eps=0.0),
     ):
         with pytest.raises(
             ValueError, match=r"expert_out must be \[..., S, H\] with S at least 1, got S = 0"
@@ -145,14 +157,14 @@ def test_sums_over_no_slots(device):
 def test_rows_of_ids(device):
     """A row for each expert, as long as there are pairs."""
     ids = torch.tensor([[1, 0], [1, 2], [0, 1]], device=device)
-    tpe, by_expert, *grids = ops.moe_compute_ids_tpe(ids, 4, 64, 64)
+    tpe, by_expert, *grids = ops.moe_compute_ids_tpe(ids, num_experts=4, gate_up_rows=64, down_rows=64)
     assert tpe.tolist() == [2, 3, 1, 0] and by_expert.shape == (4, 6) and by_expert.is_contiguous()
     assert {tensor.dtype for tensor in (tpe, by_expert, *grids)} == {torch.int32}
 
 
 def test_the_sum_is_a_result(device):
     x, residual, weight = random(3, 8, seed=20), random(3, 8, seed=21), random(8, seed=22)
-    _, total = ops.fused_residual_norm(*(each.to(device) for each in (residual, x, weight)), 1e-6)
+    _, total = ops.fused_residual_norm(*(each.to(device) for each in (residual, x, weight)), norm_eps=1e-6)
     assert torch.equal(total.cpu(), residual + x)
 
 
@@ -170,7 +182,7 @@ def test_routing_of_one_token_has_no_race(device, experts):
 def test_pairs_of_an_expert_ascend(device):
     """Behind them is -1; 70 pairs of one expert are three tiles of 32."""
     ids = torch.tensor([[1, 3]] * 35 + [[1, 0]] * 35, device=device, dtype=torch.int32)
-    tpe, by_expert, gate_up, down = ops.moe_compute_ids_tpe(ids, 3, 65, 64)
+    tpe, by_expert, gate_up, down = ops.moe_compute_ids_tpe(ids, num_experts=3, gate_up_rows=65, down_rows=64)
     assert tpe.tolist() == [35, 70, 0]  # 3 is no expert
     assert by_expert[0].tolist() == [*range(71, 140, 2)] + [-1] * 105
     assert by_expert[1].tolist() == [*range(0, 140, 2)] + [-1] * 70
@@ -190,12 +202,14 @@ def test_sums_in_16_bits_are_rounded_in_front_of_the_norm(device):
     """256 + 1 is 256 in bfloat16, as the residual stream has it; the norm of [256, 256] is 1."""
     residual, x = placed(device, [[256.0, 256.0]], [[1.0, 0.0]], dtype=torch.bfloat16)
     weight = torch.tensor([256.0, 256.0], device=device)
-    normed, total = ops.fused_residual_norm(residual, x, weight, 0.0)
+    normed, total = ops.fused_residual_norm(residual, x, weight, norm_eps=0.0)
     assert total.tolist() == [[256.0, 256.0]] and normed.tolist() == [[256.0, 256.0]]
     (scalar,) = placed(device, [1.0])
-    assert ops.fused_residual_norm_scalar(residual, x, weight, scalar, 0.0).tolist() == [[256.0, 256.0]]
+    assert ops.fused_residual_norm_scalar(residual, x, weight, scalar, norm_eps=0.0).tolist() == [
+        [256.0, 256.0]
+    ]
     slots, weights = x.unsqueeze(1), torch.ones(1, 1, device=device)
-    normed = ops.weighted_sum_residual_norm_stacked_(residual, slots, weights, weight, 0.0)
+    normed = ops.weighted_sum_residual_norm_stacked_(residual, slots, weights, weight, norm_eps=0.0)
     assert residual.tolist() == [[256.0, 256.0]] and normed.tolist() == [[256.0, 256.0]]
     # Of the unrounded sum, 257, the norm would be about 1.002: 256.5 and 255.5.
     exact = torch.tensor([257.0, 256.0], dtype=torch.float64)
@@ -210,10 +224,10 @@ def test_rows_that_threadgroup_memory_does_not_hold(device):
     (scalar,) = placed(device, [0.5])
     total = residual.double() + x.double()
     expected = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    normed, found = ops.fused_residual_norm(*given, 1e-6)
+    normed, found = ops.fused_residual_norm(*given, norm_eps=1e-6)
     torch.testing.assert_close(normed.cpu().double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.cpu(), residual + x)
-    scaled = ops.fused_residual_norm_scalar(*given, scalar, 1e-6)
+    scaled = ops.fused_residual_norm_scalar(*given, scalar, norm_eps=1e-6)
     torch.testing.assert_close(scaled.cpu().double(), expected * 0.5, rtol=1e-5, atol=1e-6)
 
 
@@ -222,7 +236,7 @@ def test_the_order_of_products_in_a_norm(device):
     residual, slots, weights = random(3, 64, seed=10), random(3, 2, 64, seed=11), random(3, 2, seed=12)
     norm_weight = random(64, seed=13)
     given = [tensor.to(device) for tensor in (residual, slots, weights, norm_weight)]
-    found = ops.weighted_sum_residual_norm_stacked_(*given, 1e-6).cpu()
+    found = ops.weighted_sum_residual_norm_stacked_(*given, norm_eps=1e-6).cpu()
     total = given[0].cpu()
     scale = 1.0 / ((total.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()).float()
     source = total * scale * norm_weight
@@ -250,9 +264,9 @@ def test_one_dtype_of_ids(device):
         torch.ones(4, device=device),
     )
     routers = (
-        partial(ops.moe_gate, x, weight, ones, ones, 2, 1e-6, False),
+        partial(ops.moe_gate, x, weight, ones, ones, 2, norm_eps=1e-6, renormalize_after_scale=False),
         partial(ops.fused_moe_routing, ones, ones, 2),
-        partial(ops.moe_router_topk_softmax, ones, 2, True),
+        partial(ops.moe_router_topk_softmax, ones, 2, norm_topk_prob=True),
         partial(ops.moe_router, ones, 2, scoring="sigmoid", norm_topk_prob=False),
     )
     for route in routers:

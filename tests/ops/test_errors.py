@@ -228,9 +228,9 @@ def test_sparse_tensors():
 def test_integers_beyond_64_bits(value):
     expected = f"moe_mps::moe_router_topk_softmax: top_k must be an integer of 64 bits, got {value}"
     with pytest.raises(TypeError) as error:
-        PUBLIC["moe_router_topk_softmax"](torch.ones(2, 8), value, True)
+        PUBLIC["moe_router_topk_softmax"](torch.ones(2, 8), value, norm_topk_prob=True)
     assert str(error.value) == expected
     with pytest.raises(
-        TypeError, match="moe_mps::rms_norm: eps must be a number in the range of float32, got"
+        TypeError, match="moe_mps::rms_norm: norm_eps must be a number in the range of float32, got"
     ):
-        PUBLIC["rms_norm"](torch.ones(2, 8), None, abs(value) ** 17)
+        PUBLIC["rms_norm"](torch.ones(2, 8), None, norm_eps=abs(value) ** 17)

@@ -173,7 +173,9 @@ def test_the_stack_is_never_copied():
     zero = torch.zeros_like(ids)
     for transposed in (False, True):
         stored = weight.mT if transposed else weight
-        assert_close(expert_mm(x, ids, stored, None, transposed), expected_mm(x, exact(weight[:1]), zero))
+        assert_close(
+            expert_mm(x, ids, stored, None, transposed=transposed), expected_mm(x, exact(weight[:1]), zero)
+        )
         out = _moe_experts(x, weights, ids, stored, stored, gated=False, transposed=transposed)
         expected = expected_experts(x, *2 * [exact(weight[:1])], zero, weights, {"gated": False})
         assert_close(out, expected)
@@ -212,7 +214,7 @@ def test_leading_dimensions(device, leading):
     packed = [tensor.to(device) for tensor in (x, weights, ids, *gate_up, *down)]
     for out in (
         _moe_experts(*dense, **placed),
-        _moe_experts_quantized(*packed, gate_up.format.name, **placed),
+        _moe_experts_quantized(*packed, format=gate_up.format.name, **placed),
     ):
         torch.testing.assert_close(out.cpu().double(), right, rtol=1e-4, atol=1e-4)
 
@@ -238,9 +240,10 @@ def test_leading_dimensions_of_single_steps(device, leading):
 
     on_device, packed = ids.to(device), [tensor.to(device) for tensor in gate_up]
     x, weights, down, a, b = leaves.values()
-    rows = ops.expert_qmm(x, on_device, *packed, gate_up.format.name)
-    pairs = ops.moe_bucket(on_device, experts)
-    rows = ops.expert_lora(rows, x, on_device, a, b, experts, *pairs, scaling=0.5)
+    rows = ops.expert_qmm(x, on_device, *packed, format=gate_up.format.name)
+    pairs = ops.moe_bucket(on_device, num_experts=experts)
+    listed = dict(zip(("pair_order", "offsets"), pairs, strict=True))
+    rows = ops.expert_lora(rows, x, on_device, a, b, num_experts=experts, **listed, scaling=0.5)
     slots = ops.expert_mm(ops.expert_activation(rows), on_device, down)
     out = ops.moe_weighted_reduce(slots, weights)
     out.backward(dy.to(device))
@@ -260,7 +263,10 @@ def test_leading_dimensions_of_single_steps(device, leading):
     order, offsets = pairs
     assert torch.equal(order.cpu(), ids.flatten().argsort(stable=True).int())
     assert offsets.diff().tolist() == ids.flatten().bincount(minlength=experts).tolist()
-    assert torch.equal(ops.moe_compute_ids_tpe(on_device, experts, 64, 32)[0], offsets.diff())
+    assert torch.equal(
+        ops.moe_compute_ids_tpe(on_device, num_experts=experts, gate_up_rows=64, down_rows=32)[0],
+        offsets.diff(),
+    )
     with torch.no_grad():
         around = (gate.to(device), shared.to(device))
         out = ops.moe_weighted_reduce(slots.flatten(0, -2), weights.float().to(device), *around)

@@ -52,7 +52,7 @@ def test_tensors_of_two_dtypes(x, weight):
     x, weight = (torch.rand(2, 8, dtype=getattr(torch, dtype)) for dtype in (x, weight))
     right = torch.topk((x.double() @ weight.double().T).softmax(-1), 2)
     logits = packet("router_logits")(x, weight, dtype="float64")
-    weights, _ = packet("moe_router_topk_softmax")(logits, 2, True)
+    weights, _ = packet("moe_router_topk_softmax")(logits, 2, norm_topk_prob=True)
     torch.testing.assert_close(weights, right.values, rtol=1e-13, atol=0)
     out = packet("linear_lora")(x, x, *(torch.eye(8, dtype=weight.dtype) for _ in range(2)))
     assert out.dtype == x.dtype and torch.equal(out, 2 * x)

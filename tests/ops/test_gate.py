@@ -39,7 +39,7 @@ def test_gate_of_degenerate_rows(device):
     scale = torch.ones(16)
     for renormalize in (True, False):
         tensors = (tensor.to(device) for tensor in (hidden, router_weight, norm_weight, scale))
-        weights, ids = moe_gate(*tensors, 4, 1e-6, renormalize)
+        weights, ids = moe_gate(*tensors, 4, norm_eps=1e-6, renormalize_after_scale=renormalize)
         assert ids[:2].tolist() == [[0, 1, 2, 3]] * 2
         assert weights[:2].tolist() == [[0.25] * 4] * 2
         assert torch.isfinite(weights).all() and len(set(ids[2].tolist())) == 4
@@ -51,9 +51,9 @@ def test_gate_with_a_scale_that_is_no_number(device, bad):
     hidden, router_weight, norm_weight, _ = gate_arguments(2, 64, 16, torch.float32, torch.float32, 1)
     scale = torch.ones(16)
     args = [tensor.to(device) for tensor in (hidden, router_weight, norm_weight)]
-    _, ids = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    _, ids = moe_gate(*args, scale.to(device), 4, norm_eps=1e-6, renormalize_after_scale=True)
     scale[ids[0, 2].item()] = bad
-    weights, _ = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    weights, _ = moe_gate(*args, scale.to(device), 4, norm_eps=1e-6, renormalize_after_scale=True)
     assert weights[0, 2].isnan() and (weights[0].isnan() | (weights[0] == 0.0)).all()
     assert weights[0].isnan().all() == (bad != -INF)
 
@@ -65,5 +65,7 @@ def test_gate_whose_scales_sum_to_zero(device):
         torch.ones(32),
         torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0]),
     )
-    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6, True)
+    weights, ids = moe_gate(
+        *(tensor.to(device) for tensor in tensors), 2, norm_eps=1e-6, renormalize_after_scale=True
+    )
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.5, -0.5]]

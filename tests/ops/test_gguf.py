@@ -29,7 +29,9 @@ def test_embeddings_are_the_values_in_float32(device, format):
     columns = 3 * max(group_of(format), 32)
     weight = random_matrix(19, columns, format, torch.float32, 3)
     ids = torch.tensor([[18, 0, 3], [-1, 19, 7]])
-    out = embedding_quantized(ids.to(device), *place(weight, device), format, dtype=torch.float32).cpu()
+    out = embedding_quantized(
+        ids.to(device), *place(weight, device), format=format, dtype=torch.float32
+    ).cpu()
     values = torch.from_numpy(dense(weight, format)).float()
     inside = (ids >= 0) & (ids < 19)
     assert torch.equal(out[inside], values[ids[inside]]) and not out[~inside].any()

@@ -21,41 +21,42 @@ from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 from torch_moe_mps.ops.families.norms import rms_norm
 
-X, W = torch.ones(2, 8), torch.ones(8)
+X, W, EPS = torch.ones(2, 8), torch.ones(8), {"norm_eps": 1e-6}
 # What a schema does not take: the arguments of a call, and the rest of the error.
 WRONG = {
-    "array": ("rms_norm", (X.numpy(), W, 1e-6), {}, "x must be a tensor, got ndarray"),
-    "second array": ("rms_norm", (X, X.numpy(), 1e-6), {}, "weight must be a tensor, got ndarray"),
-    "list": ("rms_norm", ([1.0], W, 1e-6), {}, "x must be a tensor, got list"),
-    "number": ("rms_norm", (X, 1.0, 1e-6), {}, "weight must be a tensor, got 1.0"),
-    "text": ("rms_norm", (X, W, "1e-6"), {}, "eps must be a number, got '1e-6'"),
-    "None": ("rms_norm", (X, W, None), {}, "eps must be a number, got None"),
-    "float": ("moe_router", (X, 2.0, "softmax"), {}, "top_k must be an integer, got 2.0"),
-    "bool": ("moe_router", (X, True, "softmax"), {}, "top_k must be an integer, got True"),
-    "tensor": ("moe_router", (X, torch.tensor(2), "softmax"), {}, "top_k must be an integer, got Tensor"),
+    "array": ("rms_norm", (X.numpy(), W), EPS, "x must be a tensor, got ndarray"),
+    "second array": ("rms_norm", (X, X.numpy()), EPS, "norm_weight must be a tensor, got ndarray"),
+    "list": ("rms_norm", ([1.0], W), EPS, "x must be a tensor, got list"),
+    "number": ("rms_norm", (X, 1.0), EPS, "norm_weight must be a tensor, got 1.0"),
+    "text": ("rms_norm", (X, W), {"norm_eps": "1e-6"}, "norm_eps must be a number, got '1e-6'"),
+    "None": ("rms_norm", (X, W), {"norm_eps": None}, "norm_eps must be a number, got None"),
+    "float": ("moe_router", (X, 2.0), {"scoring": "softmax"}, "top_k must be an integer, got 2.0"),
+    "bool": ("moe_router", (X, True), {"scoring": "softmax"}, "top_k must be an integer, got True"),
+    "tensor": (
+        "moe_router", (X, torch.tensor(2)), {"scoring": "softmax"}, "top_k must be an integer, got Tensor"
+    ),
     "no text": ("moe_router", (X, 2), {"scoring": 3}, "scoring must be a text, got 3"),
     "no bool": (
-        "moe_router", (X, 2, "softmax"), {"norm_topk_prob": "yes"},
+        "moe_router", (X, 2), {"scoring": "softmax", "norm_topk_prob": "yes"},
         "norm_topk_prob must be True or False, got 'yes'",
     ),
-    "missing": ("rms_norm", (X, W), {}, "eps must be a number, got nothing"),
-    "missing tensor": ("rms_norm", (), {"eps": 1e-6}, "x must be a tensor, got nothing"),
+    "missing": ("rms_norm", (X, W), {}, "norm_eps must be a number, got nothing"),
+    "missing tensor": ("rms_norm", (), EPS, "x must be a tensor, got nothing"),
     "missing option": (
-        "moe_gate", (X, X, W, W, 2, 1e-6), {}, "renormalize_after_scale must be True or False, got nothing"
+        "moe_gate", (X, X, W, W, 2), EPS, "renormalize_after_scale must be True or False, got nothing"
     ),
-    "too many": (
-        "rms_norm", (X, W, 1e-6, 0.0, 1.0, 1), {},
-        "arguments must be at most 5 (x, weight, eps, weight_offset, factor), got 6",
+    "without its name": (
+        "rms_norm", (X, W, 1e-6), {}, "arguments without a name must be at most 2 (x, norm_weight), got 3"
     ),
     "unknown": (
         "rms_norm", (X, W), {"epsilon": 1e-6},
-        "arguments must be some of x, weight, eps, weight_offset, factor, got 'epsilon'",
+        "arguments must be some of x, norm_weight, norm_eps, norm_weight_offset, factor, got 'epsilon'",
     ),
     "twice": (
-        "rms_norm", (X, W, 1e-6), {"x": X}, "x must be given once, got it by its place and by its name"
+        "rms_norm", (X, W), EPS | {"x": X}, "x must be given once, got it by its place and by its name"
     ),
     "written": (
-        "weighted_sum_residual_norm_stacked_", ([], X, W, W, 1e-6), {}, "residual_ must be a tensor, got list"
+        "weighted_sum_residual_norm_stacked_", ([], X, W, W), EPS, "residual_ must be a tensor, got list"
     ),
 }  # fmt: skip
 
@@ -194,7 +195,7 @@ def test_integers_may_be_symbols():
     )
     logits = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     for top_k in (2, 3, 7):
-        weights, ids = compiled(logits, top_k, False)
+        weights, ids = compiled(logits, top_k, norm_topk_prob=False)
         expected = logits.softmax(-1).topk(top_k)
         torch.testing.assert_close(weights, expected.values)
         assert torch.equal(ids.long(), expected.indices)
@@ -291,9 +292,9 @@ def test_two_threads(device):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_tensor_is_declared(name):
-    """But scales and biases, whose shapes and dtypes are those of a format."""
+    """But scales and zeros, whose shapes and dtypes are those of a format."""
     arguments = packet(name).default._schema.arguments
-    formats = ("scales", "biases") if any(argument.name == "format" for argument in arguments) else ()
+    formats = ("scales", "zeros") if any(argument.name == "format" for argument in arguments) else ()
     tensors = {
         a.name for a in arguments if "Tensor" in str(a.type) and not a.name.endswith(formats or ("-",))
     }
@@ -314,33 +315,33 @@ def test_a_call_past_the_dispatcher_is_one_of_it():
     x, weight = torch.randn(3, 8), torch.randn(8)
     expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
     with torch.no_grad():
-        torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+        torch.testing.assert_close(rms_norm(x, weight, norm_eps=1e-6), expected)
         with Mode():
-            torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+            torch.testing.assert_close(rms_norm(x, weight, norm_eps=1e-6), expected)
         assert seen[0] == "moe_mps.rms_norm.default"
         with torch.profiler.profile() as profile:
-            rms_norm(x, weight, 1e-6)
+            rms_norm(x, weight, norm_eps=1e-6)
         assert "moe_mps::rms_norm" in [event.name for event in profile.events()]
-        mapped = torch.func.vmap(lambda row: rms_norm(row[None], weight, 1e-6)[0])(x)
+        mapped = torch.func.vmap(lambda row: rms_norm(row[None], weight, norm_eps=1e-6)[0])(x)
         torch.testing.assert_close(mapped, expected)
-        assert rms_norm(x.to("meta"), weight.to("meta"), 1e-6).is_meta
+        assert rms_norm(x.to("meta"), weight.to("meta"), norm_eps=1e-6).is_meta
         for wrong, message in (
             (weight[:5], "weight must be of shape"),
             (weight.to("meta"), "on the device of"),
         ):
             with pytest.raises(ValueError, match=message):
-                rms_norm(x, wrong, 1e-6)
+                rms_norm(x, wrong, norm_eps=1e-6)
         called = set[str]()
         for _ in range(2):  # the second time it is known, also by the name of a default
             called.clear()
             sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
             try:
-                rms_norm(x, weight, 1e-6, factor=1.0)
+                rms_norm(x, weight, norm_eps=1e-6, factor=1.0)
             finally:
                 sys.setprofile(None)
         assert "rms_norm" in called and "autograd" not in called
     with pytest.raises(RuntimeError, match="moe_mps::rms_norm: backward is not implemented"):
-        rms_norm(x.requires_grad_(), weight, 1e-6).sum().backward()
+        rms_norm(x.requires_grad_(), weight, norm_eps=1e-6).sum().backward()
 
 
 OF_WEIGHTS = [name for name in PUBLIC if {"x", "format"} <= {*inspect.signature(PUBLIC[name]).parameters}]

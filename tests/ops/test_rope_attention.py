@@ -31,7 +31,7 @@ def check_turned(given: dict) -> None:
     before = {n: given[n]._base.clone() for n in ("keys_", "values_")}
     turned = _rope_cache_(**turning)
     options = {n: given[n] for n in OF_ATTENTION if n in given}
-    two = _cached_attention(turned, given["keys_"], given["values_"], given["scale"], **options).cpu()
+    two = _cached_attention(turned, given["keys_"], given["values_"], scale=given["scale"], **options).cpu()
     after = {n: given[n]._base.cpu() for n in before}
     for name, value in before.items():
         given[name]._base.copy_(value)

@@ -34,7 +34,7 @@ def all_routers(logits, top_k):
     """What every router gives that needs nothing but the logits."""
     for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
         yield checked("moe_router", logits, top_k, scoring=scoring, norm_topk_prob=True)
-    yield checked("moe_router_topk_softmax", logits, top_k, True)
+    yield checked("moe_router_topk_softmax", logits, top_k, norm_topk_prob=True)
     yield checked("fused_moe_routing", logits, torch.ones(logits.shape[-1], device=logits.device), top_k)
 
 
@@ -77,7 +77,7 @@ def test_degenerate_logits(device):
     rows[9, ::2] = NAN
     check_degenerate(rows.to(device), 6)
     check_degenerate(rows[:7].half().to(device), 6)
-    weights, ids = moe_router_topk_softmax(rows[:3].to(device), 6, True)
+    weights, ids = moe_router_topk_softmax(rows[:3].to(device), 6, norm_topk_prob=True)
     assert ids.tolist() == [list(range(6))] * 3
     assert (weights == weights[0, 0]).all()
 
@@ -199,7 +199,7 @@ def test_leading_dimensions(device, leading):
     scaled = selected * scale.double()[best.indices]
     for (weights, ids), expected in (
         (ops.moe_router(logits, 3, scoring="softmax", norm_topk_prob=False), probabilities),
-        (ops.moe_router_topk_softmax(logits, 3, True), selected),
+        (ops.moe_router_topk_softmax(logits, 3, norm_topk_prob=True), selected),
         (ops.fused_moe_routing(logits, scale.to(device), 3), scaled),
     ):
         assert ids.shape == (*leading, 3) and torch.equal(ids.cpu().long(), best.indices)
@@ -208,7 +208,9 @@ def test_leading_dimensions(device, leading):
     torch.testing.assert_close(ops.router_logits(*given).cpu(), x @ weight.T, rtol=1e-4, atol=1e-4)
     rows = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight.double()
     best = (rows @ weight.double().T).topk(3)
-    weights, ids = ops.moe_gate(*given, norm_weight.to(device), scale.to(device), 3, 1e-6, False)
+    weights, ids = ops.moe_gate(
+        *given, norm_weight.to(device), scale.to(device), 3, norm_eps=1e-6, renormalize_after_scale=False
+    )
     assert ids.shape == (*leading, 3) and torch.equal(ids.cpu().long(), best.indices)
     expected = best.values.softmax(-1) * scale.double()[best.indices]
     torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-4, atol=1e-5)

@@ -1,20 +1,10 @@
-"""sample: what it keeps against transformers' own processors and float64, and what it draws."""
-
-import functools
-from unittest.mock import patch
+"""sample: what it keeps against its definition and float64, and what it draws."""
 
 import numpy as np
 import pytest
 import torch
 from support.oracles import exact
 from support.values import EACH_DTYPE, numbers
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from torch_moe_mps.ops.families.sampling import _sample_with_flags, sample
 
@@ -37,16 +27,19 @@ CASES = [
 
 
 def processed(logits, temperature, top_k, top_p, min_p):
-    """The scores that transformers' generate() would draw from, where sorts are stable: torch leaves open
-    which of equal scores top-p keeps."""
-    chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k:
-        chain.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        chain.append(TopPLogitsWarper(top_p))
-    chain.append(MinPLogitsWarper(min_p))
-    with patch("torch.sort", functools.partial(torch.sort, stable=True)):
-        return chain(None, logits.cpu().float())
+    """Scores in which tokens that are not kept have -inf. tests/upstream has what transformers keeps."""
+    scores = logits.cpu().float() / temperature
+    for row in scores.numpy():
+        order = len(row) - 1 - np.argsort(-row[::-1], kind="stable")  # of equal ones, the last comes first
+        kept = row >= row[order[min(top_k or len(row), len(row)) - 1]]
+        order = order[kept[order]]
+        weights = np.exp(row[order].astype(np.float64) - row.max())
+        if top_p < 1.0:
+            shares = (np.cumsum(weights) - weights) / weights.sum()  # of those before each one
+            kept[order[1:][shares[1:] >= top_p]] = False
+        kept[order[weights < min_p]] = False
+        row[~kept] = -np.inf
+    return scores
 
 
 def sampled(logits, draws, **how):

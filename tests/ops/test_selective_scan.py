@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from support.ops.pending import Steps
-from support.oracles import FLOAT32_EPS, exact, spacing
+from support.oracles import FLOAT32_EPS, exact
 from support.oracles_operators import checked
-from support.values import EACH_DTYPE, numbers
+from support.values import numbers
 
 from torch_moe_mps.ops.families.selective_scan import selective_scan_
 
@@ -105,32 +105,3 @@ def test_the_steps_of_a_selective_scan(device):
     selective_scan_(torch.ones_like(step), step, one, one, state, torch.zeros(len(x), 1, device=device))
     right = np.logaddexp(0.0, exact(x))
     assert (abs(exact(state).ravel() - right) <= 2 * (2 + abs(exact(x))) * FLOAT32_EPS * right).all()
-
-
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_the_scan_of_jamba(device, dtype):
-    """The model's own functions, for a prompt and a token."""
-    from transformers.models.jamba.modeling_jamba import mamba_selective_scan, mamba_selective_state_update
-
-    x, step, b, c, _, a_log = scanned(2, 6, 10, 8, torch.float32)
-    bias, skip, gate = numbers(10), numbers(10, seed=1), numbers(2, 6, 10, seed=5)
-    given = [each.to(dtype).float() for each in (x, step, b, c, gate)]
-    wide = [each.double() for each in given]
-    heads = [each.transpose(1, 2) for each in wide]
-    options = {"D": skip.double(), "dt_softplus": True, "dt_bias": bias.double()}
-    prompt = mamba_selective_scan(
-        heads[0][..., :5], heads[1][..., :5], -a_log.double().exp(), heads[2][..., :5], heads[3][..., :5],
-        skip.double(), heads[4][..., :5], bias.double(), True, True,
-    )  # fmt: skip
-    last = [each[:, 5] for each in wide]
-    state = prompt[1].clone()
-    one = mamba_selective_state_update(
-        state, last[0], last[1], -a_log.double().exp(), last[2], last[3], z=last[4], **options
-    )
-    expected = torch.cat((prompt[0].transpose(1, 2), one.unsqueeze(1)), 1)
-    *ours, z = (each.to(dtype).to(device) for each in given)
-    own = torch.zeros(2, 10, 8, device=device)
-    options = {"dt_bias": bias.to(device), "skip": skip.to(device), "gate": z}
-    result = selective_scan_(*ours, own, a_log.to(device), **options)
-    for actual, right in ((result, exact(expected)), (own, exact(state))):
-        assert (abs(exact(actual) - right) <= spacing(right, actual.dtype) + 400 * FLOAT32_EPS).all()

@@ -13,6 +13,7 @@ from support.processes import REPOSITORY
 
 import torch_moe_mps
 from torch_moe_mps.ops import FAMILIES, OPERATORS, PUBLIC
+from torch_moe_mps.ops._registry import PUBLIC_FOR
 from torch_moe_mps.ops._samples import packet, sample_arguments
 
 
@@ -44,12 +45,10 @@ def test_one_name_has_one_meaning():
 
 
 def test_a_prefix_names_the_part():
-    """norm_eps is the eps of rms_norm, and so on."""
-    norm = arguments_of("rms_norm").keys() | {"v", "topk_prob"}
+    """norm_eps is that of rms_norm, and so on."""
+    norm = arguments_of("rms_norm").keys() | {"norm_v", "norm_topk_prob"}
     for name in PUBLIC:
-        for argument in arguments_of(name):
-            if argument.startswith("norm_"):
-                assert argument.removeprefix("norm_") in norm, (name, argument)
+        assert {argument for argument in arguments_of(name) if argument.startswith("norm_")} <= norm, name
     router = arguments_of("moe_router")
     experts = arguments_of("_moe_experts_quantized")
     del router["ids_dtype"]  # experts choose for themselves
@@ -58,7 +57,7 @@ def test_a_prefix_names_the_part():
 
 def test_arguments_stand_in_one_order():
     """What is computed with, what a router chose, the weight, its format, the bias."""
-    order = ["x", "topk_weights", "topk_ids", "packed", "scales", "biases", "format", "bias"]
+    order = ["x", "topk_weights", "topk_ids", "packed", "scales", "zeros", "format", "bias"]
     for name in PUBLIC:
         shared = [argument for argument in arguments_of(name) if argument in order]
         if "packed" in shared:
@@ -69,6 +68,14 @@ def test_arguments_stand_in_one_order():
                 assert names.index(first) < names.index(second), name
         if "topk_ids" in names and "x" in names:
             assert names[names.index("x") + 1].startswith("topk_"), name
+
+
+def test_only_tensors_go_without_their_names():
+    """Except top_k of routers, as k of torch.topk does."""
+    for name in PUBLIC:
+        by_place = [each for each in packet(name).default._schema.arguments if not each.kwarg_only]
+        others = {each.name for each in by_place if "Tensor" not in str(each.type)}
+        assert others <= ({"top_k"} if "routing" in name or name.startswith("moe_") else set()), name
 
 
 def test_public_operators_have_few_arguments():
@@ -97,8 +104,8 @@ def test_a_private_form_goes_on_from_the_public_one(public, private):
 
 
 def test_public_operators_are_flat():
-    assert not any(name.startswith("_") for name in PUBLIC)
-    assert {*PUBLIC} | {name for name in OPERATORS if name.startswith("_")} == {*OPERATORS}
+    """The registration says which they are, and what users call them for."""
+    assert PUBLIC.keys() == {name for name in OPERATORS if not name.startswith("_")} == PUBLIC_FOR.keys()
     for name, function in PUBLIC.items():
         assert getattr(torch_moe_mps.ops, name) is function
     ours = [name for name in OPERATORS if name.endswith(("_backward", "_transposed"))]

@@ -196,7 +196,7 @@ def test_a_stream_waits_for_the_one_that_used_the_slots(simulated, schedule):
     for stream, expert in ((0, 5), (1, 7), (0, 3), (0, 4), (1, 6)):
         with simulated.stream(stream):
             expert_slots(ids[expert], pool.number)
-            results.append(norm(x, memory, 0.0))
+            results.append(norm(x, memory, norm_eps=0.0))
             if stream == 1:
                 Mark(torch.device("mps")).wait()  # the other stream's buffer is open still
     torch_moe_mps.synchronize()
@@ -339,7 +339,7 @@ def test_a_pool_that_is_freed_while_the_gpu_asks(simulated, schedule):
     before.may_answer.clear()
     expert_slots(ids, before.number)
     slots = expert_slots(ids, pool.number)
-    result = norm(x, weights, 0.0)
+    result = norm(x, weights, norm_eps=0.0)
     folder = pool.folder  # its file stays until it is read
     del pool
     gc.collect()

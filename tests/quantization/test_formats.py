@@ -53,7 +53,7 @@ def test_bit_for_bit_as_mlx(format, dtype):
         theirs = mx.quantize(to_mlx(mx, weight), group_size=group_size, bits=bits, mode=mode)
         back = mx.dequantize(*theirs, group_size=group_size, bits=bits, mode=mode)
         theirs, back = [from_mlx(mx, array) for array in theirs], from_mlx(mx, back)
-    assert ours.packed.dtype == torch.uint32 and (ours.biases is None) == (mode != "affine")
+    assert ours.packed.dtype == torch.uint32 and (ours.zeros is None) == (mode != "affine")
     for mine, other in zip(ours, theirs, strict=False):
         assert mine.shape == other.shape and mine.dtype == other.dtype
         if bits == 1 and mine.is_floating_point():  # MLX takes the sign of the first of several zeros
@@ -82,7 +82,7 @@ def test_the_nearest_value_is_chosen(format):
         digits = np.unpackbits(np.uint8([code]), bitorder="little")[:bits]
         octets = np.packbits(np.tile(digits, 256), bitorder="little")
         filled = torch.from_numpy(octets).expand(2, 5, -1).contiguous().view(torch.int32)
-        other = dequantise(filled, quantized.scales, quantized.biases, format)
+        other = dequantise(filled, quantized.scales, quantized.zeros, format)
         assert (error <= abs(weight.numpy() - other) + 1e-6).all()
     expected = error.mean() / weight.abs().mean().item()
     assert error_of(weight, format) == pytest.approx(expected, rel=1e-4)
@@ -128,7 +128,7 @@ def test_the_default_dtype_does_not_matter():
             torch.set_default_dtype(dtype)
             try:
                 quantized = quantize(weight, *given)
-                out = torch.ops.moe_mps.expert_qmm(x, ids, *quantized, format)
+                out = torch.ops.moe_mps.expert_qmm(x, ids, *quantized, format=format)
                 results.append([t for t in (*quantized, dequantize(quantized), out) if t is not None])
             finally:
                 torch.set_default_dtype(torch.float32)
@@ -223,11 +223,11 @@ def test_errors():
         "dequantize: scales must be of shape [..., C / 64] = (2, 1), got (2, 2)": lambda: dequantize(
             replace(weight, format=Format(4, 64))
         ),
-        "dequantize: biases must be a tensor for format affine4_32, got None": lambda: dequantize(
-            replace(weight, biases=None)
+        "dequantize: zeros must be a tensor for format affine4_32, got None": lambda: dequantize(
+            replace(weight, zeros=None)
         ),
         "dequantize: scales must be uint8, got float32": lambda: dequantize(
-            replace(weight, biases=None, format=Format.named("mxfp4"))
+            replace(weight, zeros=None, format=Format.named("mxfp4"))
         ),
         "repack_mxfp4_blocks: blocks must be of shape [..., R, C / 32, 16] = (2, 4, 16), got (2, 3, 16)": (
             lambda: repack_mxfp4_blocks(blocks, torch.zeros(2, 4, dtype=torch.uint8))

@@ -18,7 +18,7 @@ def test_bit_for_bit_and_byte_for_byte(name, monkeypatch):
     blocks = random_blocks(name, (3, 5, 1024))
     weight = gguf.from_blocks(torch.from_numpy(blocks), name)
     assert weight.format == gguf.format_of_blocks(name) and weight.packed.shape[:2] == (3, 5)
-    values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+    values = dequantize_values(weight.packed, weight.scales, weight.zeros, weight.format)
     expected = values_of(blocks.reshape(15, -1), name).reshape(values.shape)
     assert np.array_equal(values.numpy(), expected) and len(np.unique(expected)) > 30
     larger = 66 / 54 if name == "tq1_0" else 1  # five values of three levels in a byte are eight bits
@@ -35,7 +35,7 @@ def test_subnormal_and_large_halves_are_exact():
             for number in range(2):
                 set_half(blocks, name, number, halves)
             weight = gguf.from_blocks(torch.from_numpy(blocks), name)
-            values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+            values = dequantize_values(weight.packed, weight.scales, weight.zeros, weight.format)
             assert np.array_equal(values.numpy(), values_of(blocks, name)), name
 
 
@@ -48,7 +48,7 @@ def test_one_block_at_an_odd_address(name):
         set_half(block, name, number, np.array([np.inf], np.float16))
         odd = torch.from_numpy(np.pad(block[0], (1, 0)))[1:]
         weight = gguf.from_blocks(odd, name)
-        values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+        values = dequantize_values(weight.packed, weight.scales, weight.zeros, weight.format)
         expected = values_of(block, name)[0]
         assert np.array_equal(values.numpy(), expected, equal_nan=True)
         assert not HALVES[name] or np.isinf(expected).any()
@@ -59,7 +59,7 @@ def test_every_scale_of_nvfp4():
     blocks = random_blocks("nvfp4", (64, 64))
     blocks[:, :4] = np.arange(256, dtype=np.uint8).reshape(64, 4)
     weight = gguf.from_blocks(torch.from_numpy(blocks), "NVFP4")
-    values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+    values = dequantize_values(weight.packed, weight.scales, weight.zeros, weight.format)
     assert np.array_equal(values.numpy(), values_of(blocks, "nvfp4"))
 
 

@@ -31,7 +31,7 @@ def importance_of(*shape: int) -> torch.Tensor:
 
 
 def values(weight: QuantizedWeight) -> torch.Tensor:
-    return dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+    return dequantize_values(weight.packed, weight.scales, weight.zeros, weight.format)
 
 
 def as_it_counts(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def least_error(weight: np.ndarray, importance: np.ndarray, name: str, found: Qu
     kind = GGML[name]
     size, top = kind.group_size, 2**kind.bits - 1
     w, k = weight.reshape(-1, 1, size), importance.reshape(-1, 1, size)
-    halves = found.biases.numpy().view(np.float16).astype(np.float64).flatten()
+    halves = found.zeros.numpy().view(np.float16).astype(np.float64).flatten()
     factors = np.linspace(0.94, 1.06, {"q2_k": 11, "q4_k": 5}.get(name, 61))
     best = np.inf
     if kind.minima:

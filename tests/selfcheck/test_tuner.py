@@ -37,7 +37,7 @@ NUMBERS = [2, 1, 4, 8]
 @pytest.fixture
 def linear() -> Callable[[], torch.Tensor]:
     weight = place(random_matrix(64, 64, "affine4_64", torch.float32, 0), "mps")
-    return partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, "affine4_64")
+    return partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, format="affine4_64")
 
 
 def traced(simulated, call) -> list[str]:
@@ -66,24 +66,30 @@ def calls_of(format: str | None, dtype: torch.dtype):
             for rows, columns in ((2 * inner, hidden), (hidden, inner))
             for part in place(random_quantized(5, rows, columns, format, dtype, 0), "mps")
         ]
-        yield f"experts, {tokens}", partial(ops._moe_experts_quantized, x, weights, ids, *parts, format)
+        yield (
+            f"experts, {tokens}",
+            partial(ops._moe_experts_quantized, x, weights, ids, *parts, format=format),
+        )
         weight = [
             part if part is None else part[0]
             for part in place(random_quantized(1, 271, inner, format, dtype, 3), "mps")
         ]
         y, norm = values((tokens, inner)).to("mps"), values((inner,)).to("mps")
-        yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, format)
+        yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, format=format)
         if tokens == 1:
             wide = values((inner,), dtype=torch.float32).to("mps")
-            yield "linear, normed widely", partial(ops.linear_quantized, y, *weight, format, norm_weight=wide)
+            yield (
+                "linear, normed widely",
+                partial(ops.linear_quantized, y, *weight, format=format, norm_weight=wide),
+            )
             logits = values((1, 5)).to("mps")
             given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
-            chosen = partial(ops._moe_experts_quantized, x, None, None, *parts, format, **given)
+            chosen = partial(ops._moe_experts_quantized, x, None, None, *parts, format=format, **given)
             yield "experts of a router", chosen
             shared = zip(MATRICES, parts, strict=True)
             given = {f"shared_{key}": part if part is None else part[0] for key, part in shared}
             yield "experts of a router, and a shared one", partial(chosen, **given)
-            yield "linear, normed", partial(ops.linear_quantized, y, *weight, format, norm_weight=norm)
+            yield "linear, normed", partial(ops.linear_quantized, y, *weight, format=format, norm_weight=norm)
 
 
 def test_a_variant_that_does_not_compile_is_no_choice(simulated, monkeypatch):
@@ -144,7 +150,7 @@ def test_bits(simulated, format):
 
 def test_a_number_that_nobody_offers(simulated, linear):
     """What simdgroups share inputs for, and numbers of another machine, run as planned."""
-    call = partial(linear.func, torch.ones(3, 64, device="mps"), *linear.args[1:])
+    call = partial(linear.func, torch.ones(3, 64, device="mps"), *linear.args[1:], **linear.keywords)
     name = "matmul_rows_few_split_affine4_64_f32 1x64x64 by 4"
     assert tuner._tunable(call) == {name: [4]}
     before = traced(simulated, call)
@@ -414,7 +420,7 @@ def test_a_variant_that_does_not_compile(simulated, linear, tmp_path):
     ops._set_shader_directory(str(shaders))
     try:
         weight = place(random_matrix(64, 64, "affine5_64", torch.float32, 0), "mps")
-        call = partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, "affine5_64")
+        call = partial(ops.linear_quantized, torch.ones(1, 64, device="mps"), *weight, format="affine5_64")
         assert list(tuner._tunable(call).values()) == [[2, 1, 4, 8]]
     finally:
         ops._set_shader_directory(str(_extension.SHADERS))

@@ -26,8 +26,8 @@ WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 1030, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
 # What numbers are in any operator that has an argument of this name.
 NUMBERS = {
-    **dict.fromkeys(("eps", "norm_eps"), (1e-6, 1e-5, 0.01)),
-    **dict.fromkeys(("weight_offset", "norm_weight_offset"), (0.0, 1.0)),
+    "norm_eps": (1e-6, 1e-5, 0.01),
+    "norm_weight_offset": (0.0, 1.0),
     "factor": (1.0, 0.22, -3.5),
 }
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}

@@ -116,29 +116,29 @@ ops = torch.ops.moe_mps
 H, E, K, I = 64, 8, 2, 32  # widths, experts, experts of a token
 FORMAT = "affine4_32"
 QUANTIZED = quantize(random(H, H, seed=2) / 8, 4, 32)
-MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
+MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.zeros
 NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 GATE = random(1, H)
 
 
 def linear(x: Tensor, **options) -> Tensor:
-    return ops.linear_quantized(x, *MATRIX, FORMAT, **options)
+    return ops.linear_quantized(x, *MATRIX, format=FORMAT, **options)
 
 
 PARAMETERS = [
-    [torch.nn.Parameter(each, requires_grad=False) for each in (one.packed, one.scales, one.biases)]
+    [torch.nn.Parameter(each, requires_grad=False) for each in (one.packed, one.scales, one.zeros)]
     for one in (quantize(random(rows, H), 4, 32) for rows in (H, 2 * H))
 ]
 ROWS = [torch.nn.Parameter(random(rows, H) / 8, requires_grad=False) for rows in (E, 1, 514, 515)]
 
 
 def projected(x: Tensor, number: int) -> Tensor:
-    return ops.linear_quantized(x, *PARAMETERS[number], FORMAT)
+    return ops.linear_quantized(x, *PARAMETERS[number], format=FORMAT)
 
 
 def norm(x: Tensor, weight: Tensor | None = NORM) -> Tensor:
-    return ops.rms_norm(x, weight, 1e-6)
+    return ops.rms_norm(x, weight, norm_eps=1e-6)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -334,12 +334,14 @@ def halves_of(bits: Tensor) -> np.ndarray:
     return bits.cpu().numpy().view(np.float16).astype(np.float64)
 
 
+# ggml's levels of iq4_nl and iq4_xs.
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
 def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """Of codes [..., groups, values], with the tensors that the package keeps beside them."""
     if format.startswith("iq4"):
-        from gguf.quants import IQ4_NL  # only here: a machine that replays recordings does without it
-
-        codes = np.array(IQ4_NL.kvalues)[codes]
+        codes = np.array(IQ4)[codes]
     codes = codes.astype(np.float64) - GGML[format].centre
     integers = GGML[format].integers
     if integers is None:

@@ -35,7 +35,7 @@ def each(formats):
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):
-    """packed, scales, biases of values with a standard deviation near columns^-1/2; all codes occur."""
+    """packed, scales, zeros of values with a standard deviation near columns^-1/2; all codes occur."""
     bits, group_size, mode = numbers_of(format)
     generator = torch.Generator().manual_seed(seed)
     shape = (experts, rows, columns * bits // 32)
@@ -62,8 +62,8 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
         scales = torch.randint(middle - 2, middle + 2, groups, generator=generator, dtype=torch.uint8)
         return packed.view(torch.uint32), scales, None
     scales = random(groups, torch.float32, seed + 1).abs() * columns**-0.5 * 4 / 2**bits
-    biases = -scales * (2**bits - 1) / 2 * (1 + 0.2 * random(groups, torch.float32, seed + 2))
-    return packed.view(torch.uint32), scales.to(dtype), biases.to(dtype)
+    zeros = -scales * (2**bits - 1) / 2 * (1 + 0.2 * random(groups, torch.float32, seed + 2))
+    return packed.view(torch.uint32), scales.to(dtype), zeros.to(dtype)
 
 
 def held(values):
@@ -78,8 +78,8 @@ def random_ggml_scales(groups, columns, format, seed):
         return random_point_scales((*rows, columns // 256), columns, kind, seed)
     unit = columns**-0.5 / (64 if format.startswith("iq4") else 2**kind.bits / 4)
     if not kind.integers:
-        scales, biases = (held(random(groups, torch.float32, seed + i) * unit) for i in (1, 2))
-        return scales, biases if kind.second else None
+        scales, zeros = (held(random(groups, torch.float32, seed + i) * unit) for i in (1, 2))
+        return scales, zeros if kind.second else None
     bits, _, minima = kind.integers
     each = 2 if minima else 1
     generator = torch.Generator().manual_seed(seed + 1)
@@ -137,7 +137,7 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
 
 
 def random_matrix(rows, columns, format, dtype, seed):
-    """packed, scales, biases of [rows, columns]."""
+    """packed, scales, zeros of [rows, columns]."""
     return [
         None if tensor is None else tensor[0]
         for tensor in random_quantized(1, rows, columns, format, dtype, seed)

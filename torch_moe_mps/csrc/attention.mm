@@ -27,7 +27,7 @@ constexpr int64_t kWordsOfRun = 2;
 // Keys or values as the operator is given them.
 struct CacheArguments {
   Tensor values;
-  OptionalTensor scales = {}, biases = {};  // for quantised ones
+  OptionalTensor scales = {}, zeros = {};  // for quantised ones
   OptionalTensor tail = {};
 };
 
@@ -82,7 +82,7 @@ struct AttentionArguments {
       cache->values = cache->values.narrow(2, 0, visible);
       if (!cache->scales) continue;
       cache->scales = cache->scales->narrow(2, 0, visible);
-      cache->biases = cache->biases->narrow(2, 0, visible);
+      cache->zeros = cache->zeros->narrow(2, 0, visible);
     }
     return block;
   }
@@ -94,11 +94,11 @@ AttentionArguments arguments_of(const Tensor& q, const Tensor& k, const Tensor& 
                                 const OptionalTensor& key_range, std::optional<double> softcap,
                                 const OptionalTensor& sinks, const OptionalTensor& indices,
                                 int64_t index_block, const OptionalTensor& k_scales,
-                                const OptionalTensor& k_biases, const OptionalTensor& v_scales,
-                                const OptionalTensor& v_biases) {
+                                const OptionalTensor& k_zeros, const OptionalTensor& v_scales,
+                                const OptionalTensor& v_zeros) {
   return {.q = q,
-          .k = {k, k_scales, k_biases},
-          .v = {v, v_scales, v_biases},
+          .k = {k, k_scales, k_zeros},
+          .v = {v, v_scales, v_zeros},
           .scale = scale,
           .mask = mask,
           .order = {window, key_range},
@@ -127,11 +127,11 @@ namespace {
 // Keys or values as kernels read them.
 struct Cache {
   Tensor values;
-  OptionalTensor scales, biases, tail;
+  OptionalTensor scales, zeros, tail;
   CacheParams params{};
 
   explicit Cache(const CacheArguments& given)
-      : values(rows_contiguous(given.values)), scales(given.scales), biases(given.biases) {
+      : values(rows_contiguous(given.values)), scales(given.scales), zeros(given.zeros) {
     const bool near = values.stride(2) < kMostKeyStride;
     if (!near || (scales && !starts_aligned(values, kWordsOfRun)))
       values = values.clone(at::MemoryFormat::Contiguous);
@@ -144,9 +144,9 @@ struct Cache {
 
   void set_scales() {
     params.width *= 4;
-    if (scales->strides() != biases->strides() || scales->stride(3) != 1 || span(*scales) > kMostElements) {
+    if (scales->strides() != zeros->strides() || scales->stride(3) != 1 || span(*scales) > kMostElements) {
       scales = scales->contiguous();
-      biases = biases->contiguous();
+      zeros = zeros->contiguous();
     }
     check_counted("scales of keys or values", scales->numel(), scales->sizes());
     params.scales = head_strides(*scales);
@@ -331,8 +331,8 @@ void bind_operands(Command& command, const Sizes& sizes, const Readable& readabl
   const bool has_keys = sizes.stored > 0, selects = sizes.selected > 0 && readable.indices;
   command.bind_strided(readable.q, has_keys ? k.values : output, has_keys ? v.values : output, readable.mask)
       .bind(readable.sinks, output, partials)
-      .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
-                    selects ? readable.indices : readable.key_range, readable.gate)
+      .bind_strided(k.beside(), k.zeros, v.beside(), v.zeros, selects ? readable.indices : readable.key_range,
+                    readable.gate)
       .params(params);
 }
 
@@ -453,13 +453,13 @@ bool is_long(double products) {
 }
 
 void _write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
-                             const Tensor& biases_, int64_t start) {
+                             const Tensor& zeros_, int64_t start) {
   if (states_.numel() == 0) return;
   const Tensor states = vector_rows(states_);
-  const bool same_strides = scales_.strides() == biases_.strides() && scales_.stride(3) == 1;
+  const bool same_strides = scales_.strides() == zeros_.strides() && scales_.stride(3) == 1;
   const Tensor packed = rows_contiguous(packed_);
   const Tensor scales = same_strides ? scales_ : scales_.contiguous();
-  const Tensor biases = same_strides ? biases_ : biases_.contiguous();
+  const Tensor zeros = same_strides ? zeros_ : zeros_.contiguous();
 
   CacheWriteParams params{};
   params.packed = head_strides(packed);
@@ -473,11 +473,11 @@ void _write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const
   params.start = start;
   Commands commands;
   commands.add({"write_cache", states.scalar_type()}, "write_cache_quantized")
-      .bind_strided(states, packed, scales, biases)
+      .bind_strided(states, packed, scales, zeros)
       .params(params)
       .threadgroups({ceil_div(params.threads, kCacheThreads)}, {kCacheThreads});
   commands.encode();
-  for (const auto& [written, target] : {std::pair(packed, packed_), {scales, scales_}, {biases, biases_}}) {
+  for (const auto& [written, target] : {std::pair(packed, packed_), {scales, scales_}, {zeros, zeros_}}) {
     if (!written.is_same(target)) target.copy_(written);
   }
 }

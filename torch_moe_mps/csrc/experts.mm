@@ -20,7 +20,7 @@ MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTe
   const Tensor stored = transposed ? weight.mT() : weight;
   if (!stored.is_contiguous()) warn_of_copy(weight);
   MatrixStack matrix{{"experts", x.scalar_type()}, stored.contiguous()};
-  matrix.scales = matrix.biases = matrix.packed;
+  matrix.scales = matrix.zeros = matrix.packed;
   matrix.bias = contiguous(bias);
   matrix.experts = stored.size(0);
   matrix.rows = stored.size(1);

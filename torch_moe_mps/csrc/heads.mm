@@ -70,7 +70,7 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
   const int64_t simdgroups = transposed ? kHeadSimdgroups : kSingleSimdgroups;
   Commands commands;
   commands.add(part_of(matrix.library, kOfHeads), kernel)
-      .bind_strided(x, matrix.packed, matrix.scales, matrix.biases, tail)
+      .bind_strided(x, matrix.packed, matrix.scales, matrix.zeros, tail)
       .bind(out)
       .params(params)
       .work(kSlotsOfHeads * static_cast<double>(params.tokens) * static_cast<double>(params.heads) *
@@ -87,7 +87,7 @@ Tensor _heads_mm(const Tensor& x, const Tensor& weight, bool transposed, const O
   if (between == 0) warn_of_copy(weight);
   MatrixStack matrix{{"experts", weight.scalar_type()},
                      between > 0 ? weight : weight.clone(at::MemoryFormat::Contiguous)};
-  matrix.scales = matrix.biases = matrix.packed;
+  matrix.scales = matrix.zeros = matrix.packed;
   matrix.experts = weight.size(0);
   matrix.rows = between > 0 ? between : weight.size(1);
   matrix.inputs = weight.size(2);
@@ -95,14 +95,14 @@ Tensor _heads_mm(const Tensor& x, const Tensor& weight, bool transposed, const O
 }
 
 // The matrices where they lie, or copies of them.
-MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
+MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const OptionalTensor& zeros,
                             const WeightFormat& format, c10::ScalarType dtype) {
   const int64_t between = rows_between_heads(packed);
   const bool in_place = between > 0 && rows_between_heads(scales) == between &&
-                        (!biases || rows_between_heads(*biases) == between) &&
+                        (!zeros || rows_between_heads(*zeros) == between) &&
                         (!format.scales_like_activations || scales.scalar_type() == dtype);
-  if (!in_place) return packed_matrix(packed, scales, biases, format, std::nullopt, dtype);
-  MatrixStack matrix{quantized_library(format, dtype), packed, scales, biases.value_or(scales)};
+  if (!in_place) return packed_matrix(packed, scales, zeros, format, std::nullopt, dtype);
+  MatrixStack matrix{quantized_library(format, dtype), packed, scales, zeros.value_or(scales)};
   matrix.experts = packed.size(0);
   matrix.rows = between;
   matrix.inputs = packed.size(2) * 32 / format.bits;
@@ -110,11 +110,11 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
 }
 
 Tensor _heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                        const OptionalTensor& biases, std::string_view format, bool transposed,
+                        const OptionalTensor& zeros, std::string_view format, bool transposed,
                         const OptionalTensor& tail, std::optional<std::string_view> output_dtype) {
   const auto wanted = output_dtype ? dtype_named(*output_dtype) : x.scalar_type();
   const auto dtype = compute_dtype(wanted, {{weight_format(format), scales}});
-  const MatrixStack matrix = quantized_heads(packed, scales, biases, weight_format(format), dtype);
+  const MatrixStack matrix = quantized_heads(packed, scales, zeros, weight_format(format), dtype);
   const OptionalTensor behind = tail ? std::optional(in_dtype(*tail, dtype)) : std::nullopt;
   const Tensor inputs = in_dtype(x, transposed ? dtype : at::kFloat);
   return in_dtype(project_heads(inputs, matrix, packed.size(1), transposed, behind), wanted);

@@ -20,7 +20,7 @@ Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {
 }
 
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                        const OptionalTensor& biases, std::string_view format, const OptionalTensor& bias,
+                        const OptionalTensor& zeros, std::string_view format, const OptionalTensor& bias,
                         const OptionalTensor& residual, const OptionalTensor& order,
                         const std::optional<InputNorm>& norm, std::optional<std::string_view> activation,
                         std::optional<int64_t> activated, double factor,
@@ -35,7 +35,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
     return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
-  const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
+  const MatrixStack matrix = packed_matrix(packed, scales, zeros, weight_format(format), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty(shape, rows.options().dtype(dtype_name ? wanted : dtype));
   const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
@@ -50,10 +50,9 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
 }
 
 Tensor _linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
-                                    const OptionalTensor& biases, std::string_view format) {
+                                    const OptionalTensor& zeros, std::string_view format) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
-  const MatrixStack matrix =
-      packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
+  const MatrixStack matrix = packed_matrix(packed, scales, zeros, weight_format(format), std::nullopt, dtype);
   return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, std::nullopt), dy.scalar_type());
 }
 
@@ -81,12 +80,12 @@ Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down,
 }
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
-                           const OptionalTensor& biases, std::string_view format,
+                           const OptionalTensor& zeros, std::string_view format,
                            std::string_view dtype_name) {
   const c10::ScalarType dtype = dtype_named(dtype_name);
   const auto scale_dtype = weight_format(format).scales_like_activations ? scales.scalar_type() : dtype;
   const MatrixStack matrix =
-      packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, scale_dtype);
+      packed_matrix(packed, scales, zeros, weight_format(format), std::nullopt, scale_dtype);
   std::vector<int64_t> shape = ids_.sizes().vec();
   shape.push_back(matrix.inputs);
   const auto options = ids_.options().dtype(dtype);
@@ -103,7 +102,7 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
   params.out_dtype = dtype_code(out);
   Commands commands;
   commands.add(matrix.library, "embedding_rows")
-      .bind(matrix.packed, matrix.scales, matrix.biases, ids, out)
+      .bind(matrix.packed, matrix.scales, matrix.zeros, ids, out)
       .work(0, static_cast<double>(out.nbytes()))
       .params(params)
       .threadgroups({ids.numel()}, {kEmbeddingThreads});

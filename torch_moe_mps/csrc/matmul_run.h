@@ -18,9 +18,9 @@ namespace moe_mps {
 
 // A stack of matrices in one format, [E, rows, inputs].
 struct MatrixStack {
-  Library library;                    // the kernels for its format and the dtype of the activations
-  at::Tensor packed, scales, biases;  // in a dense matrix all three are the weight
-  OptionalTensor bias;                // the layer's bias, [E, rows]
+  Library library;                   // the kernels for its format and the dtype of the activations
+  at::Tensor packed, scales, zeros;  // in a dense matrix all three are the weight
+  OptionalTensor bias;               // the layer's bias, [E, rows]
   int64_t experts, rows, inputs;
   bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
 };

@@ -34,7 +34,7 @@ bool is_empty(const MatrixStack& matrix) {
 // A bias that has elements is kept: experts without inputs give their bias.
 MatrixStack bindable(MatrixStack matrix, const Tensor& any) {
   if (!is_empty(matrix)) return matrix;
-  matrix.packed = matrix.scales = matrix.biases = any;
+  matrix.packed = matrix.scales = matrix.zeros = any;
   if (matrix.bias && matrix.bias->numel() == 0) matrix.bias.reset();
   return matrix;
 }
@@ -141,7 +141,7 @@ Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matri
                      const Tensor& out, int64_t pairs) {
   const double part = std::min(1.0, static_cast<double>(pairs) / static_cast<double>(matrix.experts));
   return command.stand_in(ids)
-      .bind(x, matrix.packed, matrix.scales, matrix.biases, ids, matrix.bias, out)
+      .bind(x, matrix.packed, matrix.scales, matrix.zeros, ids, matrix.bias, out)
       .work(slots_of(matrix, pairs), part * static_cast<double>(matrix.packed.nbytes()) +
                                          static_cast<double>(x.nbytes() + out.nbytes()));
 }
@@ -176,7 +176,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& planned, c
 
 // Binds the matrix of a shared expert; the kernel reads none of `x` in its place.
 Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& x) {
-  return command.bind(shared ? shared->packed : x, shared ? shared->scales : x, shared ? shared->biases : x);
+  return command.bind(shared ? shared->packed : x, shared ? shared->scales : x, shared ? shared->zeros : x);
 }
 
 // Adds the first matmul of experts that it chooses itself. It writes run.ids and sum.weights.

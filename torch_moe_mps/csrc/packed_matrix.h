@@ -24,13 +24,13 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesInF
 // kernels take scales in the dtype of the activations. For scales of another dtype, scales and activations
 // are converted to float32, which is right but slow: every call reads the scales once more. `bias` is the
 // layer's.
-MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales, const OptionalTensor& biases,
+MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales, const OptionalTensor& zeros,
                           const WeightFormat& format, const OptionalTensor& bias, c10::ScalarType dtype);
 
 // The arguments of an operator that are one quantised matrix, or a stack of them.
 struct Packed {
   const at::Tensor &packed, &scales;
-  const OptionalTensor& biases;
+  const OptionalTensor& zeros;
 };
 template <>
 struct GroupOf<Packed>

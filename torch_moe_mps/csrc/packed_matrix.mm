@@ -17,7 +17,7 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesInF
   return same ? x : at::kFloat;
 }
 
-MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
+MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const OptionalTensor& zeros,
                           const WeightFormat& format, const OptionalTensor& bias, c10::ScalarType dtype) {
   if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
   MatrixStack matrix{quantized_library(format, dtype), aligned(packed)};
@@ -25,7 +25,7 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const Opti
     return format.scales_like_activations ? in_dtype(tensor.contiguous(), dtype) : aligned(tensor);
   };
   matrix.scales = placed(scales);
-  matrix.biases = biases.has_value() && biases->defined() ? placed(*biases) : matrix.scales;
+  matrix.zeros = zeros.has_value() && zeros->defined() ? placed(*zeros) : matrix.scales;
   matrix.bias = contiguous(bias);
   matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
   matrix.rows = packed.size(-2);
@@ -45,8 +45,8 @@ std::pair<c10::ScalarType, FeedForward> feed_forward(c10::ScalarType x, const Pa
   const WeightFormat &first = weight_format(format), &second = weight_format(down_format.value_or(format));
   const auto dtype = compute_dtype(x, {{first, gate_up.scales}, {second, down.scales}});
   return {dtype,
-          {packed_matrix(gate_up.packed, gate_up.scales, gate_up.biases, first, gate_up_bias, dtype),
-           packed_matrix(down.packed, down.scales, down.biases, second, down_bias, dtype)}};
+          {packed_matrix(gate_up.packed, gate_up.scales, gate_up.zeros, first, gate_up_bias, dtype),
+           packed_matrix(down.packed, down.scales, down.zeros, second, down_bias, dtype)}};
 }
 
 }  // namespace moe_mps

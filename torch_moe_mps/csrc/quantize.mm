@@ -24,9 +24,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> _quantize_by_importance(const Tensor&
   const auto options = weight_.options();
   Tensor packed = at::empty({experts, rows, columns * format.bits / 32}, options.dtype(at::kInt));
   Tensor scales = at::empty({experts, rows, columns / group}, options);
-  Tensor biases = at::empty(scales.sizes(), options);
+  Tensor zeros = at::empty(scales.sizes(), options);
   Tensor sums = at::empty({experts, rows, columns / group, 2}, options.dtype(at::kFloat));
-  if (weight_.numel() == 0) return {packed, scales, biases, sums};
+  if (weight_.numel() == 0) return {packed, scales, zeros, sums};
 
   const Tensor weight = vector_rows(weight_), importance = vector_rows(importance_);
   QuantizeParams params{};
@@ -40,12 +40,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> _quantize_by_importance(const Tensor&
   Commands commands;
   commands.add({"quantize", weight.scalar_type()}, "quantize_affine")
       .bind_strided(weight, importance)
-      .bind(packed, scales, biases, sums)
+      .bind(packed, scales, zeros, sums)
       .params(params)
       .work(kSlotsOfWeight * static_cast<double>(weight.numel()), static_cast<double>(weight.nbytes()))
       .threadgroups({ceil_div(rows * params.parts, kQuantizeThreads), experts}, {kQuantizeThreads});
   commands.encode();
-  return {packed, scales, biases, sums};
+  return {packed, scales, zeros, sums};
 }
 
 }  // namespace

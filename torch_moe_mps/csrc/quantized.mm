@@ -11,17 +11,16 @@ namespace {
 using at::Tensor;
 
 Tensor expert_qmm(const Tensor& x, const Tensor& ids, const Tensor& packed, const Tensor& scales,
-                  const OptionalTensor& biases, std::string_view format, const OptionalTensor& bias) {
+                  const OptionalTensor& zeros, std::string_view format, const OptionalTensor& bias) {
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
-  const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
+  const MatrixStack matrix = packed_matrix(packed, scales, zeros, weight_format(format), bias, dtype);
   return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
 
 Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& ids, const Tensor& packed, const Tensor& scales,
-                              const OptionalTensor& biases, std::string_view format, bool sums) {
+                              const OptionalTensor& zeros, std::string_view format, bool sums) {
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
-  const MatrixStack matrix =
-      packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
+  const MatrixStack matrix = packed_matrix(packed, scales, zeros, weight_format(format), std::nullopt, dtype);
   return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, ids, sums), dy.scalar_type());
 }
 

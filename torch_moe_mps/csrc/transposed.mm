@@ -38,7 +38,7 @@ void add_transposed(Commands& commands, const Tensor& x, const MatrixStack& matr
     add_bucket(commands, *ids, matrix.experts, buckets, tiles);
   }
   Command& command = commands.add(part_of(matrix.library, kOfPrompts), "gemm_transposed");
-  command.bind(x, matrix.packed, matrix.scales, matrix.biases, out);
+  command.bind(x, matrix.packed, matrix.scales, matrix.zeros, out);
   if (ids != nullptr) {
     command.bind(buckets.pair_order, buckets.tiles);
   } else {

@@ -1,7 +1,7 @@
 """The operators: `moe_gate(...)` calls `torch.ops.moe_mps.moe_gate`. Importing this package registers all.
 
-There is a module for each family in `families`. Public operators are here; those whose names begin with "_"
-serve the package alone and may change.
+There is a module for each family in `families`. Public operators are here: those whose registration says what
+users call them for (`public=`). Others have names that begin with "_", serve the package, and may change.
 """
 
 from importlib import import_module
@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 from . import families
 from ._registry import OPERATORS as OPERATORS
+from ._registry import PUBLIC as PUBLIC
 from .families.attention import cached_attention as cached_attention
 from .families.causal_conv1d import causal_conv1d_update_ as causal_conv1d_update_
 from .families.combine import expert_activation as expert_activation
@@ -50,12 +51,6 @@ from .families.selective_scan import selective_scan_ as selective_scan_
 FAMILIES = {
     module.name: import_module(f"{families.__name__}.{module.name}")
     for module in iter_modules(families.__path__)
-}
-PUBLIC = {
-    name: getattr(family, name)
-    for family in FAMILIES.values()
-    for name in family.CALLS
-    if not name.startswith("_")
 }
 
 

@@ -33,7 +33,7 @@ class Cache:
     """Decoded values of a layer's weights as they are now; another state of them has another cache.
 
     Args:
-        tensors: codes, scales, biases and whatever else the weights are views of.
+        tensors: codes, scales, zeros and whatever else the weights are views of.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -47,7 +47,7 @@ class Cache:
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._alive = [weakref.ref(storage, clear) for storage in storages]
         self._memories = {storage.data_ptr() for storage in storages}
-        # {where codes, scales and biases are: {number of an expert, or None for the whole: its values}}
+        # {where codes, scales and zeros are: {number of an expert, or None for the whole: its values}}
         self._values: dict[tuple, dict[int | None, Tensor]] = {}
 
     def is_current(self, tensors: list[Tensor]) -> bool:
@@ -168,10 +168,10 @@ def _decode(weight: QuantizedWeight, expert: int | None) -> Tensor:
 
 
 def _place(weight: QuantizedWeight) -> tuple:
-    packed, scales, biases = weight.packed, weight.scales, weight.biases
+    packed, scales, zeros = weight.packed, weight.scales, weight.zeros
     of_weight = packed.data_ptr(), packed.shape, packed.stride(), weight.format.name
     of_scales = scales.data_ptr(), scales.stride(), scales.dtype
-    return of_weight + of_scales + (() if biases is None else (biases.data_ptr(), biases.stride()))
+    return of_weight + of_scales + (() if zeros is None else (zeros.data_ptr(), zeros.stride()))
 
 
 def _counted(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Groups of float32 values -> codes, scales and biases, bit for bit as mlx.core.quantize on a CPU."""
+"""Groups of float32 values -> codes, scales and zeros, bit for bit as mlx.core.quantize on a CPU."""
 
 import functools
 
@@ -16,11 +16,11 @@ E4M3_LARGEST = 448.0
 
 
 def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """float32 [..., group_size] -> codes uint8 [..., group_size], scales and biases [...].
+    """float32 [..., group_size] -> codes uint8 [..., group_size], scales and zeros [...].
 
     `dtype` is the weight's dtype: it decides how the largest magnitude of a group is rounded.
     """
-    if format.has_biases:
+    if format.has_zeros:
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         scale, bias = affine_range(low, high, format.bits)
         codes = (groups - bias).div_(scale).round_().clamp_(0, 2**format.bits - 1).to(torch.uint8)
@@ -39,7 +39,7 @@ def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, 
 
 
 def affine_range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scales and biases for the ends of ranges, in float32, in the order of operations of MLX.
+    """Scales and zeros for the ends of ranges, in float32, in the order of operations of MLX.
 
     The end of the range with the larger magnitude becomes the bias, and the scale is adjusted so that zero is
     hit exactly: weights that are zero stay zero. Codes of 1 bit are the two ends.

@@ -27,7 +27,8 @@ from .._weight_formats import (
 from ._checks import ACTIVATION_DTYPES, Check, wide
 
 # The tensors of a quantised weight.
-TENSORS = ("packed", "scales", "biases")
+ARGUMENTS = ("packed", "scales", "zeros")  # of an operator, and attributes of QuantizedWeight
+TENSORS = ("packed", "scales", "biases")  # attributes of a layer, as checkpoints name them
 
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -119,14 +120,14 @@ class Format:
         return self.row.scales.scale if isinstance(self.row.scales, Floats) else ""
 
     @property
-    def has_biases(self) -> bool:
+    def has_zeros(self) -> bool:
         scales = self.row.scales
         has_minima = isinstance(scales, Halves) and scales.minima
         return self.is_affine or self.stream_bits > 0 or has_minima or self.has_global
 
     @property
     def has_global(self) -> bool:
-        """True if biases are a float32 factor of each row, [..., R, 1]."""
+        """True if zeros are a float32 factor of each row, [..., R, 1]."""
         return isinstance(self.row.scales, Floats) and self.row.scales.has_global
 
     @property
@@ -150,7 +151,7 @@ class Format:
         return (torch.uint8,) if self.stream_bits > 0 or self.scale_type else (torch.int16,)
 
     @property
-    def bias_dtypes(self) -> tuple[torch.dtype, ...]:
+    def zero_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.is_affine:
             return ACTIVATION_DTYPES
         return (torch.int32,) if self.has_global else (torch.int16,)
@@ -161,14 +162,14 @@ class Format:
         return LARGE_BLOCK if isinstance(self.row.scales, Integers | Codebook) else self.group_size
 
     def scales_of(self, columns: int) -> tuple[int, int]:
-        """The elements of `scales` and of `biases` for a row."""
+        """The elements of `scales` and of `zeros` for a row."""
         blocks = columns // LARGE_BLOCK
         if self.stream_bits:
             return blocks * self.stream_bits, blocks * self.halves
         count = columns // self.group_size if self.codebook is None else blocks
         if self.has_global:
             return count, 1
-        return count, count if self.has_biases else 0
+        return count, count if self.has_zeros else 0
 
     def packed_columns(self, columns: int) -> int:
         return columns * self.bits // 32
@@ -193,12 +194,12 @@ class Format:
         check: Check,
         prefix: str,
         scales: Tensor,
-        biases: Tensor | None,
+        zeros: Tensor | None,
         shape: tuple[int, ...],
         meaning: str,
     ) -> None:
         """`shape`: of the dense weights; `meaning` names its dimensions, such as "E, N, H"."""
-        check.none(f"for format {self.name}", not self.has_biases, **{f"{prefix}biases": biases})
+        check.none(f"for format {self.name}", not self.has_zeros, **{f"{prefix}zeros": zeros})
         *rows, columns = shape
         counts = self.scales_of(columns)
         names = [f"[{meaning} / {self.group_size}]"] * 2
@@ -207,12 +208,12 @@ class Format:
         elif self.has_global:
             names[1] = f"[{meaning.rpartition(', ')[0]}, 1]"
         check.tensor(f"{prefix}scales", scales, (*rows, counts[0]), names[0], self.scale_dtypes)
-        if not self.has_biases:
+        if not self.has_zeros:
             return
-        if biases is None:
-            check.fail(f"{prefix}biases", f"a tensor for format {self.name}", None)
-        dtypes = (scales.dtype,) if self.is_affine else self.bias_dtypes
-        check.tensor(f"{prefix}biases", biases, (*rows, counts[1]), names[1], dtypes)
+        if zeros is None:
+            check.fail(f"{prefix}zeros", f"a tensor for format {self.name}", None)
+        dtypes = (scales.dtype,) if self.is_affine else self.zero_dtypes
+        check.tensor(f"{prefix}zeros", zeros, (*rows, counts[1]), names[1], dtypes)
 
 
 FORMATS = {name: Format._of_row(name, row) for name, row in ROWS.items()}
@@ -313,44 +314,44 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
     return _spread(data, format.bits).float()
 
 
-def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
-    """Codes uint8 [..., group_size] with the scales and biases [...] of their groups -> float32."""
-    if biases is not None:
+def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, format: Format) -> Tensor:
+    """Codes uint8 [..., group_size] with the scales and zeros [...] of their groups -> float32."""
+    if zeros is not None:
         values = codes.float()
     elif format.number_type == "e4m3":
         values = e4m3(codes)
     else:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
         values = table.index_select(0, codes.flatten().int()).view(codes.shape)
-    return _scaled(values, scales, biases, format)
+    return _scaled(values, scales, zeros, format)
 
 
-def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
+def _scaled(values: Tensor, scales: Tensor, zeros: Tensor | None, format: Format) -> Tensor:
     """Values of the numbers [..., group_size] of codes; in place, if scales are not float64."""
     if format.row.offset:  # before an infinite scale
         values.sub_(format.row.offset / format.row.step)
     if format.scale_type:
         values.mul_(scale_values(scales, format).unsqueeze(-1))
-        return values if biases is None else values.mul_(biases.view(torch.float32).unsqueeze(-1))
+        return values if zeros is None else values.mul_(zeros.view(torch.float32).unsqueeze(-1))
     if not format.is_affine:
-        scales, biases = _scales_of_ggml(scales, biases, format)
+        scales, zeros = _scales_of_ggml(scales, zeros, format)
     scales = wide(scales)
     values = values.to(scales.dtype).mul_(scales.unsqueeze(-1))
-    return values if biases is None else values.add_(wide(biases).unsqueeze(-1))
+    return values if zeros is None else values.add_(wide(zeros).unsqueeze(-1))
 
 
 def _halves(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float16).float()
 
 
-def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tuple[Tensor, Tensor | None]:
-    """The scales and biases [..., groups] in float32."""
+def _scales_of_ggml(scales: Tensor, zeros: Tensor | None, format: Format) -> tuple[Tensor, Tensor | None]:
+    """The scales and zeros [..., groups] in float32."""
     integers = format.integers
-    if integers is None or biases is None:
-        return _halves(scales) * format.row.step, None if biases is None else _halves(biases)
+    if integers is None or zeros is None:
+        return _halves(scales) * format.row.step, None if zeros is None else _halves(zeros)
     count, groups = integers.halves, LARGE_BLOCK // format.group_size
     numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, count))
-    products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, count))
+    products = (numbers.float() - integers.centre) * _halves(zeros).unflatten(-1, (-1, 1, count))
     factors, *minima = products.flatten(-3, -2).unbind(-1)
     return factors, -minima[0] if minima else None
 
@@ -380,14 +381,14 @@ def _number(bits: Tensor) -> Tensor:
 
 
 def _grid_values(
-    packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, grid: Codebook
+    packed: Tensor, scales: Tensor, zeros: Tensor | None, format: Format, grid: Codebook
 ) -> Tensor:
     """Dequantised values of a codebook format, [..., blocks of 32 values, 32]."""
     table = grid_points(format.name).to(packed.device)
     groups, points = 32 // format.group_size, 32 // table.shape[1]
     data = _as_bytes(packed).unflatten(-1, (-1, 4 * format.bits))
     more = data.new_empty(*data.shape[:-1], 0)
-    if biases is not None:
+    if zeros is not None:
         stream = _flags(scales).flatten(-2).unflatten(-1, (-1, 8 * grid.stream_bits))
         parts = stream.split((128, 48) if format.name == "iq1_m" else 8 * grid.stream_bits, -1)
         more = torch.cat([part.unflatten(-1, (8, -1)) for part in reversed(parts)], -1).flatten(-3, -2)
@@ -406,17 +407,17 @@ def _grid_values(
     else:
         values += (0.125 - 0.25 * shifts).unsqueeze(-1)
     factors = 2 * _number(scale.unflatten(-1, (groups, -1))) + 1
-    halves = _halves(scales if biases is None else biases)
+    halves = _halves(scales if zeros is None else zeros)
     factors = factors.unflatten(-2, (-1, 8)) * (halves / (1, 8, 4)[format.bits - 1])[..., None, None]
     return (values.reshape(*factors.shape, format.group_size) * factors.unsqueeze(-1)).flatten(-4)
 
 
-def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
+def dequantize_values(packed: Tensor, scales: Tensor, zeros: Tensor | None, format: Format) -> Tensor:
     """Dequantised values, float32 [..., columns], from packed codes [..., P] and scales [..., groups]."""
     if format.codebook is not None:
-        return _grid_values(packed, scales, biases, format, format.codebook)
+        return _grid_values(packed, scales, zeros, format, format.codebook)
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
-    return _scaled(groups, scales, biases, format).flatten(-2)
+    return _scaled(groups, scales, zeros, format).flatten(-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -426,13 +427,13 @@ class QuantizedWeight:
     Attributes:
         packed: [..., R, C * bits / 32], uint32 or the same bits as int32: the codes.
         scales: [..., R, C / group_size], or of GGUF's formats what _weight_formats.py says.
-        biases: like `scales`, [..., R, 1] in nvfp4_global, or None where the format has none.
+        zeros: like `scales`, [..., R, 1] in nvfp4_global, or None where the format has none.
         format: how they are read.
     """
 
     packed: Tensor
     scales: Tensor
-    biases: Tensor | None
+    zeros: Tensor | None
     format: Format
 
     @classmethod
@@ -445,24 +446,24 @@ class QuantizedWeight:
         counts = format.scales_of(columns)
         scale_dtype = dtype if format.is_affine else format.scale_dtypes[0]
         scales = torch.empty(*rows, counts[0], dtype=scale_dtype, device=device)
-        if not format.has_biases:
+        if not format.has_zeros:
             return cls(packed, scales, None, format)
-        bias_dtype = dtype if format.is_affine else format.bias_dtypes[0]
-        return cls(packed, scales, torch.empty(*rows, counts[1], dtype=bias_dtype, device=device), format)
+        zero_dtype = dtype if format.is_affine else format.zero_dtypes[0]
+        return cls(packed, scales, torch.empty(*rows, counts[1], dtype=zero_dtype, device=device), format)
 
     @classmethod
     def among(cls, given: dict[str, Any], prefix: str, format: Format) -> "QuantizedWeight":
         """The weight whose tensors are arguments with a prefix."""
-        packed, scales, biases = (given[f"{prefix}{name}"] for name in TENSORS)
-        return cls(packed, scales, biases, format)
+        packed, scales, zeros = (given[f"{prefix}{name}"] for name in ARGUMENTS)
+        return cls(packed, scales, zeros, format)
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.packed, self.scales, self.biases))
+        return iter((self.packed, self.scales, self.zeros))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """Applies a function to each tensor that is not None."""
-        biases = None if self.biases is None else function(self.biases)
-        return QuantizedWeight(function(self.packed), function(self.scales), biases, self.format)
+        zeros = None if self.zeros is None else function(self.zeros)
+        return QuantizedWeight(function(self.packed), function(self.scales), zeros, self.format)
 
     @property
     def nbytes(self) -> int:
@@ -476,10 +477,10 @@ class QuantizedWeight:
         format.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
         expected = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
         check.shape(f"{prefix}packed", self.packed, (*rows, format.packed_columns(columns)), expected)
-        format.check_scales(check, prefix, self.scales, self.biases, shape, meaning)
+        format.check_scales(check, prefix, self.scales, self.zeros, shape, meaning)
 
     def values(self, index: int | slice | Tensor) -> Tensor:
         """A matrix of the stack or some rows of the matrix, dequantised to float32."""
-        biases = None if self.biases is None else self.biases[index]
+        zeros = None if self.zeros is None else self.zeros[index]
         packed = self.packed.view(torch.int32)[index]  # uint32 cannot be indexed by a tensor
-        return dequantize_values(packed, self.scales[index], biases, self.format)
+        return dequantize_values(packed, self.scales[index], zeros, self.format)

@@ -26,6 +26,8 @@ OPERATORS: list[str] = []
 DECLARED: dict[str, Declared] = {}
 _OPERATORS: "dict[str, Operator]" = {}
 WITH_BACKWARD: dict[str, "Backward"] = {}
+PUBLIC: dict[str, Callable[..., Any]] = {}
+PUBLIC_FOR: dict[str, str] = {}  # what users call them for
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
@@ -96,6 +98,7 @@ def operator(
     allowed: dict[str, Any] | None = None,
     dependences: tuple[str, ...] = (),
     backward: Backward | None = None,
+    public: str | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -113,6 +116,9 @@ def operator(
 
     `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
 
+    `public`: what users call it for. Its schema stays from then on. An operator without it serves this
+    package, may change in any release, and has a name that begins with "_".
+
     The decorated name becomes a function that calls the operator, on whatever device its arguments are. An
     operator whose declared results are arguments that it writes has no result in its schema, since
     torch.compile takes no aliases from it; the function returns them.
@@ -121,14 +127,14 @@ def operator(
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         least = {name: 0.0 for name in inspect.signature(reference).parameters if name.endswith("eps")}
         declared = Declared(tensors, least | (allowed or {}), dependences)
-        made = Operator(reference, meta, declared, backward).register()
+        made = Operator(reference, meta, declared, backward).register(public)
         return cast(Callable[Arguments, Result], made)
 
     return register
 
 
 def door(
-    private: Callable[..., Any], derived: Callable[..., dict[str, Any]] | None = None
+    private: Callable[..., Any], derived: Callable[..., dict[str, Any]] | None = None, *, public: str
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference as the public operator that has some arguments of a private one.
 
@@ -145,7 +151,7 @@ def door(
             more = {} if derived is None else derived(check, **given)
             return None if whole.own_meta is None else whole.own_meta(check, **others | given | more)
 
-        made = Operator(reference, meta, whole.declared.of(names), None).register()
+        made = Operator(reference, meta, whole.declared.of(names), None).register(public)
         return cast(Callable[Arguments, Result], made)
 
     return register
@@ -158,6 +164,7 @@ class Operator:
         written: arguments that are written in place.
         returned: arguments among them that the Python function returns.
         types: {argument: its type in the schema}
+        by_place: arguments that need no name.
         defaults: {argument: its default}
         checked: signatures whose arguments are good, as the Metal host has them.
     """
@@ -179,12 +186,14 @@ class Operator:
         self.overload = getattr(torch.ops.moe_mps, self.name).default
         arguments = self.overload._schema.arguments
         self.types = {argument.name: str(argument.type) for argument in arguments}
+        self.by_place = [argument.name for argument in arguments if not argument.kwarg_only]
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
         self.checked: set[tuple] = set()
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
-    def register(self) -> Callable:
+    def register(self, public: str | None) -> Callable:
         """Gives torch its kernels, and returns what calls the operator."""
+        assert self.name.startswith("_") == (public is None), self.name
         OPERATORS.append(self.name)
         DECLARED[self.name], _OPERATORS[self.name] = self.declared, self
         if self.backward is not None:
@@ -202,7 +211,10 @@ class Operator:
         result = self.call_that_returns_written() if self.returned else self.call_on_any_device()
         parameters = inspect.signature(self.reference).parameters
         dtypes = [name for name, each in parameters.items() if each.annotation in _NAMES]
-        return _with_names_of(dtypes, result) if dtypes else result
+        result = _with_names_of(dtypes, result) if dtypes else result
+        if public is not None:
+            PUBLIC[self.name], PUBLIC_FOR[self.name] = result, public
+        return result
 
     def call_on_any_device(self) -> Callable:
         """Calls the reference for plain tensors on a CPU whose signature is known, else the dispatcher."""
@@ -258,12 +270,12 @@ class Operator:
         def fail(what: str, expected: str, got: object) -> NoReturn:
             raise TypeError(f"moe_mps::{self.name}: {what} must be {expected}, got {got}") from None
 
-        names = ", ".join(self.types)
-        if len(args) > len(self.types):
-            fail("arguments", f"at most {len(self.types)} ({names})", len(args))
+        if len(args) > len(self.by_place):
+            places = ", ".join(self.by_place)
+            fail("arguments without a name", f"at most {len(self.by_place)} ({places})", len(args))
         for name in kwargs:
             if name not in self.types:
-                fail("arguments", f"some of {names}", repr(name))
+                fail("arguments", f"some of {', '.join(self.types)}", repr(name))
             if name in list(self.types)[: len(args)]:
                 fail(name, "given once", "it by its place and by its name")
         passed = self.named(args, kwargs)

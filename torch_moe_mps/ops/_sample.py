@@ -76,9 +76,7 @@ class Sample:
         return {
             f"{prefix}packed": self.codes(*shape),
             f"{prefix}scales": self._scales(*experts, rows, counts[0]),
-            f"{prefix}biases": self._held(size, *experts, rows, counts[1])
-            if self.format.has_biases
-            else None,
+            f"{prefix}zeros": self._held(size, *experts, rows, counts[1]) if self.format.has_zeros else None,
         }
 
     def _held(self, size: float, *shape: int) -> Tensor:

@@ -112,7 +112,7 @@ def quantize(
             group is larger than by MLX's rule, which chooses without it. Modes whose scales are integers
             always search: None is the same importance for all.
 
-    Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
+    Returns: QuantizedWeight(packed, scales, zeros, format). In mode affine, scales and zeros have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and
         100 MiB in modes whose scales are integers.
 
@@ -165,20 +165,20 @@ def _at_once(format: Format, device: torch.device, by_importance: bool) -> int:
 
 
 def _by_rule(chunk: Tensor, format: Format, errors: ErrorSums | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Packed, scales and biases by MLX's rule."""
+    """Packed, scales and zeros by MLX's rule."""
     groups = chunk.float().unflatten(-1, (-1, format.group_size))
-    codes, scales, biases = encode(groups, chunk.dtype, format)
-    if biases is not None:
-        scales, biases = scales.to(chunk.dtype), biases.to(chunk.dtype)
+    codes, scales, zeros = encode(groups, chunk.dtype, format)
+    if zeros is not None:
+        scales, zeros = scales.to(chunk.dtype), zeros.to(chunk.dtype)
     if errors is not None:
-        errors.add(groups, decode(codes, scales, biases, format))
-    return pack(codes.flatten(-2), format.bits), scales, biases
+        errors.add(groups, decode(codes, scales, zeros, format))
+    return pack(codes.flatten(-2), format.bits), scales, zeros
 
 
 def _by_search(
     chunk: Tensor, importance: Tensor | None, format: Format, errors: ErrorSums | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Packed, scales and biases by importance [E, C]; None, the same for all, where scales are integers."""
+    """Packed, scales and zeros by importance [E, C]; None, the same for all, where scales are integers."""
     if format.integers is not None:
         weights = None if importance is None else importance[:, None]
         *tensors, sums = quantize_superblocks(chunk.float(), weights, format, format.integers)
@@ -187,8 +187,8 @@ def _by_search(
         *tensors, sums = _quantize_by_importance(chunk, importance, format.name)
     if errors is not None:
         errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
-    packed, scales, biases = tensors
-    return packed, scales, biases
+    packed, scales, zeros = tensors
+    return packed, scales, zeros
 
 
 @torch.no_grad()
@@ -207,14 +207,14 @@ def quantize_stack(
     for index in chunks(stack, _at_once(format, device, importance is not None)):
         chunk = stack[index].to(device)
         if importance is None and format.integers is None:
-            packed, scales, biases = _by_rule(chunk, format, errors)
+            packed, scales, zeros = _by_rule(chunk, format, errors)
         else:
             chunk_importance = None if importance is None else importance[index[0]]
-            packed, scales, biases = _by_search(chunk, chunk_importance, format, errors)
+            packed, scales, zeros = _by_search(chunk, chunk_importance, format, errors)
         # torch copies from mps to no address on the CPU that is no multiple of 4, as that of scales may be.
         codes[index], out.scales[index] = packed, scales.to(stack.device)
-        if out.biases is not None and biases is not None:
-            out.biases[index] = biases.to(stack.device)
+        if out.zeros is not None and zeros is not None:
+            out.zeros[index] = zeros.to(stack.device)
     synchronize(device)  # before wrong numbers are taken for those of the weight
     return out
 
@@ -225,7 +225,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
 
     Args:
         weight: as `quantize` returns it. Tensors from elsewhere become one by
-            QuantizedWeight(packed, scales, biases, Format.named("affine4_64")); int32 is accepted for uint32.
+            QuantizedWeight(packed, scales, zeros, Format.named("affine4_64")); int32 is accepted for uint32.
         dtype: of the result, one of floats; None means the dtype of `scales` in mode affine, and bfloat16 in
             the others.
 
@@ -237,7 +237,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
         raise TypeError(
             f"moe_mps::dequantize: weight must be a QuantizedWeight, as quantize returns it, got {got}"
         )
-    packed, scales, biases, format = weight.packed, weight.scales, weight.biases, weight.format
+    packed, scales, zeros, format = weight.packed, weight.scales, weight.zeros, weight.format
     if not isinstance(format, Format):
         check.fail("format", "a Format", repr(format))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -245,12 +245,12 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Ten
     check.dtype("packed", packed, PACKED_DTYPES)
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))
-    format.check_scales(check, "", scales, biases, shape, "..., C")
-    if not format.is_affine or biases is None:
-        return dequantize_values(packed, scales, biases, format).to(dtype or torch.bfloat16)
+    format.check_scales(check, "", scales, zeros, shape, "..., C")
+    if not format.is_affine or zeros is None:
+        return dequantize_values(packed, scales, zeros, format).to(dtype or torch.bfloat16)
     # In the dtype of the scales, rounded after the product and after the sum.
     q = unpack(packed, format).to(scales.dtype).unflatten(-1, (-1, format.group_size))
-    values = (q * scales.unsqueeze(-1)).add_(biases.unsqueeze(-1)).flatten(-2)
+    values = (q * scales.unsqueeze(-1)).add_(zeros.unsqueeze(-1)).flatten(-2)
     return values.to(dtype or scales.dtype)
 
 

@@ -60,7 +60,7 @@ def quantize_superblocks(
         importance: float32 that expands to `weight`, not negative; None is the same for all.
         format, integers: format, and its scales.
 
-    Returns: packed, scales and biases as _weight_formats.py lays them out, and of the rows sum |w - decoded|
+    Returns: packed, scales and zeros as _weight_formats.py lays them out, and of the rows sum |w - decoded|
         and sum |w|, float32 [..., 2].
     """
     size = format.group_size

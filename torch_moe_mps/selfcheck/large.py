@@ -78,7 +78,7 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
         router = {"logits": logits, "top_k": model.slots, "norm_topk_prob": True, "scoring": "softmax"}
         yield f"router, {_tokens(tokens)}", "moe_router", router
     del weights, mlp
-    normed = {"x": s.values(chunk, model.hidden), "weight": s.values(model.hidden), "eps": 1e-6}
+    normed = {"x": s.values(chunk, model.hidden), "norm_weight": s.values(model.hidden), "norm_eps": 1e-6}
     yield f"norm, {_tokens(chunk)}", "rms_norm", normed
     for before in (CONTEXT, LONG_CONTEXT):
         for tokens in (1, max(2, SCORES // (before * model.heads * smaller))):

@@ -281,7 +281,9 @@ def chunk_of_a_prompt(sizes: ProbeSizes) -> dict[str, Any]:
         for heads, rows in ((32, tokens), (4, keys), (4, keys))
     )
     mask = seen_in_order(tokens, keys, keys, None, None, q.device, 0)
-    operator_seconds = _best(lambda: torch.ops.moe_mps.cached_attention(q, k, v, width**-0.5), sizes.repeats)
+    operator_seconds = _best(
+        lambda: torch.ops.moe_mps.cached_attention(q, k, v, scale=width**-0.5), sizes.repeats
+    )
     sdpa_seconds = _best(
         lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), sizes.repeats
     )

@@ -31,7 +31,9 @@ def _apart(s: Sample, *shape: int) -> Tensor:
 def _weights_of_norm(s: Sample) -> list[dict[str, Any]]:
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     wide = [
-        {"x": s.values(1, width), "weight": s.values(width, dtype=d)} for width in BEYOND_NORM for d in dtypes
+        {"x": s.values(1, width), "norm_weight": s.values(width, dtype=d)}
+        for width in BEYOND_NORM
+        for d in dtypes
     ]
     return [*wide, {"x": _apart(s, s.T, s.H)}]
 
@@ -419,7 +421,7 @@ def _adapters(s: Sample) -> list[dict[str, Any]]:
 def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
     """The same, and pairs without an expert whose ids are 64 bits of ones."""
     ids = s.topk_ids.long() - 1
-    listed = torch.ops.moe_mps.moe_bucket(ids, s.E)
+    listed = torch.ops.moe_mps.moe_bucket(ids, num_experts=s.E)
     return [*_adapters(s), {"topk_ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]
 
 

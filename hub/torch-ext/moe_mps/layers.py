@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return ops.rms_norm(hidden_states, self.weight, norm_eps=self.variance_epsilon)
 
 
 class RMSNormZeroCentered(nn.Module):
@@ -40,7 +40,7 @@ class RMSNormZeroCentered(nn.Module):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps, 1.0)
+        return ops.rms_norm(x, self.weight, norm_eps=self.eps, norm_weight_offset=1.0)
 
 
 class RMSNormGated(nn.Module):
@@ -55,7 +55,14 @@ class RMSNormGated(nn.Module):
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         activation = "sigmoid" if getattr(self, "activation", "silu") == "sigmoid" else "silu"
         x, gate = hidden_states, gate.to(hidden_states.dtype)
-        return ops.rms_norm_gated(x, gate, self.weight, self.variance_epsilon, 0.0, activation)
+        return ops.rms_norm_gated(
+            x,
+            gate,
+            self.weight,
+            norm_eps=self.variance_epsilon,
+            norm_weight_offset=0.0,
+            activation=activation,
+        )
 
 
 class SoftmaxTopKRouter(nn.Module):
@@ -104,10 +111,10 @@ class MegaBlocksMoeMLP(nn.Module):
         options = {"scoring": "softmax_after_topk", "norm_topk_prob": False}
         weights, ids = ops.moe_router(logits, router.top_k, **options)
         # Two products, which read [E, H, N] where it lies: moe_experts would copy both stacks in each call.
-        rows = ops.expert_mm(x, ids, gate_up, None, True) + experts.gate_up_proj_bias[ids.long()]
+        rows = ops.expert_mm(x, ids, gate_up, None, transposed=True) + experts.gate_up_proj_bias[ids.long()]
         options = {"alpha": float(experts.alpha), "limit": float(experts.limit), "interleaved": True}
         rows = ops.expert_activation(rows, activation="swiglu_oai", **options)
-        rows = ops.expert_mm(rows, ids, down, None, True) + experts.down_proj_bias[ids.long()]
+        rows = ops.expert_mm(rows, ids, down, None, transposed=True) + experts.down_proj_bias[ids.long()]
         out = ops.moe_weighted_reduce(rows, weights)
         return out.view(hidden_states.shape), weights.to(x.dtype)
 
@@ -138,7 +145,7 @@ def _convolved(
     least = weight.shape[-1] - 1
     _check(state.shape[-1] >= least, "conv_state", f"of {least} positions or more", state.shape[-1])
     name = "none" if activation is None else "silu"
-    out = ops.causal_conv1d_update_(x.transpose(1, 2), state, weight, bias, name)
+    out = ops.causal_conv1d_update_(x.transpose(1, 2), state, weight, bias, activation=name)
     return out.transpose(1, 2)
 
 
@@ -190,7 +197,8 @@ def _delta_rule(
     if initial_state is not None:
         state.copy_(initial_state)
     out = ops.gated_delta_rule_(
-        *(query, key.to(dtype), value.to(dtype), g, state, width**-0.5),
+        *(query, key.to(dtype), value.to(dtype), g, state),
+        scale=width**-0.5,
         beta=beta,
         l2norm_eps=1e-6 if l2norm else None,
     )

@@ -27,7 +27,7 @@ def _attention(tokens: int) -> list[Row]:
         torch.empty(1, heads, tokens, WIDTH, dtype=torch.bfloat16, device="mps")
         for heads in (HEADS, KEY_HEADS, KEY_HEADS)
     )
-    found = measure(lambda: torch.ops.moe_mps.cached_attention(q, k, v, WIDTH**-0.5))
+    found = measure(lambda: torch.ops.moe_mps.cached_attention(q, k, v, scale=WIDTH**-0.5))
     return [Row("attention", one) for one in found]
 
 

@@ -53,7 +53,9 @@ class Latent:
         query, memory = _values(1, self.heads, 1, width), _values(1, 1, keys, width)
         sums = _values(1, 1, self.heads, self.latent, dtype=torch.float32)
         yield lambda: ops._heads_quantized(own, *first, transposed=True, appended=tail)
-        yield lambda: ops._cached_attention(query, memory, memory[..., : self.latent], 0.1, dtype="float32")
+        yield lambda: ops._cached_attention(
+            query, memory, memory[..., : self.latent], scale=0.1, dtype="float32"
+        )
         yield lambda: ops._heads_quantized(sums, *last, dtype=dtype_name(query.dtype))
 
 
@@ -73,7 +75,7 @@ class Softmax:
     def token(self, keys: int) -> Iterator[Callable[[], object]]:
         query = _values(1, self.heads, 1, self.width)
         k, v = (_values(1, self.key_heads, keys, self.width) for _ in range(2))
-        yield lambda: _operators().cached_attention(query, k, v, 0.1)
+        yield lambda: _operators().cached_attention(query, k, v, scale=0.1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Delta:
         options = {"A_log": _values(self.heads), "decay_form": "softplus", "beta_activation": "sigmoid"}
         norm = {"gate": v, "norm_weight": _values(self.width), "l2norm_eps": 1e-6}
         options |= {"beta": beta, **norm}
-        yield lambda: ops._gated_delta_rule_(q, k, v, decay, held, 0.1, **options)
+        yield lambda: ops._gated_delta_rule_(q, k, v, decay, held, scale=0.1, **options)
 
 
 LAYERS = (

@@ -47,7 +47,7 @@ class Attention(Case):
             )
             groups = (*shape, width // GROUP)
             tensors[f"{name}_scales"] = values.uniform(*groups, dtype=dtype, low=0.01, high=0.02)
-            tensors[f"{name}_biases"] = values.uniform(*groups, dtype=dtype, low=-2.5, high=-1.5)
+            tensors[f"{name}_zeros"] = values.uniform(*groups, dtype=dtype, low=-2.5, high=-1.5)
         return tensors
 
     def inputs(self, values):
@@ -89,7 +89,7 @@ class Attention(Case):
 
     def bytes_moved(self, t, part=""):
         out = self.heads * self.tokens * self.value_width * DTYPES[self.dtype].itemsize
-        parts = ("", "_scales", "_biases") if self.bits == 8 else ("",)
+        parts = ("", "_scales", "_zeros") if self.bits == 8 else ("",)
         others = ["gate"] * self.gated
         names = ["q", *others, *(name + part for name in self.held for part in parts)]
         return out + sum(t[name].nbytes for name in names)
@@ -100,7 +100,7 @@ class Attention(Case):
         if self.bits == 16:
             return t[name].double()
         codes = t[name].view(torch.uint8).unflatten(-1, (-1, GROUP)).double()
-        scales, biases = (t[f"{name}_{part}"].double().unsqueeze(-1) for part in ("scales", "biases"))
+        scales, biases = (t[f"{name}_{part}"].double().unsqueeze(-1) for part in ("scales", "zeros"))
         return (codes * scales + biases).flatten(-2)
 
 

@@ -129,10 +129,10 @@ class Experts(Case):
         if self.format == "dense":
             return ops()._moe_experts(t["x"], t["weights"], t["ids"], t["gate_up"], t["down"], **others)
         matrices = [
-            t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
+            t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "zeros")
         ]
         name = FORMATS[self.format].name
-        return ops()._moe_experts_quantized(t["x"], t["weights"], t["ids"], *matrices, name, **others)
+        return ops()._moe_experts_quantized(t["x"], t["weights"], t["ids"], *matrices, format=name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"], self.expected(before), self.dtype)
@@ -180,9 +180,9 @@ class Linear(Case):
     def call(self, t, **others):
         if self.format == "dense":
             return ops().expert_mm(t["x"], t["ids"], t["weight"])
-        parts = (t.get(f"weight_{part}") for part in ("packed", "scales", "biases"))
+        parts = (t.get(f"weight_{part}") for part in ("packed", "scales", "zeros"))
         matrix = (None if part is None else part[0] for part in parts)
-        return ops().linear_quantized(t["x"], *matrix, FORMATS[self.format].name, **others)
+        return ops().linear_quantized(t["x"], *matrix, format=FORMATS[self.format].name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"].reshape(self.tokens, -1), self.expected(before), self.dtype)

@@ -29,7 +29,7 @@ class Format:
         return f"affine{self.bits}_{self.group}" if self.mode == "affine" else self.mode
 
     def make(self, values, name: str, experts: int, rows: int, inputs: int, dtype) -> dict[str, Tensor]:
-        """`name` [experts, rows, inputs], or its `_packed`, `_scales`, `_biases`; elements of about 0.03."""
+        """`name` [experts, rows, inputs], or its `_packed`, `_scales`, `_zeros`; elements of about 0.03."""
         if self.bits == 0:
             return {name: values.normal(experts, rows, inputs, dtype=dtype, scale=0.03)}
         words = (experts, rows, inputs * self.bits // 32)
@@ -47,7 +47,7 @@ class Format:
         scales = values.uniform(*groups, dtype=dtype, low=unit / 2, high=1.5 * unit)
         half = unit * 2 ** (self.bits - 1)
         biases = values.uniform(*groups, dtype=dtype, low=-1.5 * half, high=-half / 2)
-        return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": biases}
+        return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_zeros": biases}
 
     def matrix(self, tensors: dict[str, Tensor], name: str, expert: int) -> Tensor:
         """[rows, inputs] float64 of one expert."""
@@ -56,7 +56,7 @@ class Format:
         scales = tensors[f"{name}_scales"][expert]
         codes = codes_of(tensors[f"{name}_packed"][expert], self.bits)
         if self.mode == "affine":
-            biases = tensors[f"{name}_biases"][expert].double()
+            biases = tensors[f"{name}_zeros"][expert].double()
             return codes * self.spread(scales.double()) + self.spread(biases)
         if self.mode == "mxfp8":
             numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
@@ -112,13 +112,13 @@ class Blocks(Format):
         else:
             scales = halves(inputs // self.group, largest)
             biases = halves(inputs // self.group, largest) if self.minima else None
-        found = {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": biases}
+        found = {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_zeros": biases}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def matrix(self, tensors, name, expert):
         codes = codes_of(tensors[f"{name}_packed"][expert], self.bits)
         scales = tensors[f"{name}_scales"][expert]
-        biases = tensors[f"{name}_biases"][expert] if f"{name}_biases" in tensors else None
+        biases = tensors[f"{name}_zeros"][expert] if f"{name}_zeros" in tensors else None
         if self.integers:  # one for each group, and with minima another
             pairs = (
                 codes_of(scales, self.integers).unflatten(-1, (-1, 1 + self.minima))
@@ -154,10 +154,10 @@ class Codebook(Format):
             return {f"{name}_packed": packed, f"{name}_scales": halves}
         octets = (experts, rows, inputs // 256 * stream_bits)
         scales = values.integers(*octets, dtype=torch.uint8, low=0, high=256)
-        return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": halves}
+        return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_zeros": halves}
 
     def matrix(self, tensors, name, expert):
-        parts = [tensors.get(f"{name}_{part}") for part in ("packed", "scales", "biases")]
+        parts = [tensors.get(f"{name}_{part}") for part in ("packed", "scales", "zeros")]
         own = [None if part is None else part[expert] for part in parts]
         return torch.from_numpy(point_values(*own, self.mode, GGML[self.mode].codebook)).to(parts[0].device)
 
@@ -174,13 +174,13 @@ class Floats(Format):
         made = self.without_float32.make(values, name, experts, rows, inputs, dtype)
         if self.bits == 4:
             numbers = values.uniform(experts, 1, 1, low=0.5, high=2.0).expand(experts, rows, 1)
-            return made | {f"{name}_biases": numbers.contiguous().view(torch.int32)}
+            return made | {f"{name}_zeros": numbers.contiguous().view(torch.int32)}
         numbers = values.uniform(experts, rows, inputs // self.group, low=1e-4, high=4e-4)
         return made | {f"{name}_scales": numbers.view(torch.int32)}
 
     def matrix(self, tensors, name, expert):
         if self.bits == 4:
-            numbers = tensors[f"{name}_biases"][expert].view(torch.float32)
+            numbers = tensors[f"{name}_zeros"][expert].view(torch.float32)
             return self.without_float32.matrix(tensors, name, expert) * numbers.double()
         codes = tensors[f"{name}_packed"][expert].contiguous().view(torch.float8_e4m3fn).double()
         return codes * self.spread(tensors[f"{name}_scales"][expert].view(torch.float32).double())

@@ -447,7 +447,7 @@ class RopeThenAttention(RopeAttention):
     def call(self, t):
         given = self.given(t)
         turned = ops()._rope_cache_(**{name: value for name, value in given.items() if name != "scale"})
-        return ops().cached_attention(turned, t["keys_"], t["values_"], given["scale"])
+        return ops().cached_attention(turned, t["keys_"], t["values_"], scale=given["scale"])
 
 
 # Heads, heads of keys, width and keys: Qwen3-30B-A3B, gpt-oss, GLM-4.5, Qwen3-Next.

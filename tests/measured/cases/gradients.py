@@ -48,10 +48,10 @@ class Product(Case):
 
     def call(self, t):
         if self.format == "dense":
-            return ops().expert_mm(t["x"], t["ids"], t["weight"], None, self.transposed)
-        parts = [t.get(f"weight_{part}") for part in ("packed", "scales", "biases")]
+            return ops().expert_mm(t["x"], t["ids"], t["weight"], None, transposed=self.transposed)
+        parts = [t.get(f"weight_{part}") for part in ("packed", "scales", "zeros")]
         operator = ops()._expert_qmm_transposed if self.transposed else ops().expert_qmm
-        return operator(t["x"], t["ids"], *parts, FORMATS[self.format].name)
+        return operator(t["x"], t["ids"], *parts, format=FORMATS[self.format].name)
 
     def wrong(self, before, after):
         return too_far(after["result0"].flatten(0, 1), self.expected(before), self.dtype)
@@ -137,11 +137,12 @@ class Adapter(Case):
         }
 
     def call(self, t):
-        listed = ops().moe_bucket(t["ids"], self.experts) if self.tokens > 1 else (None, None)
+        listed = ops().moe_bucket(t["ids"], num_experts=self.experts) if self.tokens > 1 else (None, None)
         factors = t["y"], t["x"], t["ids"], t["a"], t["b"]
         if self.gradient:
             return ops()._expert_lora_backward(*factors, *listed, self.experts, 0.5)
-        return ops().expert_lora(*factors, self.experts, *listed, 0.5)
+        pairs = dict(zip(("pair_order", "offsets"), listed, strict=True))
+        return ops().expert_lora(*factors, num_experts=self.experts, scaling=0.5, **pairs)
 
     def expected(self, t) -> list[Tensor]:
         y, x, a, b = (t[name].double() for name in ("y", "x", "a", "b"))

@@ -11,14 +11,14 @@ from .operators import EPS, OperatorCase
 class Norm(OperatorCase, fields="operator rows width dtype"):
     group = "norms"
     tensors = "residual[rows, width]"
-    options: ClassVar[dict] = {"eps": EPS}
+    options: ClassVar[dict] = {"norm_eps": EPS}
 
 
 class LayerNorm(OperatorCase, fields="rows width dtype"):
     group = "norms"
     operator = "layer_norm"
-    tensors = "x[rows, width] weight[width]:f32 bias[width]:f32"
-    options: ClassVar[dict] = {"eps": EPS}
+    tensors = "x[rows, width] norm_weight[width]:f32 bias[width]:f32"
+    options: ClassVar[dict] = {"norm_eps": EPS}
 
 
 class SiluMul(OperatorCase, fields="slots width dtype"):

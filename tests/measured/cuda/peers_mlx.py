@@ -98,7 +98,7 @@ def dispatch(plan: Plan, launch: Launch, arrays: dict[str, str]) -> Dispatch:
 def weight_buffers(name: str, format_: str) -> dict[str, str]:
     if format_ == "dense":
         return {"w": name}
-    return {"w": f"{name}_packed", "scales": f"{name}_scales", "biases": f"{name}_biases"}
+    return {"w": f"{name}_packed", "scales": f"{name}_scales", "biases": f"{name}_zeros"}
 
 
 def result_of(launch: Launch, rows: int, columns: int, dtype: str) -> tuple[list[int], str]:

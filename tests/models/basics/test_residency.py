@@ -145,7 +145,7 @@ def test_memory_is_asked_for_while_the_gpu_rests(simulated):
 
     with simulated.one_thread():
         run(model)
-        OPS.rms_norm(torch.ones(1, 64).to("mps"), torch.ones(64).to("mps"), 1e-6)
+        OPS.rms_norm(torch.ones(1, 64).to("mps"), torch.ones(64).to("mps"), norm_eps=1e-6)
         asked = simulated.residency_requests()
         time.sleep(0.7)  # nobody waits for the norm: the simulator does not compute it
         assert simulated.residency_requests() == asked
@@ -171,7 +171,7 @@ def test_memory_is_not_asked_for_beside_work(simulated):
     model, x = model_on_mps(), torch.ones(1, 8, device="mps")
     asked, end = simulated.residency_requests(), time.monotonic() + 1.1
     while time.monotonic() < end:
-        OPS.rms_norm(x, None, 1e-6)
+        OPS.rms_norm(x, None, norm_eps=1e-6)
     assert simulated.residency_requests() == asked
     del model
 

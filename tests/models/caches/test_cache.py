@@ -247,13 +247,13 @@ def test_only_new_tokens_are_quantised(window):
     layer.update(*states)
     kept_tokens, room = (5000, 5000 // 16) if window is None else (1024, 128)
     dense = sum(tensor.nbytes for tensor in states) // 5000 * (kept_tokens + room)
-    parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.biases)]
+    parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.zeros)]
     assert sum(part.untyped_storage().nbytes() for part in parts) < 0.52 * dense
     token = [torch.randn(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2)]
     addresses = [part.untyped_storage().data_ptr() for part in parts]
     with Memory() as memory:
         layer.update(*token)
-    parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.biases)]
+    parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.zeros)]
     assert [part.untyped_storage().data_ptr() for part in parts] == addresses and memory.written < 10_000
 
 
@@ -273,7 +273,7 @@ def test_quantised_states_stay_so_when_copied_or_moved(device):
     assert torch.equal(kept[:, :, 2:4].elements().cpu(), expected[:, :, 2:4])
     half = kept.to(torch.float16)
     assert type(half) is torch.Tensor and torch.equal(half.cpu(), expected.half())
-    assert kept.nbytes == sum(part.nbytes for part in (kept.packed, kept.scales, kept.biases))
+    assert kept.nbytes == sum(part.nbytes for part in (kept.packed, kept.scales, kept.zeros))
 
 
 @torch.no_grad()

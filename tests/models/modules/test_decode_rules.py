@@ -238,7 +238,12 @@ class Doubled(WithoutWeight):
 
 def test_a_norm_without_weight():
     call = call_of(WithoutWeight())
-    assert call is not None and call.weights == () and call.constants == (None, 1e-3, 0.0)
+    assert (
+        call is not None
+        and call.weights == ()
+        and call.absent == (None,)
+        and [*call.numbers.values()] == [1e-3, 0.0]
+    )
     assert call_of(Doubled()) is None
     norm, x = WithoutWeight().eval(), torch.randn(2, 3, 32)
     rewrite(norm)

@@ -117,7 +117,7 @@ def test_a_layer_decodes_once_until_its_weights_change(owner, change, decodings)
 def test_the_bits_are_those_of_the_operator(format, decodings):
     layer = linear(format)
     x = input_of(layer)
-    expected = linear_quantized(x, *layer.weights()[:3], format)
+    expected = linear_quantized(x, *layer.weights()[:3], format=format)
     assert torch.equal(layer(x), expected) and torch.equal(layer(x), expected) and len(decodings) == 2
 
 
@@ -212,11 +212,11 @@ def test_only_the_operators_of_the_layer_read_its_cache(decodings):
     held = _decoded._bytes
 
     def product():
-        return linear_quantized(x, *weights, "affine4_64")
+        return linear_quantized(x, *weights, format="affine4_64")
 
     def call():
         for _ in range(2):
-            linear_quantized(x, *others, "affine4_64")
+            linear_quantized(x, *others, format="affine4_64")
         assert _decoded._bytes == held and len(decodings) == 2
         product()
         thread = threading.Thread(target=product)

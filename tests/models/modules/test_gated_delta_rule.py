@@ -283,10 +283,9 @@ def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     module = norm(16)
     found = rewrite_norm(module)
     assert (found is None) == (offset is None)
+    numbers = {"norm_eps": 1e-6, "norm_weight_offset": offset}
     names = ("hidden_states", "gate") if norm is qwen3_next.Qwen3NextRMSNormGated else ("x", "gate")
-    expected = (
-        None if offset is None else NormCall("rms_norm_gated", names, ("weight",), (1e-6, offset), True)
-    )
+    expected = None if offset is None else NormCall("rms_norm_gated", names, ("weight",), (), numbers, True)
     assert module.__dict__.get(STATE, NOTHING).formula == expected
     assert torch.equal(module.weight, torch.ones(16))
 

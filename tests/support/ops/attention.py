@@ -37,9 +37,9 @@ def draw_cache(d, name: str, shape: tuple[int, ...], dtype: torch.dtype, quantis
     batch, heads, keys, width = shape
     form = f"affine8_{32 if width % 64 else d.one(32, 64)}"
     tensors = d.quantized(batch * heads, keys, width, form, dtype, d.seed + width)
-    packed, scales, biases = (t.view(batch, heads, keys, -1) for t in tensors)
+    packed, scales, zeros = (t.view(batch, heads, keys, -1) for t in tensors)
     packed = packed.view(torch.int32) if d.flag() else packed
-    return {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
+    return {name: packed, f"{name}_scales": scales, f"{name}_zeros": zeros}
 
 
 def key_range(d, batch: int, keys: int) -> Tensor:
@@ -110,7 +110,7 @@ def draw__write_cache_quantized_(d):
         "states": d.values(batch, heads, tokens, width, dtype=dtype),
         "packed_": packed.int(),
         "scales_": d.values(*groups, dtype=dtype),
-        "biases_": d.values(*groups, dtype=dtype),
+        "zeros_": d.values(*groups, dtype=dtype),
         "start": d.one(*range(room - tokens + 1)),
     }
 
@@ -138,13 +138,13 @@ def draw__rope_attention_(d):
     }
 
 
-def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
+def cached(values, scales, zeros) -> tuple[np.ndarray, np.ndarray]:
     """Keys or values, and the magnitudes of what they are made of."""
     if scales is None:
         return exact(values), abs(exact(values))
     group = values.shape[3] * 4 // scales.shape[3]
-    number = dequantise(values, scales, torch.zeros_like(biases), f"affine8_{group}")
-    bias = np.repeat(exact(biases), group, -1)
+    number = dequantise(values, scales, torch.zeros_like(zeros), f"affine8_{group}")
+    bias = np.repeat(exact(zeros), group, -1)
     return number + bias, abs(number) + abs(bias)
 
 
@@ -184,8 +184,8 @@ def expected__cached_attention(a):
     else:
         seen = (a.attn_mask > torch.finfo(a.attn_mask.dtype).min).numpy()
         added = np.where(seen, exact(a.attn_mask), 0.0)
-    k, k_size = cached(a.k, a.k_scales, a.k_biases)
-    v, v_size = cached(a.v, a.v_scales, a.v_biases)
+    k, k_size = cached(a.k, a.k_scales, a.k_zeros)
+    v, v_size = cached(a.v, a.v_scales, a.v_zeros)
     if a.k_tail is not None:
         seen = with_tail(a, seen)
         k, v = (np.concatenate((x, exact(t)), 2) for x, t in ((k, a.k_tail), (v, a.v_tail)))
@@ -202,14 +202,14 @@ def expected__cached_attention(a):
 
 def expected__write_cache_quantized_(a):
     rows = slice(a.start, a.start + a.states.shape[2])
-    packed, scales, biases = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.biases_)
+    packed, scales, zeros = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.zeros_)
     known = np.ones(packed.shape, bool)
-    right = [Expected(packed, known=known), Expected(scales, 0.0), Expected(biases, 0.0)]
+    right = [Expected(packed, known=known), Expected(scales, 0.0), Expected(zeros, 0.0)]
     if a.states.numel() == 0:
         return right
     groups = exact(a.states).reshape(*a.states.shape[:3], scales.shape[3], -1)
     low, high = groups.min(-1), groups.max(-1)
-    scales[:, :, rows], biases[:, :, rows] = ((high - low) / 254, low)
+    scales[:, :, rows], zeros[:, :, rows] = ((high - low) / 254, low)
     nearest = [
         oracles.round_to((high - low) / 254 * (1 + off), a.scales_.dtype)[..., None]
         for off in (-4 * FLOAT32_EPS, 4 * FLOAT32_EPS)
@@ -236,7 +236,7 @@ def expected__rope_attention_(a):
             strict=True,
         )
     )
-    none = ("attn_mask", "indices", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
+    none = ("attn_mask", "indices", "k_tail", "k_scales", "k_zeros", "v_scales", "v_zeros")
     (out,) = expected__cached_attention(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
     errors = (oracles.spacing(x, a.q.dtype) + each.error for x, each in ((q, turned), (k, keys), (v, values)))
     q_error, k_error, v_error = (np.broadcast_to(e, x.shape) for e, x in zip(errors, (q, k, v), strict=True))
@@ -261,8 +261,8 @@ def invalid__rope_attention_(zeros):
 def invalid_cached_attention(zeros):
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
-        **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
-        **{"v": zeros(2, 2, 9, 8, dtype=torch.int32), "v_scales": scales, "v_biases": scales},
+        **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_zeros": scales},
+        **{"v": zeros(2, 2, 9, 8, dtype=torch.int32), "v_scales": scales, "v_zeros": scales},
     }
     mask = zeros(1, 1, T, 9)
     indices = zeros(2, 1, T, 4, dtype=torch.int32)

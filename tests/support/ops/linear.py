@@ -127,18 +127,18 @@ def invalid__linear_quantized_transposed(zeros):
 def invalid_linear_quantized(zeros):
     q4_k = {
         **{"format": "q4_k", "x": zeros(T, 256), "packed": zeros(I, 32, dtype=torch.int32)},
-        **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=torch.int16)},
+        **{"scales": zeros(I, 12, dtype=torch.uint8), "zeros": zeros(I, 2, dtype=torch.int16)},
     }
     return [
         wrong("C, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
         wrong("C, the input dimension of packed, must be a multiple of 256, got 64", format="q4_k"),
         wrong("scales must be uint8", **q4_k | {"scales": zeros(I, 12)}),
         wrong(
-            "biases must be of shape [N, C * 2 / 256] = (32, 2), got (32, 1)",
-            **q4_k | {"biases": zeros(I, 1, dtype=torch.int16)},
+            "zeros must be of shape [N, C * 2 / 256] = (32, 2), got (32, 1)",
+            **q4_k | {"zeros": zeros(I, 1, dtype=torch.int16)},
         ),
-        wrong("biases must be a tensor for format q4_k, got None", **q4_k | {"biases": None}),
-        wrong("scales must be int16, got float32", format="q4_0", biases=None),
+        wrong("zeros must be a tensor for format q4_k, got None", **q4_k | {"zeros": None}),
+        wrong("scales must be int16, got float32", format="q4_0", zeros=None),
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
         wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
         wrong("factor must be a number in the range of float32, got nan", factor=float("nan")),
@@ -146,7 +146,7 @@ def invalid_linear_quantized(zeros):
         wrong(
             "activation must be None for an x without columns, got 'silu'",
             **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=torch.int32), "activation": "silu"},
-            **{"scales": zeros(I, 0), "biases": zeros(I, 0)},
+            **{"scales": zeros(I, 0), "zeros": zeros(I, 0)},
         ),
     ]
 
@@ -155,7 +155,7 @@ def invalid__mlp_quantized(zeros):
     return [
         wrong("of an even number of rows 2I", gate_up_packed=zeros(63, 8, dtype=torch.int32)),
         wrong(
-            "down_biases must be None for format mxfp4, got (64, 1)",
+            "down_zeros must be None for format mxfp4, got (64, 1)",
             down_format="mxfp4",
         ),
     ]

@@ -36,7 +36,7 @@ def draw_linear_lora(d):
 def draw_expert_lora(d):
     (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, ids = around["x"].dtype, around["topk_ids"]
-    listed = zip(("pair_order", "offsets"), packet("moe_bucket")(ids, experts), strict=True)
+    listed = zip(("pair_order", "offsets"), packet("moe_bucket")(ids, num_experts=experts), strict=True)
     return {
         "added": d.values(tokens, slots, rows, dtype=dtype),
         "x": d.values(tokens, slots, hidden, dtype=dtype) if d.flag() else around["x"],
@@ -49,7 +49,7 @@ def draw_expert_lora(d):
 
 def draw__expert_lora_backward(d):
     call = draw_expert_lora(d)
-    listed = packet("moe_bucket")(call["topk_ids"], call["num_experts"])
+    listed = packet("moe_bucket")(call["topk_ids"], num_experts=call["num_experts"])
     return {"dy": call.pop("added"), **call, **dict(zip(("pair_order", "offsets"), listed, strict=True))}
 
 
@@ -77,7 +77,7 @@ def is_listed(a) -> bool:
     """Whether the list of pairs is that of the ids; with another one every result is right."""
     if a.pair_order is None:
         return True
-    order, offsets = packet("moe_bucket")(a.topk_ids, a.num_experts)
+    order, offsets = packet("moe_bucket")(a.topk_ids, num_experts=a.num_experts)
     return torch.equal(a.pair_order, order) and torch.equal(a.offsets, offsets)
 
 

@@ -21,8 +21,8 @@ def draw_norm(d, *weights: int) -> dict[str, Any]:
     """With weights of the last dimensions, as many as one of `weights`, or without."""
     x = draw_rows(d)
     sizes = [x.shape[-count:] for count in weights if count <= x.dim()]
-    without = {"weight": None, "weight_offset": 0.0}
-    return {"x": x, **(without if d.flag() else {"weight": d.values(*d.one(*sizes))})}
+    without = {"norm_weight": None, "norm_weight_offset": 0.0}
+    return {"x": x, **(without if d.flag() else {"norm_weight": d.values(*d.one(*sizes))})}
 
 
 def draw_rms_norm(d):
@@ -55,8 +55,8 @@ draw_fused_residual_norm_scalar = draw_fused_norm_add_scalar
 
 def draw_fused_residual_layer_norm(d):
     residual = draw_rows(d)
-    without = {"weight": None, "weight_offset": 0.0}
-    return {"residual": residual, **(without if d.flag() else {"weight": d.values(residual.shape[-1])})}
+    without = {"norm_weight": None, "norm_weight_offset": 0.0}
+    return {"residual": residual, **(without if d.flag() else {"norm_weight": d.values(residual.shape[-1])})}
 
 
 def normed(x, weight, eps, offset=0.0, factor=1.0, *, x_error=0.0) -> Expected:
@@ -73,7 +73,7 @@ def normed(x, weight, eps, offset=0.0, factor=1.0, *, x_error=0.0) -> Expected:
 
 def norm_add(a, factor=1.0) -> list[Expected]:
     residual = exact(a.residual)
-    norm = normed(exact(a.x), exact(a.weight), a.eps, a.weight_offset)
+    norm = normed(exact(a.x), exact(a.norm_weight), a.norm_eps, a.norm_weight_offset)
     error = norm.error + 4 * FLOAT32_EPS * (abs(residual) + abs(norm.value))
     return [Expected((residual + norm.value) * factor, error * abs(factor))]
 
@@ -88,11 +88,13 @@ def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
     if of_input != 1.0:
         error = 2 * FLOAT32_EPS * (abs(residual) + abs(product))
     off = 0.0 if error is None else oracles.spacing(total, a.residual.dtype) + error
-    return normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=off), Expected(total, error)
+    return normed(
+        total, exact(a.norm_weight), a.norm_eps, a.norm_weight_offset, factor, x_error=off
+    ), Expected(total, error)
 
 
 def expected_rms_norm(a):
-    return [normed(exact(a.x), given(a.weight), a.eps, a.weight_offset, a.factor)]
+    return [normed(exact(a.x), given(a.norm_weight), a.norm_eps, a.norm_weight_offset, a.factor)]
 
 
 def expected_layer_norm(a):
@@ -103,9 +105,9 @@ def layer_normed(x: np.ndarray, a) -> Expected:
     if x.size == 0:
         return Expected(x)
     size = abs(x).max(-1, keepdims=True)
-    norm = normed(x - x.mean(-1, keepdims=True), given(a.weight), a.eps, a.weight_offset)
-    spread = 1 / np.sqrt(x.var(-1, keepdims=True) + a.eps)
-    weight = 1.0 if a.weight is None else abs(exact(a.weight)) + a.weight_offset
+    norm = normed(x - x.mean(-1, keepdims=True), given(a.norm_weight), a.norm_eps, a.norm_weight_offset)
+    spread = 1 / np.sqrt(x.var(-1, keepdims=True) + a.norm_eps)
+    weight = 1.0 if a.norm_weight is None else abs(exact(a.norm_weight)) + a.norm_weight_offset
     bias = 0.0 if a.bias is None else exact(a.bias)
     # The mean is off by what float32 loses of the largest number; that of x^2 is of its square.
     error = norm.error + 4 * FLOAT32_EPS * (size * spread * weight + abs(norm.value) * size * spread)
@@ -121,14 +123,14 @@ def normed_and_gated(x, gate, weight, eps, offset, activation="silu", x_error=0.
 def expected_rms_norm_gated(a):
     shape, width = a.x.shape, a.group_size or max(1, a.x.shape[-1])
     groups = shape[-1] // width, width
-    x, gate, weight = (exact(t).reshape(*t.shape[:-1], *groups) for t in (a.x, a.gate, a.weight))
+    x, gate, weight = (exact(t).reshape(*t.shape[:-1], *groups) for t in (a.x, a.gate, a.norm_weight))
     if a.gate_first:
         factor = oracles.sigmoid(gate) * (gate if a.activation == "silu" else 1.0)
         # From a gate of -88 on the sigmoid is 0.
         error = 4 * (1 + abs(gate)) * FLOAT32_EPS * abs(x * factor) + 1e-36 * abs(x)
-        result = normed(x * factor, weight, a.eps, a.weight_offset, x_error=error)
+        result = normed(x * factor, weight, a.norm_eps, a.norm_weight_offset, x_error=error)
     else:
-        result = normed_and_gated(x, gate, weight, a.eps, a.weight_offset, a.activation)
+        result = normed_and_gated(x, gate, weight, a.norm_eps, a.norm_weight_offset, a.activation)
     error = result.error + 1e-35  # the GPU has no smaller numbers
     return [Expected(result.value.reshape(shape), error.reshape(shape))]
 
@@ -166,17 +168,19 @@ def input_rows(a) -> Estimate:
 
 def invalid_rms_norm(zeros):
     return [
-        wrong("0.0 without a weight", weight_offset=1.0, weight=None),
-        wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H)),
+        wrong("0.0 without a weight", norm_weight_offset=1.0, norm_weight=None),
+        wrong(
+            "norm_weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", norm_weight=zeros(4, H)
+        ),
     ]
 
 
 def invalid_layer_norm(zeros):
-    return [wrong("0.0 without a weight", weight_offset=1.0, weight=None)]
+    return [wrong("0.0 without a weight", norm_weight_offset=1.0, norm_weight=None)]
 
 
 def invalid_fused_residual_layer_norm(zeros):
-    return [wrong("0.0 without a weight", weight_offset=1.0, weight=None)]
+    return [wrong("0.0 without a weight", norm_weight_offset=1.0, norm_weight=None)]
 
 
 def invalid_rms_norm_gated(zeros):

@@ -38,8 +38,8 @@ def group_sums(values: np.ndarray, format: str) -> np.ndarray:
 
 def expected__quantize_by_importance(a):
     """Any codes and scales whose error is not over that of MLX's rule."""
-    packed, scales, biases, _ = a.results
-    found = packed, scales, biases
+    packed, scales, zeros, _ = a.results
+    found = packed, scales, zeros
     format = Format(*oracles_experts.numbers_of(a.format))
     plain = quantize_stack(a.weight, format) if a.weight.numel() else found
     ours, theirs = (weighted_errors(a.weight, each, a.importance, a.format) for each in (found, plain))
@@ -51,7 +51,7 @@ def expected__quantize_by_importance(a):
     words = packed.shape[-1] // max(1, wrong.shape[-1])
     return [
         Expected(packed.numpy() ^ np.repeat(wrong, words, -1)),
-        *(Expected(exact(each)) for each in (scales, biases)),
+        *(Expected(exact(each)) for each in (scales, zeros)),
         Expected(np.stack(sums, -1), error[..., None]),
     ]
 

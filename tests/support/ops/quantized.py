@@ -35,7 +35,7 @@ def draw_weight(d, prefix: str, experts: int | None, rows: int, columns: int, fo
     tensors = d.quantized(experts or 1, rows, columns, form, d.dtype(), d.seed + rows)
     packed, *rest = tensors if experts else [None if t is None else t[0] for t in tensors]
     packed = packed.view(torch.int32) if d.flag() else packed
-    return {f"{prefix}{p}": t for p, t in zip(("packed", "scales", "biases"), (packed, *rest), strict=True)}
+    return {f"{prefix}{p}": t for p, t in zip(("packed", "scales", "zeros"), (packed, *rest), strict=True)}
 
 
 def columns_of(form: str) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def draw__expert_qmm_transposed(d):
 
 
 def dense(a, prefix="", down=False) -> np.ndarray:
-    weight = (getattr(a, f"{prefix}{part}") for part in ("packed", "scales", "biases"))
+    weight = (getattr(a, f"{prefix}{part}") for part in ("packed", "scales", "zeros"))
     return dequantise(*weight, (down and a.down_format) or a.format)
 
 
@@ -156,22 +156,22 @@ def mlp(a, prefix="") -> Estimate:
 
 
 def invalid_expert_qmm(zeros):
-    mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
+    mxfp4 = {"format": "mxfp4", "zeros": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     nvfp4 = mxfp4 | {"format": "nvfp4_global", "scales": zeros(E, I, 4, dtype=torch.uint8)}
     return [
-        wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
+        wrong("float32", zeros=zeros(E, I, 2, dtype=torch.float16)),
         wrong("H, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
         wrong(
-            "biases must be None for format mxfp4, got (8, 32, 2)",
-            **mxfp4 | {"biases": zeros(E, I, 2)},
+            "zeros must be None for format mxfp4, got (8, 32, 2)",
+            **mxfp4 | {"zeros": zeros(E, I, 2)},
         ),
         wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
-        wrong("biases must be a tensor for format nvfp4_global, got None", **nvfp4),
+        wrong("zeros must be a tensor for format nvfp4_global, got None", **nvfp4),
         wrong(
-            "biases must be of shape [E, N, 1] = (8, 32, 1), got (8, 32, 4)",
-            **nvfp4 | {"biases": zeros(E, I, 4, dtype=torch.int32)},
+            "zeros must be of shape [E, N, 1] = (8, 32, 1), got (8, 32, 4)",
+            **nvfp4 | {"zeros": zeros(E, I, 4, dtype=torch.int32)},
         ),
-        wrong("biases must be int32, got float32", **nvfp4 | {"biases": zeros(E, I, 1)}),
+        wrong("zeros must be int32, got float32", **nvfp4 | {"zeros": zeros(E, I, 1)}),
         wrong(
             "scales must be int32",
             **mxfp4 | {"format": "fp8_32", "packed": zeros(E, I, 16, dtype=torch.int32)},
@@ -181,7 +181,7 @@ def invalid_expert_qmm(zeros):
 
 def invalid__expert_qmm_transposed(zeros):
     return [
-        wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
+        wrong("float32", zeros=zeros(E, I, 2, dtype=torch.float16)),
         wrong("scales must be of shape [E, N, H / 32] = (8, 32, 2), got (8, 32, 3)", scales=zeros(E, I, 3)),
     ]
 
@@ -198,7 +198,7 @@ def invalid__moe_experts_quantized(zeros):
     shared = chosen | {f"shared_{name}": tensor for name, tensor in weights.items()}
     return [
         wrong(
-            "down_biases must be None for format mxfp4, got (8, 64, 1)",
+            "down_zeros must be None for format mxfp4, got (8, 64, 1)",
             down_format="mxfp4",
         ),
         *invalid_around(zeros),
@@ -226,10 +226,10 @@ def invalid__moe_experts_quantized(zeros):
 
 def invalid_moe_experts_quantized(zeros):
     ungated = {"gate_up_packed": zeros(E, I, 8, dtype=torch.int32)}
-    ungated |= {name: zeros(E, I, 2) for name in ("gate_up_scales", "gate_up_biases")}
+    ungated |= {name: zeros(E, I, 2) for name in ("gate_up_scales", "gate_up_zeros")}
     for_these = "gate_up_packed must be of 2I = 64 rows for these options, got (8, 32, 8)"
     return [
-        wrong("down_biases must be None for format mxfp4, got (8, 64, 1)", down_format="mxfp4"),
+        wrong("down_zeros must be None for format mxfp4, got (8, 64, 1)", down_format="mxfp4"),
         *invalid_around(zeros),
         wrong("format must be a name such as affine4_64 or mxfp4", format="affine9_64"),
         wrong(for_these, activation="swiglu_oai", **ungated),

@@ -115,7 +115,7 @@ def test_importance_of_trained_weights(parts):
     def error(name: str, bits: int, given: torch.Tensor | None) -> float:
         weight, x = layers[name].weight[:256], inputs[name][::4]
         found = quantize(weight.half(), bits, importance=given)
-        values = dequantise(found.packed, found.scales, found.biases, f"affine{bits}_64")
+        values = dequantise(found.packed, found.scales, found.zeros, f"affine{bits}_64")
         return float((x @ (torch.from_numpy(values) - weight.double()).mT).square().sum())
 
     for bits, name in zip(itertools.cycle((3, 4, 8)), layers, strict=False):

@@ -126,5 +126,5 @@ def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
     allowed: dict[str, tuple[torch.dtype, ...]] = {}
     for parameter, format in formats_in(module).items():
         packed, scales, biases = quantized_names(parameter)
-        allowed |= {packed: (torch.int32,), scales: format.scale_dtypes, biases: format.bias_dtypes}
+        allowed |= {packed: (torch.int32,), scales: format.scale_dtypes, biases: format.zero_dtypes}
     return allowed

@@ -61,7 +61,7 @@ def _matrices(formats: Sequence[Format | None], rest: Iterator[Tensor]) -> Itera
             yield next(rest)
         else:
             packed, scales = next(rest), next(rest)
-            biases = next(rest) if format.has_biases else None
+            biases = next(rest) if format.has_zeros else None
             yield dequantize(QuantizedWeight(packed, scales, biases, format))
 
 

@@ -85,20 +85,20 @@ class TensorsOfFiles:
 
         Raises: ValueError for tensors that are not as the format has them.
         """
-        parts = [f"{module}.{part}" for part in (PARTS if format.has_biases else PARTS[:2])]
+        parts = [f"{module}.{part}" for part in (PARTS if format.has_zeros else PARTS[:2])]
         for name in parts:
             if name not in self.tensors:
                 _CHECK.fail(name, "in the checkpoint", "no such tensor")
         rows = [tuple(self.tensors[name].shape[:-1]) for name in parts]
         if len({*rows}) > 1:
             _CHECK.fail(" and ".join(parts), "of as many rows", " and ".join(map(str, rows)))
-        scales = _FLOATS if format.has_biases else _EXPONENTS
+        scales = _FLOATS if format.has_zeros else _EXPONENTS
         self._check(parts[0], _PACKED, (*rows[0], columns * format.bits // 32))
         for name in parts[1:]:
             self._check(name, scales, (*rows[0], columns // format.group_size))
-        if format.has_biases and self.dtypes[parts[1]] != self.dtypes[parts[2]]:
+        if format.has_zeros and self.dtypes[parts[1]] != self.dtypes[parts[2]]:
             _CHECK.fail(parts[2], f"of {self.dtypes[parts[1]]}, as {parts[1]}", self.dtypes[parts[2]])
-        if not format.has_biases and f"{module}.biases" in self.tensors:
+        if not format.has_zeros and f"{module}.biases" in self.tensors:
             _CHECK.fail(f"{module}.biases", f"absent in {format}", "a tensor")
         return parts
 

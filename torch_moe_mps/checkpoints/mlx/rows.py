@@ -78,7 +78,7 @@ class RowConverters:
         format: Format | None = getattr(module, "format", None)
         formats = self.stored.get(f"{owner}.weight", [None, format])
         parts = [f"{attention}{half}.weight" for half in ("embed_q", "unembed_out")]
-        names = ("weight",) if format is None else TENSORS if format.has_biases else TENSORS[:2]
+        names = ("weight",) if format is None else TENSORS if format.has_zeros else TENSORS[:2]
         ours = [f"{owner}.{name}" for name in names]
         operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, format)
         return NamedConverter(_matrices(parts, formats), ours, [operation, Cast()])
@@ -116,7 +116,7 @@ def _matrices(weights: Sequence[str], formats: Sequence[Format | None]) -> list[
     """The names of the tensors of matrices of MLX."""
     names: list[str] = []
     for weight, format in zip(weights, formats, strict=True):
-        parts = PARTS[:1] if format is None else PARTS if format.has_biases else PARTS[:2]
+        parts = PARTS[:1] if format is None else PARTS if format.has_zeros else PARTS[:2]
         names += _ends([weight.removesuffix(".weight")], *parts)
     return names
 

@@ -97,7 +97,7 @@ class QuantizedLoraLinear(layer.Linear):
         out = self.base_layer(x, *args, **kwargs)
         for item in active:
             a, b = self.lora_A[item].weight, self.lora_B[item].weight
-            out = ops.linear_lora(out, x, a, b, self.scaling[item])
+            out = ops.linear_lora(out, x, a, b, scaling=self.scaling[item])
         return out
 
     def _is_inference(self, x: Tensor, active: list[str], kwargs: dict[str, Any]) -> bool:

@@ -343,13 +343,13 @@ def attend(
     asked |= {"softcap": softcap, "sinks": sinks}
     options = {name: arguments for name, arguments in asked.items() if arguments is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
-        options |= {"k_scales": key.scales, "k_biases": key.biases}
-        options |= {"v_scales": value.scales, "v_biases": value.biases}
+        options |= {"k_scales": key.scales, "k_zeros": key.zeros}
+        options |= {"v_scales": value.scales, "v_zeros": value.zeros}
         key, value = key.packed, value.packed
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if dtype is None:
-        return torch.ops.moe_mps.cached_attention(query, key, value, scale, **options)
-    return torch.ops.moe_mps._cached_attention(query, key, value, scale, **options, dtype=dtype)
+        return torch.ops.moe_mps.cached_attention(query, key, value, scale=scale, **options)
+    return torch.ops.moe_mps._cached_attention(query, key, value, scale=scale, **options, dtype=dtype)
 
 
 def _attend_to_latents(

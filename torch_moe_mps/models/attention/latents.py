@@ -174,7 +174,7 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight[rows])
     packed, scales, biases, _ = layer.weights()
     weight = packed[rows], scales[rows], None if biases is None else biases[rows]
-    compute = partial(ops.linear_quantized, x, *weight, layer.format.name)
+    compute = partial(ops.linear_quantized, x, *weight, format=layer.format.name)
     return with_cache(compute, layer, packed, scales, biases) if x.is_cpu else compute()
 
 

@@ -260,9 +260,10 @@ class Experts(NamedTuple):
             (matrices,), (down,) = (stack.matrices(module, self.number) for stack in (first, second))
             return _moe_experts(x, weights, ids, matrices, down, **options)
         (format,), (down_format,) = first.formats, second.formats  # type: ignore[union-attr]
+        options["format"] = format.name
         if down_format is not format:
             options["down_format"] = down_format.name
-        packed: tuple[Any, ...] = (*first.tensors(module)[0], *second.tensors(module)[0], format.name)
+        packed: tuple[Any, ...] = (*first.tensors(module)[0], *second.tensors(module)[0])
         return _moe_experts_quantized(x, weights, ids, *packed, **options)
 
     def _combine_in_steps(
@@ -309,8 +310,8 @@ class Experts(NamedTuple):
         bias = getattr(module, f"{projection}_bias") if self.has_bias else None
         outs: list[Tensor] = self.stack(projection).multiply(module, self.number, x, ids, bias)
         for a, b, experts, scaling in module.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
-            pairs = (buckets[0], buckets[1][: experts + 1]) if buckets else ()
-            outs = [ops.expert_lora(outs[0], x, ids, a, b, experts, *pairs, scaling=scaling)]
+            pairs = {"pair_order": buckets[0], "offsets": buckets[1][: experts + 1]} if buckets else {}
+            outs = [ops.expert_lora(outs[0], x, ids, a, b, num_experts=experts, scaling=scaling, **pairs)]
         return outs
 
 
@@ -329,7 +330,7 @@ def _buckets(module: nn.Module, ids: Tensor) -> tuple:
     if not adapters or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
         return ()
     most = max(adapter.experts for those in adapters.values() for adapter in those)
-    order, offsets = ops.moe_bucket(ids, most)
+    order, offsets = ops.moe_bucket(ids, num_experts=most)
     return order, offsets
 
 

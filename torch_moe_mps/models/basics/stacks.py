@@ -67,7 +67,7 @@ class Stack(NamedTuple):
         views = self.matrices(module, count)
         biases = [None] * len(views) if bias is None else bias.chunk(len(views), -1)
         return [
-            ops.expert_mm(x, ids, view, part, self.is_transposed)
+            ops.expert_mm(x, ids, view, part, transposed=self.is_transposed)
             for view, part in zip(views, biases, strict=True)
         ]
 
@@ -103,7 +103,7 @@ class PackedStack(NamedTuple):
         """[T, K, rows]: rows of x times the matrices of their experts."""
         biases = [None] * len(self.names) if bias is None else bias.chunk(len(self.names), -1)
         outs = [
-            ops.expert_qmm(x, ids, *tensors, format.name, part)
+            ops.expert_qmm(x, ids, *tensors, format=format.name, bias=part)
             for tensors, format, part in zip(self.tensors(module), self.formats, biases, strict=True)
         ]
         return [outs[0] if len(outs) == 1 else torch.cat(outs, -1)]

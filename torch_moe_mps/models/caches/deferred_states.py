@@ -79,7 +79,7 @@ class StateKind(NamedTuple):
         if not self.delta:
             decay = None
             options |= {"decay_form": "times_beta", "A_log": state.new_zeros(heads)}
-        ops._gated_delta_rule_(keys, keys, values, decay, state, 1.0, **options)
+        ops._gated_delta_rule_(keys, keys, values, decay, state, scale=1.0, **options)
 
     def _of_operator(self, state: Tensor) -> Tensor:
         """[B, heads, keys, values], as the operator takes it."""

@@ -42,20 +42,20 @@ class QuantizedStates(Deferred):
     Slices and index_select of tokens and batches stay quantised. Only `write` and `zero_` change it.
 
     Attributes:
-        packed, scales, biases: [B, Hk, S, D / 4], and twice [B, Hk, S, D / group], as
+        packed, scales, zeros: [B, Hk, S, D / 4], and twice [B, Hk, S, D / group], as
             `torch.ops.moe_mps.cached_attention` takes them.
     """
 
     packed: Tensor
     scales: Tensor
-    biases: Tensor
+    zeros: Tensor
 
     @staticmethod
-    def __new__(cls, packed: Tensor, scales: Tensor, biases: Tensor) -> "QuantizedStates":
+    def __new__(cls, packed: Tensor, scales: Tensor, zeros: Tensor) -> "QuantizedStates":
         *rows, words = packed.shape
         shape, attributes = (
             (*rows, words * 32 // CACHE_BITS),
-            {"packed": packed, "scales": scales, "biases": biases},
+            {"packed": packed, "scales": scales, "zeros": zeros},
         )
         return cls.made(shape, scales.dtype, scales.device, **attributes)
 
@@ -70,11 +70,11 @@ class QuantizedStates(Deferred):
         width = sum(widths) or width
         assert size is not None
         packed = like.new_empty((*rows, tokens, width * CACHE_BITS // 32), dtype=torch.int32)
-        scales, biases = (like.new_empty((*rows, tokens, width // size)) for _ in range(2))
-        return cls(packed, scales, biases)
+        scales, zeros = (like.new_empty((*rows, tokens, width // size)) for _ in range(2))
+        return cls(packed, scales, zeros)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedStates":
-        return QuantizedStates(function(self.packed), function(self.scales), function(self.biases))
+        return QuantizedStates(function(self.packed), function(self.scales), function(self.zeros))
 
     def tokens(self, start: int, count: int) -> "QuantizedStates":
         """A view of some tokens."""
@@ -104,7 +104,7 @@ class QuantizedStates(Deferred):
         return sum(part.nbytes for part in self.parts())
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.packed, self.scales, self.biases
+        return self.packed, self.scales, self.zeros
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedStates":
         copied = self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))

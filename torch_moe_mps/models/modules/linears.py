@@ -229,7 +229,9 @@ class QuantizedLinear(QuantizedLayer):
         packed, scales, biases, bias = self.weights()
         wide = self.is_head and not torch.compiler.is_compiling() and are_wide()
         dtype = torch.float32 if wide else None
-        compute = partial(linear_quantized, x, packed, scales, biases, self.format.name, bias, dtype=dtype)
+        compute = partial(
+            linear_quantized, x, packed, scales, biases, format=self.format.name, bias=bias, dtype=dtype
+        )
         return with_cache(compute, self, packed, scales, biases) if packed.is_cpu else compute()
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -289,7 +291,7 @@ class GroupedLinear(QuantizedLinear):
         stacks = [None if each is None else each.unflatten(0, (self.n_groups, -1)) for each in weights]
         rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         ids = self.group_ids.expand(len(rows), -1)
-        compute = partial(ops.expert_qmm, rows, ids, *stacks, self.format.name)
+        compute = partial(ops.expert_qmm, rows, ids, *stacks, format=self.format.name)
         out = with_cache(compute, self, *weights) if x.is_cpu else compute()
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -330,7 +332,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         dtype, weight = self._like.dtype, (self.packed, self.scales, self.biases)
-        out = embedding_quantized(ids, *weight, self.format.name, dtype=dtype)
+        out = embedding_quantized(ids, *weight, format=self.format.name, dtype=dtype)
         return out if self.scale is None else out * self.scale.to(dtype)
 
     def extra_repr(self) -> str:

@@ -23,7 +23,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softp
 MAX_INDEX_BLOCK = 1024  # keys of an index
 MAX_POSITION = 2**31 - 1
 WORD = 32  # keys of a mask of bits
-SCALES = ("k_scales", "k_biases", "v_scales", "v_biases")
+SCALES = ("k_scales", "k_zeros", "v_scales", "v_zeros")
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -47,20 +47,20 @@ def _check_indices(check: Check, indices: Tensor | None, block: int, **others: o
 
 
 def _check_quantized(
-    check: Check, names: tuple[str, str, str], packed: Tensor, scales: Tensor | None, biases: Tensor | None
+    check: Check, names: tuple[str, str, str], packed: Tensor, scales: Tensor | None, zeros: Tensor | None
 ) -> int:
     """The elements of a quantised head. `names` name the three tensors."""
     check.dtype(names[0], packed, PACKED_DTYPES)
     columns = packed.shape[3] * 32 // CACHE_BITS
-    for name, tensor in zip(names[1:], (scales, biases), strict=True):
+    for name, tensor in zip(names[1:], (scales, zeros), strict=True):
         if tensor is None:
             check.fail(name, f"a tensor beside quantised {names[0]}", None)
         groups = tensor.shape[3]
         if groups < 1 or columns % groups or columns // groups not in GROUP_SIZES["affine"]:
             sizes = " or ".join(map(str, GROUP_SIZES["affine"]))
             check.fail(name, f"of a last dimension of {columns} / {sizes}", tuple(tensor.shape))
-    assert scales is not None and biases is not None
-    check.shape(names[2], biases, tuple(scales.shape), f"of {names[1]}")
+    assert scales is not None and zeros is not None
+    check.shape(names[2], zeros, tuple(scales.shape), f"of {names[1]}")
     return columns
 
 
@@ -73,10 +73,10 @@ def _check_keys(check: Check, q: Tensor, k: Tensor, v: Tensor, scales: tuple[Ten
         check.dtype("v", v, (q.dtype,))
     else:
         key_columns = width * CACHE_BITS // 32
-        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, *scales[:2])
+        columns = _check_quantized(check, ("k", "k_scales", "k_zeros"), k, *scales[:2])
         if columns != width:
             check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
-        value_width = _check_quantized(check, ("v", "v_scales", "v_biases"), v, *scales[2:])
+        value_width = _check_quantized(check, ("v", "v_scales", "v_zeros"), v, *scales[2:])
     check.shape("k", k, (*k.shape[:3], key_columns), "[B, Hk, S, D]")
     if heads % k.shape[1]:
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
@@ -171,12 +171,12 @@ def _added(mask: Tensor) -> Tensor:
     return wide(mask).masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
-def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Tensor:
+def values_in(cache: Tensor, scales: Tensor | None, zeros: Tensor | None) -> Tensor:
     """Keys or values in float32 or float64."""
     if scales is None:
         return wide(cache)
     group = cache.shape[3] * 32 // CACHE_BITS // scales.shape[3]
-    return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
+    return dequantize_values(cache, scales, zeros, Format(CACHE_BITS, group))
 
 
 def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor | None:
@@ -198,7 +198,7 @@ def _by_torch(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: floa
 @operator(
     f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any attn_mask[_, _, T, _]:mask "
     "key_range[B, 2]:int32 sinks[Hq] indices[B, 1, T, K]|[B, Hk, T, K]:int32 k_scales[B, Hk, S, _]:q "
-    "k_biases[B, Hk, S, _]:q v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q gate[B, T, Hq, _]:q "
+    "k_zeros[B, Hk, S, _]:q v_scales[B, Hk, S, _]:q v_zeros[B, Hk, S, _]:q gate[B, T, Hq, _]:q "
     "k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v",
     _meta_cached_attention,
     allowed={
@@ -214,8 +214,8 @@ def _cached_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
     *,
+    scale: float,
     attn_mask: Tensor | None = None,
     window: int | None = None,
     lookahead: int = 0,
@@ -225,9 +225,9 @@ def _cached_attention(
     indices: Tensor | None = None,
     index_block: int = 1,
     k_scales: Tensor | None = None,
-    k_biases: Tensor | None = None,
+    k_zeros: Tensor | None = None,
     v_scales: Tensor | None = None,
-    v_biases: Tensor | None = None,
+    v_zeros: Tensor | None = None,
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
     k_tail: Tensor | None = None,
@@ -242,7 +242,7 @@ def _cached_attention(
 
     Args:
         q, k, v, scale, attn_mask, window, lookahead, key_range, softcap, sinks, indices,
-            index_block, k_scales, k_biases, v_scales, v_biases: as for `cached_attention`.
+            index_block, k_scales, k_zeros, v_scales, v_zeros: as for `cached_attention`.
         gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `q`; any strides.
         gate_activation: "sigmoid" or "softplus".
         k_tail, v_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `q`, strides free: further
@@ -260,7 +260,7 @@ def _cached_attention(
     Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
     """
     tokens, keys = q.shape[2], k.shape[2]
-    keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
+    keys_, values = values_in(k, k_scales, k_zeros), values_in(v, v_scales, v_zeros)
     own = (window, key_range, softcap, sinks, indices, k_tail)
     is_torchs = q.is_cpu and all(option is None for option in own)
     if indices is not None and k_tail is None:
@@ -285,13 +285,13 @@ def _cached_attention(
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
-@door(_cached_attention)
+@door(_cached_attention, public="attention over a KV cache in any model")
 def cached_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
     *,
+    scale: float,
     attn_mask: Tensor | None = None,
     window: int | None = None,
     lookahead: int = 0,
@@ -301,9 +301,9 @@ def cached_attention(
     indices: Tensor | None = None,
     index_block: int = 1,
     k_scales: Tensor | None = None,
-    k_biases: Tensor | None = None,
+    k_zeros: Tensor | None = None,
     v_scales: Tensor | None = None,
-    v_biases: Tensor | None = None,
+    v_zeros: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention over a KV cache, with windows, sinks, soft caps and sparse keys.
 
@@ -342,10 +342,10 @@ def cached_attention(
             place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
             a row up. One that occurs twice counts twice. None beside attn_mask, window and key_range.
         index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
-        k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of
+        k_scales, k_zeros: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of
             32, 64 or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode
             "affine". Then `k` is [B, Hk, S, D / 4] int32 or uint32.
-        v_scales, v_biases: the same for the values, which are quantised where the keys are.
+        v_scales, v_zeros: the same for the values, which are quantised where the keys are.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
@@ -459,7 +459,7 @@ def _rope_attention_(
         turned,
         keys_,
         values_,
-        scale,
+        scale=scale,
         window=window,
         key_range=key_range,
         softcap=softcap,
@@ -472,22 +472,22 @@ def _rope_attention_(
 # The cache in 8 bits
 
 
-def _check_write(check, states, packed_, scales_, biases_, start):
-    width = _check_quantized(check, ("packed_", "scales_", "biases_"), packed_, scales_, biases_)
+def _check_write(check, states, packed_, scales_, zeros_, start):
+    width = _check_quantized(check, ("packed_", "scales_", "zeros_"), packed_, scales_, zeros_)
     check.shape("states", states, (*states.shape[:3], width), "[B, Hk, T, D]")
     check.between("start", start, 0, packed_.shape[2] - states.shape[2])
 
 
 @operator(
-    "states[B, Hk, T, _] packed_[B, Hk, N, _]:packed scales_[B, Hk, N, _]:states biases_[B, Hk, N, _]:states "
-    "-> packed_ scales_ biases_",
+    "states[B, Hk, T, _] packed_[B, Hk, N, _]:packed scales_[B, Hk, N, _]:states zeros_[B, Hk, N, _]:states "
+    "-> packed_ scales_ zeros_",
     _check_write,
 )
 def _write_cache_quantized_(
     states: Tensor,
     packed_: Tensor,
     scales_: Tensor,
-    biases_: Tensor,
+    zeros_: Tensor,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises keys or values of new tokens to 8 bits, into a cache as `cached_attention` reads it.
@@ -501,18 +501,18 @@ def _write_cache_quantized_(
     Args:
         states: [B, Hk, T, D], float32, float16 or bfloat16; any strides.
         packed_: [B, Hk, N, D / 4] int32 or uint32: the codes; written in place, whatever its strides.
-        scales_, biases_: [B, Hk, N, D / group] in the dtype of `states`, for groups of 32, 64 or 128; written
+        scales_, zeros_: [B, Hk, N, D / group] in the dtype of `states`, for groups of 32, 64 or 128; written
             in place. None of the three may overlap itself or another argument.
         start: the token of the cache that the first new one becomes, N - T at most.
 
-    Returns: `packed_`, `scales_` and `biases_`. `torch.ops.moe_mps` itself returns nothing.
+    Returns: `packed_`, `scales_` and `zeros_`. `torch.ops.moe_mps` itself returns nothing.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     In models whose cache holds 8 bits.
     """
     if states.numel() == 0:
-        return packed_, scales_, biases_
+        return packed_, scales_, zeros_
     groups = wide(states).unflatten(-1, (scales_.shape[3], -1))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     not_finite = (groups * 0).sum(-1, keepdim=True)  # NaN if any number is, else 0
@@ -523,10 +523,10 @@ def _write_cache_quantized_(
     for target, new in (
         (packed_.view(torch.int32), pack(codes.flatten(-2), CACHE_BITS).view(torch.int32)),
         (scales_, scale.squeeze(-1).to(scales_.dtype)),
-        (biases_, bias.squeeze(-1).to(biases_.dtype)),
+        (zeros_, bias.squeeze(-1).to(zeros_.dtype)),
     ):
         target[:, :, start : start + states.shape[2]] = new
-    return packed_, scales_, biases_
+    return packed_, scales_, zeros_
 
 
 def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
@@ -534,7 +534,7 @@ def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, A
     for name, width in (("k", whole_groups(s.D)), ("v", whole_groups(s.V))):
         arguments[name] = s.codes(2, 2, keys, width // 4)
         arguments[f"{name}_scales"] = s.values(2, 2, keys, width // 32) / 128
-        arguments[f"{name}_biases"] = s.values(2, 2, keys, width // 32)
+        arguments[f"{name}_zeros"] = s.values(2, 2, keys, width // 32)
     return arguments
 
 
@@ -596,7 +596,7 @@ def _written(s: Sample) -> dict[str, Any]:
         "states": s.values(2, 2, s.T, width),
         "packed_": torch.zeros(2, 2, s.T + 5, width // 4, dtype=torch.int32, device=s.device),
         "scales_": torch.zeros(2, 2, s.T + 5, width // 32, dtype=s.dtype, device=s.device),
-        "biases_": torch.zeros(2, 2, s.T + 5, width // 32, dtype=s.dtype, device=s.device),
+        "zeros_": torch.zeros(2, 2, s.T + 5, width // 32, dtype=s.dtype, device=s.device),
         "start": 3,
     }
 

@@ -33,12 +33,14 @@ def _behind_pending(conv_state: Tensor, pending: Tensor, counts: Tensor) -> Tens
     _check_conv,
     allowed={"activation": ACTIVATIONS},
     dependences=(PENDING,),
+    public="the convolution in front of linear attention and Mamba",
 )
 def causal_conv1d_update_(
     x: Tensor,
     conv_state_: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    *,
     activation: str = "silu",
     add_input: bool = False,
     pending_: Tensor | None = None,

@@ -26,7 +26,7 @@ def _sum_over_slots(slots: Tensor, topk_weights: Tensor) -> Tensor:
     return total
 
 
-@operator("gate[..., I] up[..., I]:gate -> gate")
+@operator("gate[..., I] up[..., I]:gate -> gate", public="covers a source kernel")
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU's product silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
@@ -102,6 +102,7 @@ def _activation_backward(grad, asked, given):
     "x[..., N]",
     _meta_expert_activation,
     backward=Backward(_activation_backward, {"x": ("x",)}),
+    public="experts matrix by matrix, and their training",
 )
 def expert_activation(
     x: Tensor,
@@ -139,7 +140,7 @@ def expert_activation(
 SLOTS = "expert_out[..., S>=1, H] topk_weights[..., S]"
 
 
-@operator(f"{SLOTS} -> [..., H]:expert_out")
+@operator(f"{SLOTS} -> [..., H]:expert_out", public="covers a source kernel")
 def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Weighted sum of expert outputs: sum_s topk_weights[..., s] * expert_out[..., s, :], s ascending.
 
@@ -163,7 +164,7 @@ def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     return _sum_over_slots(expert_out, topk_weights).to(expert_out.dtype)
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_")
+@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_", public="covers a source kernel")
 def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place.
 
@@ -190,9 +191,12 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_w
     return residual_.copy_(wide(residual_) + _sum_over_slots(expert_out, topk_weights))
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out")
+@operator(
+    f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out",
+    public="covers a source kernel",
+)
 def weighted_sum_residual_norm_stacked_(
-    residual_: Tensor, expert_out: Tensor, topk_weights: Tensor, norm_weight: Tensor, norm_eps: float
+    residual_: Tensor, expert_out: Tensor, topk_weights: Tensor, norm_weight: Tensor, *, norm_eps: float
 ) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place, and its RMSNorm.
 
@@ -218,7 +222,8 @@ def weighted_sum_residual_norm_stacked_(
     Example:
         >>> residual, expert_out = torch.tensor([[0.0, 1.0]]), torch.tensor([[[2.0, -2.0], [4.0, -8.0]]])
         >>> weights, norm_weight = torch.tensor([[0.5, 0.25]]), torch.tensor([1.0, 10.0])
-        >>> ops.weighted_sum_residual_norm_stacked_(residual, expert_out, weights, norm_weight, 0.0).tolist()
+        >>> added = residual, expert_out, weights, norm_weight
+        >>> ops.weighted_sum_residual_norm_stacked_(*added, norm_eps=0.0).tolist()
         [[1.0, -10.0]]
         >>> residual.tolist()
         [[2.0, -2.0]]
@@ -316,6 +321,7 @@ def _check_weighted_reduce(check, **given):
         dict.fromkeys(("topk_weights", "expert_out"), ("topk_weights", "expert_out")),
         unless=("shared_gate", "shared_out", "residual"),
     ),
+    public="experts matrix by matrix, and their training",
 )
 def moe_weighted_reduce(
     expert_out: Tensor,
@@ -323,6 +329,7 @@ def moe_weighted_reduce(
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
+    *,
     gate_is_logit: bool = False,
 ) -> Tensor:
     """Weighted sum over slots, with the shared expert and the residual.

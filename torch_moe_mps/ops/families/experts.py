@@ -230,7 +230,7 @@ def _mm_backward(grad, asked, given):
     x, weight, topk_ids, transposed = (given[name] for name in ("x", "weight", "topk_ids", "transposed"))
     ops, gradients = torch.ops.moe_mps, {}
     if "x" in asked:
-        gradients["x"] = ops.expert_mm(grad, topk_ids, weight, None, not transposed)
+        gradients["x"] = ops.expert_mm(grad, topk_ids, weight, None, transposed=not transposed)
         if is_per_token(x, topk_ids):
             gradients["x"] = gradients["x"].sum(-2, dtype=wide_dtype(x)).to(x.dtype)
     if "weight" in asked:
@@ -243,9 +243,10 @@ def _mm_backward(grad, asked, given):
     f"{IDS} x[..., H]|[..., K, H] weight[E, _, _]:x bias[E, _]",
     _meta_expert_mm,
     backward=Backward(_mm_backward, {"x": ("weight", "topk_ids"), "weight": ("x", "topk_ids")}),
+    public="experts matrix by matrix, and their training",
 )
 def expert_mm(
-    x: Tensor, topk_ids: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
+    x: Tensor, topk_ids: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
 ) -> Tensor:
     """Matrix product of each token with the weights of its experts.
 
@@ -371,7 +372,7 @@ def _moe_experts(
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_weight_offset), without it x. On Metal the norm of one token joins the first product and is
             not rounded, if its weight is float32 or has the dtype of `x`; else it is a dispatch of its own.
-        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        norm_eps, norm_weight_offset: of the norm, as of rms_norm.
         has_identity: ids from E on are of experts that give norm(x). Without it they give nothing. Only
             without shared_out.
 
@@ -387,7 +388,7 @@ def _moe_experts(
     return combine_experts(x, norm, topk_weights, topk_ids, gate_up.shape[0], mlp, around, has_identity)
 
 
-@door(_moe_experts)
+@door(_moe_experts, public="a layer of experts with dense weights")
 def moe_experts(
     x: Tensor,
     topk_weights: Tensor,

@@ -118,8 +118,8 @@ def _gated_delta_rule_(
     v: Tensor,
     g: Tensor | None,
     state_: Tensor,
-    scale: float,
     *,
+    scale: float,
     beta: Tensor,
     l2norm_eps: float | None = None,
     decay_form: str = "log",
@@ -153,7 +153,7 @@ def _gated_delta_rule_(
         gate: [B, T, Hv, Dv] in the dtype of `v`, or None; given with `norm_weight`, and only then.
         gate_activation: "silu" or "sigmoid".
         norm_weight: [Dv], any of the three dtypes, or None.
-        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
+        norm_eps, norm_weight_offset: of the norm, as of rms_norm_gated.
         pending_: [B, Hv, N, Dk + Dv + 3], with a decay for each row [B, Hv, N, 2 Dk + Dv + 2], float32, N at
             most 8, or None; written in place as the state is.
         counts: [B, 1], int32: how many tokens of each row in `pending_` are right; given with it.
@@ -193,18 +193,25 @@ def _gated_delta_rule_(
         state_.copy_(state)
     if gate is None or norm_weight is None:
         return out
-    return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_weight_offset, gate_activation)
+    return rms_norm_gated(
+        out,
+        gate,
+        norm_weight,
+        norm_eps=norm_eps,
+        norm_weight_offset=norm_weight_offset,
+        activation=gate_activation,
+    )
 
 
-@door(_gated_delta_rule_)
+@door(_gated_delta_rule_, public="linear attention: gated delta rule, Kimi Delta Attention, Mamba-2")
 def gated_delta_rule_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     state_: Tensor,
-    scale: float,
     *,
+    scale: float,
     beta: Tensor,
     l2norm_eps: float | None = None,
     decay_form: str = "log",

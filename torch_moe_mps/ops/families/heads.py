@@ -74,14 +74,14 @@ def _heads_mm(
     return _product(x, weight, transposed, appended, weight.dtype)
 
 
-def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, appended, dtype):
+def _meta_heads_quantized(check, x, packed, scales, zeros, format, transposed, appended, dtype):
     stored = Format.named(format, check)
     rows, columns = packed.shape[1], stored.columns(packed.shape[2])
     wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]
     if transposed:
         check.among_dtypes("dtype", wanted, (x.dtype,))
     out = _meta_heads(check, x, rows, columns, transposed, appended, wanted)
-    QuantizedWeight(packed, scales, biases, stored).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
+    QuantizedWeight(packed, scales, zeros, stored).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
     return out
 
 
@@ -94,7 +94,7 @@ def _heads_quantized(
     x: Tensor,
     packed: Tensor,
     scales: Tensor,
-    biases: Tensor | None,
+    zeros: Tensor | None,
     format: str,
     *,
     transposed: bool = False,
@@ -108,8 +108,8 @@ def _heads_quantized(
             mps only float32 is read without a copy unless transposed. On Metal an infinite element may give
             NaN where the formula gives infinity, as in expert_qmm.
         packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of _heads_mm it may be
-            some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
-        scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
+            some of each head's rows in a matrix; likewise `scales` and `zeros`, the same rows.
+        scales, zeros: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
         transposed, appended: as for _heads_mm.
         dtype: of the result: "float32", "float16" or "bfloat16"; None: the dtype of `x`, as always with
@@ -119,7 +119,7 @@ def _heads_quantized(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
     wanted = x.dtype if dtype is None else NAMED_DTYPES[dtype]
     return _product(x, decoded(weight), transposed, appended, wanted)
 

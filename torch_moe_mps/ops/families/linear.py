@@ -11,7 +11,7 @@ from torch import Tensor
 from .._activations import POINTWISE, Activation
 from .._checks import NAMED_DTYPES, Check, dtype_name, options_in, wide, wide_dtype
 from .._decoded import in_blocks
-from .._formats import TENSORS, Format, QuantizedWeight
+from .._formats import ARGUMENTS, Format, QuantizedWeight
 from .._registry import Backward, DtypeName, door, operator
 from .._sample import Calls, Changes
 from .norms import InputNorm
@@ -38,8 +38,8 @@ def _check_activated(check, activation, activated, factor, rows, columns):
         check.fail("factor", "a finite number", factor)
 
 
-def _check_linear_quantized_transposed(check, dy, packed, scales, biases, format):
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+def _check_linear_quantized_transposed(check, dy, packed, scales, zeros, format):
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format, check))
     columns = weight.format.columns(packed.shape[1])
     weight.check(check, "", (packed.shape[0], columns), "N, C")
     return dy.new_empty(*dy.shape[:-1], columns)
@@ -47,21 +47,21 @@ def _check_linear_quantized_transposed(check, dy, packed, scales, biases, format
 
 @operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed)
 def _linear_quantized_transposed(
-    dy: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
+    dy: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, format: str
 ) -> Tensor:
     """The gradient of the input of linear_quantized: dx = dy @ dequantised.
 
     Args:
         dy: [..., N], float32, float16 or bfloat16: the gradient of the output.
         packed: [N, C * bits / 32], uint32 or the same bits as int32.
-        scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
+        scales, zeros: of the rows [N, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
 
     Returns: [..., C] in the dtype of `dy`; dequantised and accumulated in float32.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
     rows, first = wide(dy), 0
     out = rows.new_zeros(*dy.shape[:-1], weight.format.columns(packed.shape[1]))
     for values in in_blocks(weight):
@@ -75,7 +75,7 @@ def _linear_backward(grad, asked, given):
     if given["factor"] != 1.0:
         grad = grad * given["factor"]
     if "x" in asked:
-        weight = [given[name] for name in TENSORS]
+        weight = [given[name] for name in ARGUMENTS]
         gradients["x"] = torch.ops.moe_mps._linear_quantized_transposed(grad, *weight, given["format"])
     if "bias" in asked:
         rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
@@ -85,10 +85,10 @@ def _linear_backward(grad, asked, given):
 
 
 def _meta_linear_quantized(
-    check, x, packed, scales, biases, format, activation, activated, factor, dtype, **_
+    check, x, packed, scales, zeros, format, activation, activated, factor, dtype, **_
 ):
     rows, columns = check.dims("N C")
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format, check))
     weight.check(check, "", (rows, columns), "N, C")
     _check_activated(check, activation, activated, factor, rows, columns)
     return x.new_empty(*x.shape[:-1], rows, dtype=x.dtype if dtype is None else NAMED_DTYPES[dtype])
@@ -101,16 +101,18 @@ def _meta_linear_quantized(
     dependences=("activated not without activation (without an activation)",),
     backward=Backward(
         _linear_backward,
-        {"x": TENSORS, "bias": (), "residual": ()},
-        frozen=TENSORS,
+        {"x": ARGUMENTS, "bias": (), "residual": ()},
+        frozen=ARGUMENTS,
         unless=("order", "norm_weight", "activation", "dtype"),
     ),
+    public="linear layers with weights from `quantize`",
 )
 def linear_quantized(
     x: Tensor,
     packed: Tensor,
     scales: Tensor,
-    biases: Tensor | None,
+    zeros: Tensor | None,
+    *,
     format: str,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -121,7 +123,6 @@ def linear_quantized(
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
-    *,
     dtype: DtypeName | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
@@ -132,7 +133,7 @@ def linear_quantized(
         x: [..., C], float32, float16 or bfloat16. On Metal an infinite element may give NaN where the formula
             gives infinity, as in expert_qmm.
         packed: [N, C * bits / 32], uint32 or the same bits as int32.
-        scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
+        scales, zeros: of the rows [N, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         residual: [..., N] in the dtype of `x`.
@@ -143,7 +144,7 @@ def linear_quantized(
             norm_weight_offset), without it x. On Metal the norm of a single row joins the product and is not
             rounded, if its weight is float32 or has the dtype of `x` and the format has 3 bits or more; else
             it is a dispatch of its own.
-        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        norm_eps, norm_weight_offset: of the norm, as of rms_norm.
         activation: silu, gelu, gelu_tanh, relu, relu2, or None: act(y) is factor * y. Otherwise it is
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
@@ -159,11 +160,12 @@ def linear_quantized(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> w = quantize(torch.eye(32), mode="mxfp4")
-        >>> ops.linear_quantized(torch.arange(32.0), *w, "mxfp4", bias=torch.full((32,), 10.0))[:3].tolist()
+        >>> bias = torch.full((32,), 10.0)
+        >>> ops.linear_quantized(torch.arange(32.0), *w, format="mxfp4", bias=bias)[:3].tolist()
         [10.0, 11.0, 12.0]
     """
     normed = InputNorm(norm_weight, norm_eps, norm_weight_offset).applied_to(x)
-    out = _product(normed, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
+    out = _product(normed, QuantizedWeight(packed, scales, zeros, Format.named(format)), bias)
     if activation is not None:
         some = out[..., :activated]
         some.copy_(POINTWISE[activation](some * factor))
@@ -224,12 +226,12 @@ def _mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
     gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_packed: Tensor,
     down_scales: Tensor,
-    down_biases: Tensor | None,
-    format: str,
+    down_zeros: Tensor | None,
     *,
+    format: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "silu",
@@ -248,7 +250,7 @@ def _mlp_quantized(
         out = mlp_quantized(norm(x)) + residual
 
     Args:
-        x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales, down_biases, format,
+        x, gate_up_packed, gate_up_scales, gate_up_zeros, down_packed, down_scales, down_zeros, format,
             gate_up_bias, down_bias, activation, alpha, limit, gated, interleaved, down_format: as for
             mlp_quantized.
         residual: [..., H] in the dtype of `x`.
@@ -259,24 +261,24 @@ def _mlp_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
-    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_zeros, Format.named(format))
+    down = QuantizedWeight(down_packed, down_scales, down_zeros, Format.named(down_format or format))
     options = Activation(activation, alpha, limit, gated, interleaved)
     out = mlp_outputs(x, norm, gate_up, down, options, gate_up_bias, down_bias)
     return (out if residual is None else out.add_(wide(residual))).to(x.dtype)
 
 
-@door(_mlp_quantized)
+@door(_mlp_quantized, public="MLPs and shared experts with weights from `quantize`")
 def mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
     gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_packed: Tensor,
     down_scales: Tensor,
-    down_biases: Tensor | None,
-    format: str,
+    down_zeros: Tensor | None,
     *,
+    format: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "silu",
@@ -298,9 +300,9 @@ def mlp_quantized(
         x: [..., H], float32, float16 or bfloat16.
         gate_up_packed: [2I, H * bits / 32] ([I, ...] when not gated), uint32 or the same bits as int32: the
             rows of the gate, then of the up projection.
-        gate_up_scales, gate_up_biases: of the rows [2I, H], as expert_qmm's of [E, N, H].
+        gate_up_scales, gate_up_zeros: of the rows [2I, H], as expert_qmm's of [E, N, H].
         down_packed: [H, I * bits / 32].
-        down_scales, down_biases: of the rows [H, I].
+        down_scales, down_zeros: of the rows [H, I].
         format: its name, as for expert_qmm; so are the multiples that H and I must be.
         gate_up_bias, down_bias: [2I] ([I] when not gated) and [H]: the layer's, not the format's.
         activation, alpha, limit, gated, interleaved: as for moe_experts.
@@ -315,28 +317,33 @@ def mlp_quantized(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> gate_up, down = (quantize(torch.eye(32).repeat(n, 1), mode="mxfp4") for n in (2, 1))
-        >>> out = ops.mlp_quantized(torch.full((1, 32), 3.0), *gate_up, *down, "mxfp4", activation="relu")
+        >>> x = torch.full((1, 32), 3.0)
+        >>> out = ops.mlp_quantized(x, *gate_up, *down, format="mxfp4", activation="relu")
         >>> out[0, :2].tolist()  # relu(3) * 3
         [9.0, 9.0]
     """
     return inspect.unwrap(_mlp_quantized)(**locals())
 
 
-def _meta_embedding_quantized(check, tokens, packed, scales, biases, format, dtype):
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+def _meta_embedding_quantized(check, tokens, packed, scales, zeros, format, dtype):
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format, check))
     shape = (packed.shape[0], weight.format.columns(packed.shape[1]))
     weight.check(check, "", shape, "V, C")
     return tokens.new_empty(*tokens.shape, shape[1], dtype=NAMED_DTYPES[dtype])
 
 
-@operator("tokens:id packed[V, _]:packed", _meta_embedding_quantized)
+@operator(
+    "tokens:id packed[V, _]:packed",
+    _meta_embedding_quantized,
+    public="embeddings with weights from `quantize`",
+)
 def embedding_quantized(
     tokens: Tensor,
     packed: Tensor,
     scales: Tensor,
-    biases: Tensor | None,
-    format: str,
+    zeros: Tensor | None,
     *,
+    format: str,
     dtype: DtypeName,
 ) -> Tensor:
     """Rows of a quantised matrix: out[...] = dequantised[tokens[...]].
@@ -344,7 +351,7 @@ def embedding_quantized(
     Args:
         tokens: [...], int32 or int64. A token outside [0, V) reads nothing and gives a row of zeros.
         packed: [V, C * bits / 32], uint32 or the same bits as int32.
-        scales, biases: of the rows [V, C], as expert_qmm's of [E, N, H].
+        scales, zeros: of the rows [V, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm.
         dtype: of the result: torch.float32, torch.float16 or torch.bfloat16.
 
@@ -355,11 +362,12 @@ def embedding_quantized(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> table = quantize(torch.eye(32), mode="mxfp4")  # 32 is no token
-        >>> rows = ops.embedding_quantized(torch.tensor([1, 0, 32]), *table, "mxfp4", dtype=torch.float32)
+        >>> tokens = torch.tensor([1, 0, 32])
+        >>> rows = ops.embedding_quantized(tokens, *table, format="mxfp4", dtype=torch.float32)
         >>> rows[:, :2].tolist()
         [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     """
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
     rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])
     flat = tokens.reshape(-1).long()
     if rows == 0:

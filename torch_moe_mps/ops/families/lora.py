@@ -35,8 +35,8 @@ def _meta_linear_lora(check, added, x, a, b, scaling):
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 
-@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora)
-def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
+@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora, public="adapters on linear layers")
+def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scaling: float = 1.0) -> Tensor:
     """A linear layer's output with its adapter: out = added + scaling * (x @ a^T) @ b^T.
 
     Args:
@@ -89,7 +89,7 @@ def _lora_backward(grad, asked, given):
         if given["pair_order"] is None:
             given |= zip(
                 ("pair_order", "offsets"),
-                torch.ops.moe_mps.moe_bucket(given["topk_ids"], given["num_experts"]),
+                torch.ops.moe_mps.moe_bucket(given["topk_ids"], num_experts=given["num_experts"]),
                 strict=True,
             )
         dx, da, db = torch.ops.moe_mps._expert_lora_backward(grad, *(given[name] for name in names))
@@ -106,6 +106,7 @@ _READ = ("x", "topk_ids", "a", "b", "pair_order", "offsets")
     allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
     dependences=("offsets only with pair_order",),
     backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
+    public="adapters on experts, and their training",
 )
 def expert_lora(
     added: Tensor,
@@ -113,6 +114,7 @@ def expert_lora(
     topk_ids: Tensor,
     a: Tensor,
     b: Tensor,
+    *,
     num_experts: int,
     pair_order: Tensor | None = None,
     offsets: Tensor | None = None,
@@ -217,7 +219,9 @@ def _of_experts(s):
 
 
 def _listed(s):
-    return dict(zip(("pair_order", "offsets"), torch.ops.moe_mps.moe_bucket(s.topk_ids, s.E), strict=True))
+    return dict(
+        zip(("pair_order", "offsets"), torch.ops.moe_mps.moe_bucket(s.topk_ids, num_experts=s.E), strict=True)
+    )
 
 
 CALLS: Calls = {

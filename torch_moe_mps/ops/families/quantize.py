@@ -1,4 +1,4 @@
-"""Codes, scales and biases by importance: the least weighted error that a search finds."""
+"""Codes, scales and zeros by importance: the least weighted error that a search finds."""
 
 import functools
 import re
@@ -48,7 +48,7 @@ def _quantize_by_importance(
 
     the mean square error that it adds to an output, for uncorrelated inputs; k counts as a
     1,000th of the group's mean at least, so that weights that multiply nothing stay near, too: none is
-    further off than the largest magnitude of its group. Of several scales and biases the best are taken;
+    further off than the largest magnitude of its group. Of several scales and zeros the best are taken;
     codes are chosen again behind the rounding to the stored dtype. MLX's own are among them, so the error is
     never larger than by MLX's rule. Arithmetic is in float32; where
     two scales are equally good but for rounding, devices may choose differently.
@@ -59,7 +59,7 @@ def _quantize_by_importance(
         importance: [E, C] float32, finite and not negative; about 1, so that float32 holds the sums.
         format: its name: affine4_64 and so on, of 2 bits and more.
 
-    Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`;
+    Returns: packed [E, R, C * bits / 32] int32; scales and zeros [E, R, C / group] in the dtype of `weight`;
         and float32 [E, R, C / group, 2], of each group sum |w - decoded| and sum |w|.
 
     Raises: ValueError for a dtype, shape, format or device that does not fit.
@@ -78,10 +78,10 @@ def _quantize_by_importance(
         groups, *others = [buffer[: part.numel()].view(part.shape) for buffer in room]
         own, dtype = importance[index[0]], weight.dtype
         codes, *line = search(groups.copy_(part), own, dtype, stored.bits, others)
-        scales, biases = (each.to(dtype) for each in line)
-        apart = decode(codes, scales, biases, stored).sub_(groups).abs_().sum(-1)
+        scales, zeros = (each.to(dtype) for each in line)
+        apart = decode(codes, scales, zeros, stored).sub_(groups).abs_().sum(-1)
         sums = torch.stack((apart, groups.abs_().sum(-1)), -1)
-        results = pack(codes.flatten(-2), stored.bits), scales, biases, sums
+        results = pack(codes.flatten(-2), stored.bits), scales, zeros, sums
         for output, result in zip(outputs, results, strict=True):
             output[index] = result
     return outputs
@@ -120,7 +120,7 @@ def search(
     Args:
         groups: float32 or float64 [M, R, G, group_size].
         importance: float32 [M, 1, G, group_size], not negative.
-        dtype: of the scales and biases.
+        dtype: of the scales and zeros.
         room: four tensors like `groups`, to be overwritten.
     """
     low, high, scale, bias, fit = fitted_lines(groups, importance, bits, room)
@@ -182,7 +182,7 @@ class _Fit:
         self.variance = torch.mul(self.kt, t, out=self.room[0]).sum(-1, keepdim=True) - first * self.mean
 
     def turn(self, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Least errors, scales and biases for the nearest codes; NaN where all codes are equal."""
+        """Least errors, scales and zeros for the nearest codes; NaN where all codes are equal."""
         inverse = 1 / scale
         c = torch.mul(self.t, inverse, out=self.room[0]).sub_(bias * inverse)
         c.round_().clamp_(-self.half, self.half - 1)
@@ -212,10 +212,10 @@ class _Fit:
 
 def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
     """Decoded share of a matrix's weights, by importance; the error as stated; and how wrong that is."""
-    packed, scales, biases, sums = results
+    packed, scales, zeros, sums = results
     weight, importance = wide(arguments["weight"]), arguments["importance"][:, None]
     format = FORMATS[arguments["format"]]
-    decoded = dequantize_values(packed, scales, biases, format)
+    decoded = dequantize_values(packed, scales, zeros, format)
     products = [(importance * weight * other).sum((1, 2)) for other in (decoded, weight)]
     apart = (decoded - weight).abs().unflatten(-1, (-1, format.group_size)).sum(-1)
     return [products[0] / products[1], sums[..., 1], sums[..., 1] + sums[..., 0] - apart]

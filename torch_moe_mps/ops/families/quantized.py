@@ -8,7 +8,7 @@ from torch import Tensor
 from .._activations import CLAMPED, POINTWISE, Activation
 from .._checks import options_in, wide
 from .._decoded import decoded_experts
-from .._formats import TENSORS, Format, QuantizedWeight
+from .._formats import ARGUMENTS, Format, QuantizedWeight
 from .._registry import Backward, door, operator
 from .._sample import Calls, Changes
 from .combine import ExpertSum
@@ -33,8 +33,8 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return Product(lambda expert: matrix(expert).t(), weight.packed.shape[1], in_float32=True)
 
 
-def _check_expert_qmm_transposed(check, dy, packed, scales, biases, topk_ids, format, sums):
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+def _check_expert_qmm_transposed(check, dy, packed, scales, zeros, topk_ids, format, sums):
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format, check))
     columns = weight.format.columns(packed.shape[2])
     weight.check(check, "", (*packed.shape[:2], columns), "E, N, H")
     return dy.new_empty(*(topk_ids.shape[:-1] if sums else topk_ids.shape), columns)
@@ -46,7 +46,7 @@ def _expert_qmm_transposed(
     topk_ids: Tensor,
     packed: Tensor,
     scales: Tensor,
-    biases: Tensor | None,
+    zeros: Tensor | None,
     format: str,
     sums: bool = False,
 ) -> Tensor:
@@ -55,7 +55,7 @@ def _expert_qmm_transposed(
     Args:
         dy: [..., K, N], float32, float16 or bfloat16: the gradient of the output.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
-        topk_ids, scales, biases, format: as for expert_qmm.
+        topk_ids, scales, zeros, format: as for expert_qmm.
         sums: the slots of a token are added: the gradient of an input that has one row for each token.
 
     Returns: [..., K, H], or with `sums` [..., H], in the dtype of `dy`; dequantised and accumulated in
@@ -63,7 +63,7 @@ def _expert_qmm_transposed(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
     product = Product(decoded_experts(weight), shape[1])
     out = project_slots(wide(dy), topk_ids, shape, product, None)
@@ -71,27 +71,29 @@ def _expert_qmm_transposed(
 
 
 def _qmm_backward(grad, asked, given):
-    weight, topk_ids = [given[name] for name in TENSORS], given["topk_ids"]
+    weight, topk_ids = [given[name] for name in ARGUMENTS], given["topk_ids"]
     sums, backward = is_per_token(given["x"], topk_ids), torch.ops.moe_mps._expert_qmm_transposed
     return {"x": backward(grad, topk_ids, *weight, given["format"], sums)}
 
 
-def _check_expert_qmm(check, packed, scales, biases, format, **_):
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+def _check_expert_qmm(check, packed, scales, zeros, format, **_):
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format, check))
     weight.check(check, "", check.dims("E N H"), "E, N, H")
 
 
 @operator(
     f"{IDS} x[..., H]|[..., K, H] packed[E, N, _]:packed bias[E, N] -> [..., K, N]:x",
     _check_expert_qmm,
-    backward=Backward(_qmm_backward, {"x": (*TENSORS, "topk_ids")}, frozen=TENSORS),
+    backward=Backward(_qmm_backward, {"x": (*ARGUMENTS, "topk_ids")}, frozen=ARGUMENTS),
+    public="experts matrix by matrix with weights from `quantize`",
 )
 def expert_qmm(
     x: Tensor,
     topk_ids: Tensor,
     packed: Tensor,
     scales: Tensor,
-    biases: Tensor | None,
+    zeros: Tensor | None,
+    *,
     format: str,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -99,7 +101,7 @@ def expert_qmm(
 
     Args:
         x: [..., H] or [..., K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN
-            where the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
+            where the formula gives infinity: affine codes, scales and zeros are multiplied by it separately.
         topk_ids: [..., K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives zeros.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8,
@@ -107,9 +109,10 @@ def expert_qmm(
             int16, the bits of a float16, for each group or for 256 values; or, uint8 [E, N, H * n / 256], a
             stream of n bytes of small integers for 256 values. _weight_formats.py says which, and an error
             the shape that it should have.
-        biases: like `scales` in affine formats and where a type of GGUF adds a float16 to a group; int16
-            [E, N, H * n / 256], the bits of n float16 factors, beside a stream; int32 [E, N, 1], the bits of
-            a float32 factor for each row, in nvfp4_global: the global scale of its matrix; else None.
+        zeros: the values of code 0, which MLX calls biases: like `scales` in affine formats and where a type
+            of GGUF adds a float16 to a group; int16 [E, N, H * n / 256], the bits of n float16 factors, next
+            to a stream; int32 [E, N, 1], the bits of a float32 factor for each row, in nvfp4_global: the
+            global scale of its matrix; else None.
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
             groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" and "nvfp4_global" in groups of
             16; "fp8_32" and "fp8_128"; or a type of GGUF, such as "q4_k", whose values _weight_formats.py
@@ -125,14 +128,14 @@ def expert_qmm(
     Example:
         >>> from torch_moe_mps.quantization import quantize
         >>> w = quantize(torch.stack([torch.eye(32), 2 * torch.eye(32)]), mode="mxfp4")
-        >>> ops.expert_qmm(torch.ones(1, 32), torch.tensor([[1, 0]]), *w, "mxfp4")[..., 0].tolist()
+        >>> ops.expert_qmm(torch.ones(1, 32), torch.tensor([[1, 0]]), *w, format="mxfp4")[..., 0].tolist()
         [[2.0, 1.0]]
     """
-    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
     return project_slots(x, topk_ids, packed.shape, _quantized_product(weight), bias)
 
 
-MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part in TENSORS)
+MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part in ARGUMENTS)
 
 
 def _check_shared_expert(check, arguments):
@@ -181,12 +184,12 @@ def _moe_experts_quantized(
     topk_ids: Tensor | None,
     gate_up_packed: Tensor,
     gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_packed: Tensor,
     down_scales: Tensor,
-    down_biases: Tensor | None,
-    format: str,
+    down_zeros: Tensor | None,
     *,
+    format: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "silu",
@@ -218,10 +221,10 @@ def _moe_experts_quantized(
     per_expert_scale: Tensor | None = None,
     shared_gate_up_packed: Tensor | None = None,
     shared_gate_up_scales: Tensor | None = None,
-    shared_gate_up_biases: Tensor | None = None,
+    shared_gate_up_zeros: Tensor | None = None,
     shared_down_packed: Tensor | None = None,
     shared_down_scales: Tensor | None = None,
-    shared_down_biases: Tensor | None = None,
+    shared_down_zeros: Tensor | None = None,
     shared_activation: str | None = None,
     has_identity: bool = False,
     weights_on_inputs: bool = False,
@@ -233,7 +236,7 @@ def _moe_experts_quantized(
         out[t] = moe_experts_quantized(norm(x))[t] + g[t] * shared_out[t] + residual[t]
 
     Args:
-        x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales, down_biases, format,
+        x, gate_up_packed, gate_up_scales, gate_up_zeros, down_packed, down_scales, down_zeros, format,
             gate_up_bias, down_bias, down_format: as for moe_experts_quantized.
         activation, alpha, limit, gated, interleaved: as for moe_experts.
         shared_gate, shared_out, residual, gate_is_logit, norm_weight, norm_eps, norm_weight_offset: as for
@@ -245,8 +248,8 @@ def _moe_experts_quantized(
         top_k, scoring, correction_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits,
             norm_topk_prob, sum_eps, sum_min, scaling_factor, per_expert_scale: as for moe_router; by default
             without logits.
-        shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, shared_down_packed,
-            shared_down_scales, shared_down_biases: of an expert that each token has beside its routed ones,
+        shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_zeros, shared_down_packed,
+            shared_down_scales, shared_down_zeros: of an expert that each token has beside its routed ones,
             shaped like one of them, [2I, H * bits / 32] and so on; shared_out is its output for
             norm(x). Only with logits, beside no shared_out and no bias of the layer. On Metal it is part of
             both products where the first one chooses.
@@ -261,8 +264,8 @@ def _moe_experts_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     first, second = Format.named(format), Format.named(down_format or format)
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, first)
-    down = QuantizedWeight(down_packed, down_scales, down_biases, second)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_zeros, first)
+    down = QuantizedWeight(down_packed, down_scales, down_zeros, second)
     options = Activation(activation, alpha, limit, gated, interleaved)
     mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, options)
     norm = InputNorm(norm_weight, norm_eps, norm_weight_offset)
@@ -287,8 +290,8 @@ def _moe_experts_quantized(
     if shared_gate_up_packed is not None and shared_down_packed is not None:
         assert shared_gate_up_scales is not None and shared_down_scales is not None
         matrices = (
-            QuantizedWeight(shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, first),
-            QuantizedWeight(shared_down_packed, shared_down_scales, shared_down_biases, second),
+            QuantizedWeight(shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_zeros, first),
+            QuantizedWeight(shared_down_packed, shared_down_scales, shared_down_zeros, second),
         )
         if shared_activation is not None:
             options = options._replace(activation=shared_activation, alpha=None, limit=None)
@@ -321,19 +324,19 @@ def _gated(check, gate_up_packed, down_packed, format, down_format, **arguments)
     return {"gated": gated}
 
 
-@door(_moe_experts_quantized, derived=_gated)
+@door(_moe_experts_quantized, derived=_gated, public="a layer of experts with weights from `quantize`")
 def moe_experts_quantized(
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     gate_up_packed: Tensor,
     gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_packed: Tensor,
     down_scales: Tensor,
-    down_biases: Tensor | None,
-    format: str,
+    down_zeros: Tensor | None,
     *,
+    format: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "silu",
@@ -360,10 +363,10 @@ def moe_experts_quantized(
         gate_up_scales: [E, 2I, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in
             mxfp4, mxfp8, nvfp4 and nvfp4_global; int32, the bits of a float32, in fp8_32 and fp8_128. Types
             of GGUF have int16 or, for small integers, uint8; an error says which shape they should have.
-        gate_up_biases: like the scales in affine formats, and where a type of GGUF adds a float16 to a group;
+        gate_up_zeros: like the scales in affine formats, and where a type of GGUF adds a float16 to a group;
             int16, the bits of float16 factors, beside small integers; int32 [E, 2I, 1], the bits of a float32
             factor for each row, in nvfp4_global; else None.
-        down_packed, down_scales, down_biases: the same of the rows [E, H, I].
+        down_packed, down_scales, down_zeros: the same of the rows [E, H, I].
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 1, 2, 3, 5, 6 or 8 bits and
             groups of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" and "nvfp4_global" in groups of
             16; "fp8_32" and "fp8_128"; or a type of GGUF, such as "q4_k". H and I must be multiples of the
@@ -391,7 +394,7 @@ def moe_experts_quantized(
         >>> from torch_moe_mps.quantization import quantize
         >>> gate_up, down = (quantize(torch.eye(32).repeat(2, n, 1), mode="mxfp4") for n in (2, 1))
         >>> x, chosen = torch.full((1, 32), 3.0), (torch.tensor([[0.5, 1.0]]), torch.tensor([[0, 1]]))
-        >>> out = ops.moe_experts_quantized(x, *chosen, *gate_up, *down, "mxfp4", activation="relu")
+        >>> out = ops.moe_experts_quantized(x, *chosen, *gate_up, *down, format="mxfp4", activation="relu")
         >>> out[0, :2].tolist()  # 1.5 * relu(3) * 3
         [13.5, 13.5]
     """

@@ -114,6 +114,7 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     _meta_rope,
     allowed={"pairs": PAIRS},
     dependences=("sin only with cos",),
+    public="rotary embeddings of models",
 )
 def rope(
     q: Tensor,
@@ -122,9 +123,9 @@ def rope(
     sin: Tensor | None,
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
+    *,
     norm_eps: float = 1e-06,
     norm_weight_offset: float = 0.0,
-    *,
     pairs: str = "half",
     rotary_dim: int | None = None,
     rotary_last: bool = False,
@@ -170,15 +171,16 @@ def rope(
     _meta_rope_heads,
     allowed={"pairs": PAIRS},
     dependences=("sin only with cos",),
+    public="rotary embeddings of models",
 )
 def rope_heads(
     x: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     norm_weight: Tensor | None = None,
+    *,
     norm_eps: float = 1e-06,
     norm_weight_offset: float = 0.0,
-    *,
     pairs: str = "half",
     rotary_dim: int | None = None,
     rotary_last: bool = False,

@@ -127,6 +127,7 @@ class Router(NamedTuple):
         **{"scoring": SCORINGS, "group_score": GROUP_SCORES, "sum_eps": 0.0, "sum_min": 0.0},
         "ids_dtype": ID_DTYPES,
     },
+    public="routers of any model",
 )
 def moe_router(
     logits: Tensor,
@@ -217,9 +218,14 @@ def moe_router(
 # The named routers of the sources
 
 
-@operator(f"logits[..., E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k, allowed={"ids_dtype": ID_DTYPES})
+@operator(
+    f"logits[..., E<={MAX_EXPERTS}] -> {SELECTED}",
+    _check_top_k,
+    allowed={"ids_dtype": ID_DTYPES},
+    public="covers a source kernel",
+)
 def moe_router_topk_softmax(
-    logits: Tensor, top_k: int, norm_topk_prob: bool, *, ids_dtype: DtypeName = "int32"
+    logits: Tensor, top_k: int, *, norm_topk_prob: bool, ids_dtype: DtypeName = "int32"
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts and their weights by softmax over all; with norm_topk_prob the weights sum to 1.
 
@@ -264,6 +270,7 @@ def _scaled_softmax_of_selected(
     f"logits[..., E<={MAX_EXPERTS}] per_expert_scale[E] -> {SELECTED}",
     _check_top_k,
     allowed={"ids_dtype": ID_DTYPES},
+    public="covers a source kernel",
 )
 def fused_moe_routing(
     logits: Tensor, per_expert_scale: Tensor, top_k: int, *, ids_dtype: DtypeName = "int32"
@@ -304,7 +311,11 @@ def _meta_router_logits(check, x, weight, dtype, factor, **_):
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=NAMED_DTYPES[dtype])
 
 
-@operator("x[..., H] weight[E, H] bias[E] norm_weight[H]", _meta_router_logits)
+@operator(
+    "x[..., H] weight[E, H] bias[E] norm_weight[H]",
+    _meta_router_logits,
+    public="the matmul of a router in float32",
+)
 def router_logits(
     x: Tensor,
     weight: Tensor,
@@ -326,7 +337,7 @@ def router_logits(
         bias: [E], any of the three dtypes, or None.
         norm_weight: [H], any of the three dtypes. With it norm(x) is rms(x) * (norm_weight +
             norm_weight_offset), not rounded for up to 32 tokens on mps; without it x.
-        norm_eps, norm_weight_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        norm_eps, norm_weight_offset: of the norm, as of rms_norm.
         dtype: of the result: torch.float32, torch.float16 or torch.bfloat16.
         factor: of the product.
 
@@ -349,6 +360,7 @@ def router_logits(
     f"x[..., H] weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
     _check_top_k,
     allowed={"ids_dtype": ID_DTYPES},
+    public="covers a source kernel",
 )
 def moe_gate(
     x: Tensor,
@@ -356,9 +368,9 @@ def moe_gate(
     norm_weight: Tensor,
     per_expert_scale: Tensor,
     top_k: int,
+    *,
     norm_eps: float,
     renormalize_after_scale: bool,
-    *,
     ids_dtype: DtypeName = "int32",
 ) -> tuple[Tensor, Tensor]:
     """Top-k experts and weights of a whole gate: RMSNorm, router matmul, softmax over them, per-expert scale.
@@ -388,7 +400,7 @@ def moe_gate(
     Example:
         >>> weight, ones = torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 1.0]]), torch.ones(3)
         >>> gate = torch.tensor([[2.0, 2.0]]), weight, ones[:2], ones
-        >>> topk_weights, topk_ids = ops.moe_gate(*gate, 2, 0.0, renormalize_after_scale=False)
+        >>> topk_weights, topk_ids = ops.moe_gate(*gate, 2, norm_eps=0.0, renormalize_after_scale=False)
         >>> topk_weights.tolist(), topk_ids.tolist()
         ([[0.5, 0.5]], [[1, 2]])
     """
@@ -414,8 +426,13 @@ def _meta_bucket(check, topk_ids, num_experts):
     return tuple(topk_ids.new_empty(n, dtype=torch.int32) for n in (topk_ids.numel(), num_experts + 1))
 
 
-@operator("topk_ids[..., K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
-def moe_bucket(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+@operator(
+    "topk_ids[..., K]:id",
+    _meta_bucket,
+    allowed={"num_experts": range(1, MAX_EXPERTS + 1)},
+    public="pairs by expert, for kernels and adapters",
+)
+def moe_bucket(topk_ids: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
     """Pairs p = t * K + k sorted by expert, and each expert's offset: a compressed moe_compute_ids_tpe.
 
     Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts)
@@ -449,9 +466,10 @@ def moe_bucket(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         "num_experts": range(1, MAX_EXPERTS + 1),
         **dict.fromkeys(("gate_up_rows", "down_rows"), range(1, 2**31)),
     },
+    public="covers a source kernel",
 )
 def moe_compute_ids_tpe(
-    topk_ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
+    topk_ids: Tensor, *, num_experts: int, gate_up_rows: int, down_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pairs p = t * K + k of each expert, their counts, and the indirect-dispatch grids of two matmuls.
 
@@ -478,7 +496,8 @@ def moe_compute_ids_tpe(
 
     Example:
         >>> topk_ids = torch.tensor([[1, 0], [1, 2]])
-        >>> tpe, ids_by_expert, gate_up_args, _ = ops.moe_compute_ids_tpe(topk_ids, 3, 128, 64)
+        >>> sizes = {"num_experts": 3, "gate_up_rows": 128, "down_rows": 64}
+        >>> tpe, ids_by_expert, gate_up_args, _ = ops.moe_compute_ids_tpe(topk_ids, **sizes)
         >>> tpe.tolist(), ids_by_expert[1].tolist(), gate_up_args.tolist()
         ([1, 2, 1], [0, 2, -1, -1], [1, 2, 3])
     """

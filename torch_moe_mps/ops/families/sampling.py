@@ -35,6 +35,7 @@ _ROWS = f"logits[R, V<={MAX_VOCABULARY}] draws[R, V]:float32"
 def _sample_with_flags(
     logits: Tensor,
     draws: Tensor | None,
+    *,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -80,10 +81,11 @@ def _sample_with_flags(
     return _result(tokens, valid.squeeze(-1) & (best >= 0.0), invalid, otherwise)
 
 
-@operator(_ROWS, _meta_sample, allowed={"top_k": 0})
+@operator(_ROWS, _meta_sample, allowed={"top_k": 0}, public="sampling without waiting for the GPU")
 def sample(
     logits: Tensor,
     draws: Tensor | None,
+    *,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -131,8 +133,7 @@ def sample(
         >>> ops.sample(logits, None, otherwise=2).tolist()  # the largest logits; the second row has none
         [1, 2]
     """
-    how = temperature, top_k, top_p, min_p, otherwise
-    return inspect.unwrap(_sample_with_flags)(logits, draws, *how)[0]
+    return inspect.unwrap(_sample_with_flags)(**locals())[0]
 
 
 def _result(tokens: Tensor, valid: Tensor, invalid: Tensor | None, otherwise: int) -> Tensor:

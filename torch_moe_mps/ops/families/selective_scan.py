@@ -50,6 +50,7 @@ def _keep_scanned(pending_: Tensor, x: Tensor, octaves: Tensor, b: Tensor) -> No
     f"dt_bias[I] skip[I] gate[B, T, I]:x pending_[B, _, P<={MAX_PENDING}, _]:float32 counts[B, 1]:int32 -> x",
     _check_selective_scan,
     dependences=(PENDING,),
+    public="Mamba-1's selective scan",
 )
 def selective_scan_(
     x: Tensor,

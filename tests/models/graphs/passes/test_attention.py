@@ -21,40 +21,40 @@ def turned(x: Tensor, keys: Tensor, values: Tensor, place: slice = slice(KEYS - 
 
 def attend(x, keys, values):
     return ops.cached_attention(
-        turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25, window=5
+        turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], scale=0.25, window=5
     )
 
 
 def a_gate(x, keys, values):
-    out = ops.cached_attention(turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25)
+    out = ops.cached_attention(turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], scale=0.25)
     return out * torch.sigmoid(x[..., : HEADS * WIDTH].view(1, 1, HEADS, WIDTH))
 
 
 def another_place(x, keys, values):
     q = turned(x, keys, values, slice(KEYS - 2, KEYS - 1))
-    return ops.cached_attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], 0.25)
+    return ops.cached_attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], scale=0.25)
 
 
 def queries_that_else_are_read(x, keys, values):
     q = turned(x, keys, values)
-    return ops.cached_attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], 0.25), q * 2
+    return ops.cached_attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], scale=0.25), q * 2
 
 
 def a_cache_that_is_read_between(x, keys, values):
     q = turned(x, keys, values)
     last = keys[:, :, KEYS - 1 : KEYS].exp()
-    return ops.cached_attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], 0.25), last
+    return ops.cached_attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], scale=0.25), last
 
 
 def a_mask(x, keys, values):
     mask = torch.ones(1, 1, 1, KEYS, dtype=torch.bool).tril()
     return ops.cached_attention(
-        turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25, attn_mask=mask
+        turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], scale=0.25, attn_mask=mask
     )
 
 
 def other_keys(x, keys, values):
-    return ops.cached_attention(turned(x, keys, values), values[:, :, :KEYS], values[:, :, :KEYS], 0.25)
+    return ops.cached_attention(turned(x, keys, values), values[:, :, :KEYS], values[:, :, :KEYS], scale=0.25)
 
 
 ONE, TWO = {"_rope_attention_": 1}, {"_rope_cache_": 1, "cached_attention": 1}
@@ -80,7 +80,7 @@ def test_a_gate_is_read_where_it_lies():
 
     def function(q, k, g):
         wide = g.view(1, 1, 4, 32)[..., 16:]
-        out = ops.cached_attention(q, k, k, 0.25)
+        out = ops.cached_attention(q, k, k, scale=0.25)
         return out.reshape(1, 1, 64) * torch.sigmoid(wide.reshape(1, 1, 64))
 
     inputs = random(1, 4, 1, 16), random(1, 1, 9, 16), random(1, 1, 128)
@@ -99,52 +99,54 @@ def repeated(cache: Tensor, count: int = 3) -> Tensor:
 
 
 def repeats(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values), 0.25)
+    return ops.cached_attention(q, repeated(keys), repeated(values), scale=0.25)
 
 
 def repeats_of_some_keys(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values), 0.25, key_range=SEEN, softcap=5.0)
+    return ops.cached_attention(q, repeated(keys), repeated(values), scale=0.25, key_range=SEEN, softcap=5.0)
 
 
 def repeats_of_masked_keys(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values), 0.25, attn_mask=MASK)
+    return ops.cached_attention(q, repeated(keys), repeated(values), scale=0.25, attn_mask=MASK)
 
 
 def repeats_of_keys_that_a_head_sees(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values), 0.25, attn_mask=MASK_OF_HEADS)
+    return ops.cached_attention(q, repeated(keys), repeated(values), scale=0.25, attn_mask=MASK_OF_HEADS)
 
 
 def repeats_of_each_head(q, keys, values):
     keys, values = (cache.repeat_interleave(3, 1) for cache in (keys, values))
-    return ops.cached_attention(q, keys, values, 0.25)
+    return ops.cached_attention(q, keys, values, scale=0.25)
 
 
 def repeats_in_other_counts(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values[:, :1], 6), 0.25)
+    return ops.cached_attention(q, repeated(keys), repeated(values[:, :1], 6), scale=0.25)
 
 
 def repeats_of_tokens(q, keys, values):
     keys, values = (cache.repeat(1, 3, 2, 1) for cache in (keys, values))
-    return ops.cached_attention(q, keys, values, 0.25)
+    return ops.cached_attention(q, keys, values, scale=0.25)
 
 
 def repeats_of_a_window(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values), 0.25, window=4)
+    return ops.cached_attention(q, repeated(keys), repeated(values), scale=0.25, window=4)
 
 
 def repeats_beside_sinks(q, keys, values):
-    return ops.cached_attention(q, repeated(keys), repeated(values), 0.25, sinks=SINKS)
+    return ops.cached_attention(q, repeated(keys), repeated(values), scale=0.25, sinks=SINKS)
 
 
 def repeats_before_a_write(q, keys, values):
     several = repeated(keys)
     keys[:, :, -1].fill_(1.0)
-    return ops.cached_attention(q, several, repeated(values), 0.25)
+    return ops.cached_attention(q, several, repeated(values), scale=0.25)
 
 
 def repeats_in_another_shape(q, keys, values):
     keys, values = (cache.repeat(1, 3, 1, 1).view(2, 6, KEYS, WIDTH) for cache in (keys, values))
-    return ops.cached_attention(q, keys.view(2, 3, 2 * KEYS, WIDTH), values.view(2, 3, 2 * KEYS, WIDTH), 0.25)
+    return ops.cached_attention(
+        q, keys.view(2, 3, 2 * KEYS, WIDTH), values.view(2, 3, 2 * KEYS, WIDTH), scale=0.25
+    )
 
 
 ONE, REPEATED = {"cached_attention": 1}, {"cached_attention": 1, "repeat": 2}

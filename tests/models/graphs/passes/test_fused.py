@@ -217,7 +217,11 @@ class Row:
         for each in form.args[len(args) :]:
             star = each.value.value if isinstance(each.value, ast.Subscript) else each.value
             named |= self._arguments(star.id, values)
-        return step(form, getattr(ours if hasattr(ours, name) else aten, name)(*args, **named))
+        if not hasattr(ours, name):
+            return step(form, getattr(aten, name)(*args, **named))
+        operator = getattr(ours, name)
+        names = [argument.name for argument in operator.default._schema.arguments]
+        return step(form, operator(**dict(zip(names, args, strict=False)), **named))
 
     @property
     def after(self) -> Counter:
@@ -300,7 +304,7 @@ def test_equal_layers_are_checked_once(monkeypatch):
 
     def function(x):
         for _ in range(8):
-            x = x + ours.rms_norm(x, weight, 1e-6)
+            x = x + ours.rms_norm(x, weight, norm_eps=1e-6)
         return x
 
     graph = recorded(function, torch.rand(1, 64))

@@ -20,16 +20,16 @@ def gated_delta_rule(x, r, state):
     q, k, v, z = (x.view(1, 1, HEADS, WIDTH) * n for n in range(1, 5))
     beta = r[..., HEADS : 2 * HEADS].sigmoid()
     held = state.clone()
-    out = ops._gated_delta_rule_(q, k, v, decay(r[..., :HEADS]), held, 0.25, beta=beta)
+    out = ops._gated_delta_rule_(q, k, v, decay(r[..., :HEADS]), held, scale=0.25, beta=beta)
     state.copy_(held)
-    normed = ops.rms_norm_gated(out.reshape(-1, WIDTH), z.reshape(-1, WIDTH), HEAD_NORM, 1e-6)
+    normed = ops.rms_norm_gated(out.reshape(-1, WIDTH), z.reshape(-1, WIDTH), HEAD_NORM, norm_eps=1e-6)
     return normed.view(1, 1, -1)
 
 
 def _updated(x, state):
     q, held = x.view(1, 1, HEADS, WIDTH), state.clone()
     strengths = x[..., :HEADS]
-    return ops._gated_delta_rule_(q, q, q, strengths, held, 0.25, beta=strengths), held
+    return ops._gated_delta_rule_(q, q, q, strengths, held, scale=0.25, beta=strengths), held
 
 
 def read_before_it_is_back(x, r, state):
@@ -43,7 +43,7 @@ def changed_when_it_is_back(x, r, state):
     """The state that the cache keeps is not the one that changes."""
     out, held = _updated(x, state)
     state.copy_(held)
-    ops._gated_delta_rule_(out, out, out, x[..., :HEADS], held, 0.25, beta=x[..., :HEADS])
+    ops._gated_delta_rule_(out, out, out, x[..., :HEADS], held, scale=0.25, beta=x[..., :HEADS])
     return held * 2
 
 

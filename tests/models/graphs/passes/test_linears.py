@@ -55,7 +55,7 @@ def linears_of_an_input_that_changes(x, r):
 
 
 def linears_without_parameters(x, r):
-    return linear(x) * ops.linear_quantized(x, *(each.data for each in PARAMETERS[0]), FORMAT)
+    return linear(x) * ops.linear_quantized(x, *(each.data for each in PARAMETERS[0]), format=FORMAT)
 
 
 def activation_of_the_first_outputs(x, r):
@@ -190,12 +190,12 @@ def test_routers_of_two_tokens_stay():
 
 def test_linears_of_which_another_program_has_joined_some():
     matrices = [
-        [torch.nn.Parameter(part, requires_grad=False) for part in (one.packed, one.scales, one.biases)]
+        [torch.nn.Parameter(part, requires_grad=False) for part in (one.packed, one.scales, one.zeros)]
         for one in (quantize(random(rows, H), 4, 32) for rows in (H, 2 * H, H))
     ]
 
     def outputs(x: Tensor, count: int) -> tuple[Tensor, ...]:
-        return tuple(ops.linear_quantized(x, *matrix, FORMAT) for matrix in matrices[:count])
+        return tuple(ops.linear_quantized(x, *matrix, format=FORMAT) for matrix in matrices[:count])
 
     for count, left in ((2, 1), (3, 2)):
         assert_left({"linear_quantized": left}, lambda x, n=count: outputs(x, n), random(1, 1, H))
@@ -209,7 +209,7 @@ def test_linears_of_which_one_has_no_bias(gap):
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     matrices = [
-        [parameter(part) for part in (one.packed, one.scales, one.biases)]
+        [parameter(part) for part in (one.packed, one.scales, one.zeros)]
         for one in (quantize(random(H, H), 4, 32) for _ in range(3))
     ]
     shared = random(3 * H)
@@ -220,7 +220,7 @@ def test_linears_of_which_one_has_no_bias(gap):
 
     def outputs(x: Tensor) -> tuple[Tensor, ...]:
         pairs = zip(matrices, biases, strict=True)
-        return tuple(ops.linear_quantized(x, *matrix, FORMAT, bias=bias) for matrix, bias in pairs)
+        return tuple(ops.linear_quantized(x, *matrix, format=FORMAT, bias=bias) for matrix, bias in pairs)
 
     for _ in range(2):
         assert_left({"linear_quantized": 3 if gap else 1}, outputs, random(1, 1, H))

@@ -138,7 +138,7 @@ def test_norms_with_weights_of_another_dtype():
 
     def joined(x):
         normed = norm(x)
-        return ops.linear_quantized(normed, halves.packed, halves.scales, halves.biases, FORMAT)
+        return ops.linear_quantized(normed, halves.packed, halves.scales, halves.zeros, format=FORMAT)
 
     def apart(x):
         return linear(norm(x, narrow))

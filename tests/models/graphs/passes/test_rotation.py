@@ -52,7 +52,7 @@ def write(memory: Tensor, new: Tensor) -> Tensor:
 
 def seen(q, k, v, keys, values):
     """Attention of heads that stand first, with new keys and values in a cache."""
-    return ops.cached_attention(q, write(keys, k), write(values, v), 0.25)
+    return ops.cached_attention(q, write(keys, k), write(values, v), scale=0.25)
 
 
 def latents(x, keys, values):
@@ -135,7 +135,7 @@ def norms_with_weights_behind_a_turn(q, k, v, keys, values):
 def values_first(q, k, v, keys, values):
     q, k = turned(q, k)
     held = write(values, swapped(v))
-    return ops.cached_attention(q, write(keys, k), held, 0.25)
+    return ops.cached_attention(q, write(keys, k), held, scale=0.25)
 
 
 def queries_scaled_before_the_write(q, k, v, keys, values):
@@ -174,14 +174,14 @@ def not_turned(q, k, v, keys, values):
 def not_turned_and_of_one_memory(q, k, v, keys, values):
     q, k, v = map(swapped, (q, k, v))
     memory = keys.narrow(1, 0, 1)
-    return ops.cached_attention(q[:, :2], write(memory, k[:, :1]), write(memory, v[:, :1]), 0.25)
+    return ops.cached_attention(q[:, :2], write(memory, k[:, :1]), write(memory, v[:, :1]), scale=0.25)
 
 
 def not_turned_and_made_late(q, k, v, keys, values):
     """Queries that come after the writes."""
     q, k, v = map(swapped, (q, k, v))
     k, v = write(keys, k), write(values, v)
-    return ops.cached_attention(q * 2, k, v, 0.25)
+    return ops.cached_attention(q * 2, k, v, scale=0.25)
 
 
 def not_turned_and_written_twice(q, k, v, keys, values):
@@ -196,15 +196,15 @@ def changed_behind_the_write(q, k, v, keys, values):
     k, v = write(keys, k), write(values, v)
     row = q[0]
     row.mul_(2)
-    return ops.cached_attention(q, k, v, 0.25)
+    return ops.cached_attention(q, k, v, scale=0.25)
 
 
 def other_eps(q, k, v, keys, values):
-    return seen(*turned(norm(q, Q_NORM), ops.rms_norm(k, K_NORM, 1e-3)), swapped(v), keys, values)
+    return seen(*turned(norm(q, Q_NORM), ops.rms_norm(k, K_NORM, norm_eps=1e-3)), swapped(v), keys, values)
 
 
 def offset_of_keys_and_values(q, k, v, keys, values):
-    k = ops.rms_norm(k, K_NORM, 1e-6, 1.0)
+    k = ops.rms_norm(k, K_NORM, norm_eps=1e-6, norm_weight_offset=1.0)
     return seen(*turned(q, k), swapped(norm(v, Q_NORM)), keys, values)
 
 
@@ -298,7 +298,7 @@ def cache_read_before_the_write(q, k, v, keys, values):
 def keys_read_before_values_are_made(q, k, v, keys, values):
     q, k = turned(q, k)
     v = swapped(v) * write(keys, k).mean()
-    return ops.cached_attention(q, keys.narrow(2, 0, BEFORE + TOKENS), write(values, v), 0.25)
+    return ops.cached_attention(q, keys.narrow(2, 0, BEFORE + TOKENS), write(values, v), scale=0.25)
 
 
 def keys_read_elsewhere(q, k, v, keys, values):
@@ -341,7 +341,7 @@ def written_by_index(q, k, v, keys, values):
     q, k = turned(q, k)
     keys.index_copy_(2, torch.arange(TOKENS), k)
     values.index_copy_(2, torch.arange(TOKENS), swapped(v))
-    return ops.cached_attention(q, keys, values, 0.25)
+    return ops.cached_attention(q, keys, values, scale=0.25)
 
 
 WRITTEN = {"_rope_cache_": 1, "cached_attention": 1}

@@ -17,14 +17,14 @@ ROUTER, NORM, SCALES, BIAS = random(E, H) / 8, random(H), random(E).abs(), rando
 
 def matrices(*stack: int, inner: int = I) -> list[Tensor]:
     both = [quantize(random(*stack, *size) / 8, 4, 32) for size in ((2 * inner, H), (H, inner))]
-    return [part for each in both for part in (each.packed, each.scales, each.biases)]
+    return [part for each in both for part in (each.packed, each.scales, each.zeros)]
 
 
 MATRICES, SHARED, WIDER = matrices(E), matrices(), matrices(inner=2 * I)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return ops._moe_experts_quantized(x, weights, ids, *MATRICES, "affine4_32")
+    return ops._moe_experts_quantized(x, weights, ids, *MATRICES, format="affine4_32")
 
 
 def routed(x: Tensor, logits: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
@@ -44,23 +44,25 @@ def every_option(x):
 
 
 def behind_a_norm(x):
-    x = ops.rms_norm(x, NORM, 1e-6)
+    x = ops.rms_norm(x, NORM, norm_eps=1e-6)
     weights, ids = routed(x)
     return experts(x, ids, weights)
 
 
 def gate(x):
-    weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, 1e-6, False)
+    weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, norm_eps=1e-6, renormalize_after_scale=False)
     return experts(x, ids, weights)
 
 
 def gate_of_a_multiple(x):
-    weights, ids = ops.moe_gate(x, ROUTER, NORM * 0.125, SCALES, K, 1e-6, False)
+    weights, ids = ops.moe_gate(
+        x, ROUTER, NORM * 0.125, SCALES, K, norm_eps=1e-6, renormalize_after_scale=False
+    )
     return experts(x, ids, weights)
 
 
 def gate_that_divides_again(x):
-    weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, 1e-6, True)
+    weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, norm_eps=1e-6, renormalize_after_scale=True)
     return experts(x, ids, weights)
 
 
@@ -104,19 +106,19 @@ def logits_that_change(x):
 
 def beside(x, other=None, weights=SHARED, **options):
     """Experts and an MLP, and what is added to both."""
-    mlp = ops._mlp_quantized(x if other is None else other, *weights, "affine4_32", **options)
+    mlp = ops._mlp_quantized(x if other is None else other, *weights, format="affine4_32", **options)
     chosen, ids = routed(x)
     return x + (experts(x, ids, chosen) + mlp), mlp
 
 
 def without_a_residual(x):
     chosen, ids = routed(x)
-    return experts(x, ids, chosen) + ops._mlp_quantized(x, *SHARED, "affine4_32")
+    return experts(x, ids, chosen) + ops._mlp_quantized(x, *SHARED, format="affine4_32")
 
 
 def gated_shared_expert(x):
     chosen, ids = routed(x)
-    mlp = ops._mlp_quantized(x, *SHARED, "affine4_32")
+    mlp = ops._mlp_quantized(x, *SHARED, format="affine4_32")
     return x + (experts(x, ids, chosen) + torch.sigmoid(linear(x, NORM[None])) * mlp)
 
 

@@ -53,11 +53,11 @@ def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
 def norms(dtype: torch.dtype) -> Iterator[Call]:
     x, y, weight = (on_device(*shape, dtype=dtype) for shape in ((8, 2048), (8, 2048), (2048,)))
     ops = torch.ops.moe_mps
-    yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), {}, x.numel()
-    yield "layer_norm", lambda: ops.layer_norm(x, weight, weight, 1e-6), {}, x.numel()
-    yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, 1e-6), {}, x.numel()
-    yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
-    yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
+    yield "rms_norm", lambda: ops.rms_norm(x, weight, norm_eps=1e-6), {}, x.numel()
+    yield "layer_norm", lambda: ops.layer_norm(x, weight, weight, norm_eps=1e-6), {}, x.numel()
+    yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, norm_eps=1e-6), {}, x.numel()
+    yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, norm_eps=1e-6), {}, x.numel()
+    yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, norm_eps=1e-6), {}, x.numel()
     shifted = functools.partial(ops.fused_residual_layer_norm, x, y, weight, weight, 1e-6)
     yield "fused_residual_layer_norm", shifted, {}, x.numel()
 
@@ -183,7 +183,7 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         ids = ids_of(tokens, slots, experts)
         around = on_device(tokens, slots, rows, dtype=dtype), on_device(tokens, hidden, dtype=dtype)
         factors = on_device(rank * experts, hidden), on_device(rows, rank * experts)
-        pairs = ops.moe_bucket(ids, experts)
+        pairs = ops.moe_bucket(ids, num_experts=experts)
         work = tokens * slots * rank * (hidden + rows)
         listed = pairs if tokens > 1 else (None, None)
         call = functools.partial(ops.expert_lora, *around, ids, *factors, experts, *listed)
@@ -292,7 +292,7 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     ops, n = torch.ops.moe_mps, slots.numel()
     yield "silu_mul_stacked", lambda: ops.silu_mul_stacked(slots, slots), {}, n
     yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
-    call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
+    call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, norm_eps=1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
 
 

@@ -57,7 +57,9 @@ class TestOurs:
     def test_routing(self, simulated):
         """Later dispatches read what earlier ones wrote: grids and lists."""
         ids = random_ids((300, 4), 0, 16, 1).to("mps")
-        assert self.kernels(lambda: checked("moe_compute_ids_tpe", ids, 16, 100, 65))
+        assert self.kernels(
+            lambda: checked("moe_compute_ids_tpe", ids, num_experts=16, gate_up_rows=100, down_rows=65)
+        )
         gate = [each.to("mps") for each in gate_arguments(5, 128, 24, torch.bfloat16, torch.bfloat16, 3)]
         assert self.kernels(lambda: checked("moe_gate", *gate, 4, 1e-6, True))
 

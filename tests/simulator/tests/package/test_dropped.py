@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("simulated")
 def test_kernels_are_encoded_and_forgotten(simulated):
     x, weight = torch.randn(4, 32, device="mps"), torch.ones(32, device="mps")
     with simulated.trace() as commands, simulated.counters() as dispatches:
-        computed = torch.ops.moe_mps.fused_residual_norm(x, x, weight, 1e-6)
+        computed = torch.ops.moe_mps.fused_residual_norm(x, x, weight, norm_eps=1e-6)
     with simulated.dropped(), simulated.trace() as in_dropped, simulated.counters() as dispatches_in_dropped:
-        forgotten = torch.ops.moe_mps.fused_residual_norm(x, x, weight, 1e-6)
+        forgotten = torch.ops.moe_mps.fused_residual_norm(x, x, weight, norm_eps=1e-6)
     assert list(in_dropped) == list(commands) and len(dispatches) == 1 and not dispatches_in_dropped
     for zeros, like in zip(forgotten, computed, strict=True):
         assert zeros.shape == like.shape and like.cpu().all() and not zeros.cpu().any()

@@ -17,13 +17,15 @@ def test_threads_call_operators_of_the_package():
         for step in range(40):
             size = 8 * (step % 5) + i + 1
             x, weight = torch.randn(3, size), torch.ones(size)
-            expected = torch.ops.moe_mps.fused_norm_add(x, x, weight, 1e-6)
+            expected = torch.ops.moe_mps.fused_norm_add(x, x, weight, norm_eps=1e-6)
             on_mps = [tensor.to("mps") for tensor in (x, x, weight)]
             right += torch.allclose(
-                torch.ops.moe_mps.fused_norm_add(*on_mps, 1e-6).cpu(), expected, atol=1e-5
+                torch.ops.moe_mps.fused_norm_add(*on_mps, norm_eps=1e-6).cpu(), expected, atol=1e-5
             )
             with pytest.raises(ValueError, match="moe_mps::fused_norm_add: weight must be"):
-                torch.ops.moe_mps.fused_norm_add(*on_mps[:2], torch.ones(size + 1, device="mps"), 1e-6)
+                torch.ops.moe_mps.fused_norm_add(
+                    *on_mps[:2], torch.ones(size + 1, device="mps"), norm_eps=1e-6
+                )
         return right
 
     with ThreadPoolExecutor(3) as pool:
@@ -34,10 +36,10 @@ def test_operators_of_the_package_leak_nothing(simulated):
     x, weight = torch.randn(3, 40, device="mps"), torch.ones(40, device="mps")
 
     def call():
-        torch.ops.moe_mps.fused_residual_norm(x, x, weight, 1e-6)
-        torch.ops.moe_mps.moe_router_topk_softmax(x, 4, True)
+        torch.ops.moe_mps.fused_residual_norm(x, x, weight, norm_eps=1e-6)
+        torch.ops.moe_mps.moe_router_topk_softmax(x, 4, norm_topk_prob=True)
         with pytest.raises(ValueError, match="weight must be"):
-            torch.ops.moe_mps.fused_norm_add(x, x, x[0, :3], 1e-6)
+            torch.ops.moe_mps.fused_norm_add(x, x, x[0, :3], norm_eps=1e-6)
         torch.mps.synchronize()
 
     call()

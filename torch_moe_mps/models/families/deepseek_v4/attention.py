@@ -76,7 +76,7 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
     weight, eps = layer.kv_norm.weight, layer.kv_norm.variance_epsilon
     keys = cache_layer.slots(kv.transpose(1, 2))
     if keys is None:
-        q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
+        q, k = ops.rope(q, kv, cos, sin, ones, weight, norm_eps=eps, **turn)
         keys, _ = cache_layer.update(k, k)
     else:
         q = ops._rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
@@ -94,7 +94,8 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
             chosen = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, cache_layer)
             indices = chosen.unsqueeze(1)
     out = ops._cached_attention(
-        *(q, keys, keys, layer.scaling),
+        *(q, keys, keys),
+        scale=layer.scaling,
         window=layer.sliding_window,
         sinks=layer.sinks,
         indices=indices,

@@ -32,9 +32,10 @@ def gate_in_one(graph: fx.Graph) -> None:
             continue
         choice = bound["T"]
         scale = put(choice, aten.mul.Tensor, tensor_of(bound["SCALE"]), bound["SCALE"], bound["ROOT"])
-        of_experts = (bound["LINEAR"], scale, bound["PER_EXPERT"], bound["K"], bound["EPS"], False)
+        of_experts = bound["LINEAR"], scale, bound["PER_EXPERT"], bound["K"]
+        numbers = {"norm_eps": bound["EPS"], "renormalize_after_scale": False}
         results = tensor_of(weights).float(), choice.meta[VALUE][1].int()
-        gate = put(choice, ours.moe_gate.default, results, bound["X"], *of_experts)
+        gate = put(choice, ours.moe_gate.default, results, bound["X"], *of_experts, **numbers)
         ids = [user for user in choice.users if user.args[1] == 1]
         for number, old in enumerate((weights, *ids)):
             item = put(choice, ITEM, results[number], gate, number)

@@ -88,7 +88,9 @@ def _turned_beside(
     cos, sin, options = tables_and_options(turn, *(table[:, -tokens:] for table in tables))
     slots = None if layer is None else layer.index_slots(keys)
     if slots is None:
-        turned = ops.rope_heads(q, cos, sin, norm.weight, norm.eps, 1.0, **options)
+        turned = ops.rope_heads(
+            q, cos, sin, norm.weight, norm_eps=norm.eps, norm_weight_offset=1.0, **options
+        )
         keys = keys if layer is None else layer.update_indexer(keys)
     else:  # one dispatch: the queries are turned as keys, and the new keys, which do not turn, are values
         turned = q.new_empty(q.shape[0], q.shape[2], tokens, q.shape[3])
@@ -107,7 +109,9 @@ def _means(indexer: Any, turn: Turn, keys: Tensor, tables: Any, first: int, last
     pooled = ops._pointwise(rows, "to a f32", dtype_name(keys.dtype), mean=True).unsqueeze(2)
     of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
     cos, sin, options = tables_and_options(turn, *of_pools)
-    return ops.rope_heads(pooled, cos, sin, norm.weight, norm.eps, 1.0, **options).squeeze(1)
+    return ops.rope_heads(
+        pooled, cos, sin, norm.weight, norm_eps=norm.eps, norm_weight_offset=1.0, **options
+    ).squeeze(1)
 
 
 def _norms(indexer: Any) -> tuple[Any, Any]:

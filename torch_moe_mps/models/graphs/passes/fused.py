@@ -44,11 +44,11 @@ norm_sums = Fusion(
     "norm_sums",
     (
         "rms_norm((T := R[S] + Y * FACTOR)[S], W[H,], EPS, OFFSET)",
-        "fused_residual_norm(R, Y[S], W, EPS, weight_offset=OFFSET, factor=FACTOR)",
+        "fused_residual_norm(R, Y[S], W, EPS, norm_weight_offset=OFFSET, factor=FACTOR)",
     ),
     (
         "rms_norm((T := R[S] + Y[S])[S], W[H,], EPS, OFFSET)",
-        "fused_residual_norm(R, Y, W, EPS, weight_offset=OFFSET)",
+        "fused_residual_norm(R, Y, W, EPS, norm_weight_offset=OFFSET)",
     ),
     (
         "layer_norm((T := R[S] + Y[S])[S], W, B, EPS, OFFSET)",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from ...basics.tensors import WEIGHTS, joined_rows, may_join
+from ....ops._formats import ARGUMENTS
+from ...basics.tensors import joined_rows, may_join
 from ..nodes import (
     arguments,
     aten,
@@ -54,7 +55,7 @@ def join_linears(graph: fx.Graph) -> None:
 def _of_quantised(call: fx.Node) -> tuple[Any, ...] | None:
     """(input, format, dtypes ...) that quantised layers share if they can be joined; None for other calls."""
     passed = arguments(call)
-    x, *weights, format = (passed.pop(name) for name in ("x", *WEIGHTS, "format"))
+    x, *weights, format = (passed.pop(name) for name in ("x", *ARGUMENTS, "bias", "format"))
     has_options = any(isinstance(value, fx.Node) for value in passed.values())
     if has_options or not all(item is None or _is_parameter(item) for item in weights):
         return None
@@ -263,7 +264,7 @@ def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
 def _weights_of(group: list[fx.Node]) -> dict[str, list[Tensor | None]]:
     if is_call(group[0], aten.mm):
         return {"mat2": [_tensor(call.args[1].args[0]) for call in group]}  # type: ignore[union-attr,arg-type]
-    return {name: [_tensor(arguments(call)[name]) for call in group] for name in WEIGHTS}
+    return {name: [_tensor(arguments(call)[name]) for call in group] for name in (*ARGUMENTS, "bias")}
 
 
 def _join(group: list[fx.Node]) -> None:

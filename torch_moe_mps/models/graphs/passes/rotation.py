@@ -96,13 +96,16 @@ def norms_behind_rotation(graph: fx.Graph) -> None:
             continue
         for name, result in _results(call).items():
             norm = _only_norm_of(result)
-            if norm is None or new.get("norm_eps", arguments(norm)["eps"]) != arguments(norm)["eps"]:
+            if (
+                norm is None
+                or new.get("norm_eps", arguments(norm)["norm_eps"]) != arguments(norm)["norm_eps"]
+            ):
                 continue
             source, like = norm.all_input_nodes[0], tensor_of(passed[name])
             if set_values([norm], [tensor_of(source)]):
                 norm.replace_all_uses_with(source)
                 ones = constant(("ones", like.device, like.dtype, like.shape[-1]), partial(_ones, like))
-                new |= {"norm_eps": arguments(norm)["eps"], "norm_weight_offset": 0.0}
+                new |= {"norm_eps": arguments(norm)["norm_eps"], "norm_weight_offset": 0.0}
                 new[f"{name}_norm_weight"] = constant_of(call, ones, [])
         if new:
             call.replace_all_uses_with(changed(call, call, **new))

@@ -64,7 +64,7 @@ def _convolved(
     if name is None or not known or conv_state.shape[-1] < weight.shape[-1] - 1:
         return None
     pending = uncommitted_of(conv_state, x.shape[-1])
-    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name, **pending).mT
+    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, activation=name, **pending).mT
 
 
 def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Tensor:
@@ -101,7 +101,7 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
     elif not pending:
         state = state.clone()
     out = ops._gated_delta_rule_(
-        *(q, k, v, g, state, q.shape[-1] ** -0.5), beta=beta, l2norm_eps=eps, **pending
+        *(q, k, v, g, state), scale=q.shape[-1] ** -0.5, beta=beta, l2norm_eps=eps, **pending
     )
     return out, state if options.get("output_final_state") else None
 
@@ -146,7 +146,9 @@ def _convolves(function: Callable, x: Tensor, *states: Tensor) -> bool:
         theirs = [state.clone() for state in states]
         result = tried(eager(function), x, *theirs, weight, arguments, activation=activation)
         ours = states[0].clone() if states else torch.zeros(2, 3, 4)
-        expected = ops.causal_conv1d_update_(x.mT, ours, weight, arguments, ACTIVATIONS[activation]).mT
+        expected = ops.causal_conv1d_update_(
+            x.mT, ours, weight, arguments, activation=ACTIVATIONS[activation]
+        ).mT
         if not agrees(expected, result, 1e-4) or not all(torch.equal(state, ours) for state in theirs):
             return False
     return True
@@ -164,7 +166,7 @@ def is_delta_rule(function: Callable) -> bool:
         options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
         result = tried(eager(function), q, keys, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
-        expected = ops._gated_delta_rule_(q, keys, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
+        expected = ops._gated_delta_rule_(q, keys, v, g, ours, scale=8**-0.5, beta=beta, l2norm_eps=eps)
         if not agrees((expected, ours), result, 1e-4):
             return False
     return True

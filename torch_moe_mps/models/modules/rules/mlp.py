@@ -140,7 +140,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
     matrices = packed, scales, biases, down_packed, down_scales, down_biases
-    compute = partial(_mlp_quantized, x, *matrices, first.format.name, **options)
+    compute = partial(_mlp_quantized, x, *matrices, format=first.format.name, **options)
     if not x.is_cpu:
         return compute()
     return with_cache(compute, module, *first.parts, down_packed, down_scales, down_biases)

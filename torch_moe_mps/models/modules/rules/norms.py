@@ -37,7 +37,7 @@ NormArguments: TypeAlias = tuple[Any, float, float]  # weight, eps and offset of
 _MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))  # the input's and the weights'
 _WITHOUT_WEIGHT = 24  # the width that such a module is traced with
 _MOST_INPUTS = 2
-_OPERATORS = {each.__name__: each for each in (rms_norm, layer_norm, rms_norm_gated)}
+_OPERATORS: dict[str, Callable] = {each.__name__: each for each in (rms_norm, layer_norm, rms_norm_gated)}
 _WIDEST_OF_HEADS = 1024
 _ROOTS = ("Y * rsqrt({} + EPS)", "Y * pow({} + EPS, -0.5)", "Y / sqrt({} + EPS)")
 _MEANS = ("mean(pow(X, 2), [-1], True)", "mean(X * X, [-1], True)")
@@ -80,12 +80,14 @@ _NORMS = Fusion(
 
 
 class NormCall(NamedTuple):
-    """operator(*inputs, *weights, *constants), which is what a module computes.
+    """operator(*inputs, *weights, *absent, **numbers), which is what a module computes.
 
     Attributes:
         operator: its name.
         inputs: names of the forward's arguments, in their order.
         weights: names of parameters.
+        absent: None for each weight that the operator could have after these.
+        numbers: by the names of the operator's arguments.
         mixes: the result has the dtype of the first input, whatever the weights have.
         width: columns of the inputs where no parameter has as many; None for any.
         groups: so many groups of neighbouring columns are computed apart.
@@ -94,7 +96,8 @@ class NormCall(NamedTuple):
     operator: str
     inputs: tuple[str, ...]
     weights: tuple[str, ...]
-    constants: tuple[Any, ...]
+    absent: tuple[None, ...]
+    numbers: dict[str, Any]
     mixes: bool
     width: int | None = None
     groups: int = 1
@@ -148,16 +151,18 @@ def read(traced: Traced, names: tuple[str, ...]) -> NormCall | None:
     if name not in _OPERATORS or node.args:  # not one that rows have made
         return None
     like, inputs = tensor_of(traced.inputs[0]), traced.inputs
-    values: list[Any] = [*node.kwargs.values()]
-    x, constants = values[: len(inputs)], values[len(inputs) :]
-    weights = {path: value for value in constants if (path := path_of(value)) is not None}
-    constants = constants[len(weights) :]
+    values: list[Any] = [*node.kwargs.items()]
+    x, others = [value for _, value in values[: len(inputs)]], values[len(inputs) :]
+    weights = {path: value for _, value in others if (path := path_of(value)) is not None}
+    others = others[len(weights) :]
+    numbers = {name: value for name, value in others if value is not None}
     rows, groups = tensor_of(x[0]).shape, tensor_of(x[0]).dim() - like.dim()
     is_own = rows[: like.dim() - 1] == like.shape[:-1] and tensor_of(result[0]).shape == like.shape
-    if [beneath(item) for item in x] != [*inputs] or not is_own or any(map(is_node, constants)):
+    if [beneath(item) for item in x] != [*inputs] or not is_own or any(map(is_node, numbers.values())):
         return None
     groups = rows[-2] if groups else 1
-    return NormCall(name, names, tuple(weights), tuple(constants), True, groups=groups)
+    absent = (None,) * (len(others) - len(numbers))
+    return NormCall(name, names, tuple(weights), absent, numbers, True, groups=groups)
 
 
 # Forwards that run
@@ -175,7 +180,7 @@ def forward_of(name: str) -> Callable:
         if weights is None or inputs[0].dim() not in RANKS:
             return NotImplemented
         if call.groups == 1:
-            return operator(*inputs, *weights, *call.constants)
+            return operator(*inputs, *weights, *call.absent, **call.numbers)
         return _for_groups(operator, call, inputs, weights)
 
     return forward
@@ -187,12 +192,12 @@ def _for_groups(
     """Result of an operator for groups of columns."""
     apart = [item.unflatten(-1, (call.groups, -1)) for item in inputs]
     of_groups = [weight.view(call.groups, -1) for weight in weights]
-    return operator(*apart, *of_groups, *call.constants).flatten(-2)
+    return operator(*apart, *of_groups, *call.absent, **call.numbers).flatten(-2)
 
 
 def weights_of(module: nn.Module, call: NormCall, inputs: Sequence[Tensor]) -> list[Tensor] | None:
     """Parameters that the operator takes beside the inputs; None where the eager forward must run."""
-    _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
+    _, names, wanted, _, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
         return None
     x, attributes, weights = inputs[0], module.__dict__, []
@@ -247,11 +252,13 @@ def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
 
 
 def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
-    """The weight, None without one, eps and weight_offset; None where only the eager forward norms it.
+    """The weight, None without one, its eps and its offset; None where only the eager forward norms it.
 
     Args:
         x: as wide as what is normed, and of its dtype.
     """
     call: NormCall | None = norm.__dict__.get(STATE, NOTHING).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))
-    return None if call is None or weights is None else (*weights, *call.constants)
+    if call is None or weights is None:
+        return None
+    return next(iter(weights), None), call.numbers["norm_eps"], call.numbers["norm_weight_offset"]

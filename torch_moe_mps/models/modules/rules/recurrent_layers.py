@@ -60,7 +60,9 @@ def convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
             cache.update_conv_state(state, number, conv_kernel_size=weight.shape[1])
             state = cache.get_conv_state(number)
     pending = uncommitted_of(state, x.shape[1])
-    return ops.causal_conv1d_update_(x, state, weight, bias, ACTIVATIONS[layer.activation], **pending)
+    return ops.causal_conv1d_update_(
+        x, state, weight, bias, activation=ACTIVATIONS[layer.activation], **pending
+    )
 
 
 def scan(
@@ -112,7 +114,8 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
         (x.shape[0], heads, width, width),
         x,
         lambda state: ops._gated_delta_rule_(
-            *(q, k, v, g.view(of_heads), state, width**-0.5),
+            *(q, k, v, g.view(of_heads), state),
+            scale=width**-0.5,
             beta=layer.b_proj(x),
             l2norm_eps=1e-6,
             decay_form="softplus" if bound is None else "sigmoid",
@@ -152,7 +155,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
             v.view(*tokens, heads, width),
             None,
             state.mT,
-            1.0,
+            scale=1.0,
             beta=step,
             decay_form="times_beta",
             A_log=layer.A_log,
@@ -174,7 +177,7 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
         layer.norm,
         {"activation": "silu", "gate_first": True, "group_size": layer.norm.group_size},
     )
-    out = ops.rms_norm_gated(out, gate, gated.weight, gated.variance_epsilon, **options)
+    out = ops.rms_norm_gated(out, gate, gated.weight, norm_eps=gated.variance_epsilon, **options)
     return layer.out_proj(out)
 
 
@@ -233,8 +236,8 @@ def lightning_layer(
     q, k, v = mixed.split_with_sizes([width] * 3, -1)
     form: Any = {"decay_form": "times_beta", "A_log": layer.slope_rate.view(-1).log()}  # steps of 1
     form |= {"beta": x.new_ones(*x.shape[:2], heads), **uncommitted_of(state, x.shape[1])}
-    out, norm = ops._gated_delta_rule_(q, k, v, None, state, 1.0, **form).flatten(2), layer.norm
-    out = ops.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
+    out, norm = ops._gated_delta_rule_(q, k, v, None, state, scale=1.0, **form).flatten(2), layer.norm
+    out = ops.rms_norm_gated(out, gate, norm.weight, norm_eps=norm.variance_epsilon, activation="sigmoid")
     if cache is not None and cached is not state:
         cache.set_linear_cache(layer.layer_idx, state)
     return layer.out_proj(out), state
