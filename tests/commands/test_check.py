@@ -1,9 +1,11 @@
 """`torch-moe-mps check`, in the simulator."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -13,8 +15,10 @@ from support.faults import broken
 from support.processes import REPOSITORY, forked
 from support.sweep import in_sweep
 
+import torch_moe_mps.transformers
 from torch_moe_mps import macs
-from torch_moe_mps.commands import check, main, sources
+from torch_moe_mps.commands import check, first_check, main, sources
+from torch_moe_mps.models.basics.report import Report
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, Format
 from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once, variants
@@ -185,6 +189,63 @@ def test_quick(few, capsys, monkeypatch, refused):
     assert "--dtype must be left out with --quick, got 'float16'" in refused(
         "check", "--quick", "--dtype", "float16"
     )
+
+
+@pytest.mark.slow("a model decodes 16 tokens on the CPU, and twice on the simulated GPU")
+def test_first(few, capsys):
+    """Only the libraries of one format and of one width of heads; the line has what was measured."""
+    assert main(["check", "--first"]) == 0
+    out, found = capsys.readouterr().out.splitlines(), report()["first"]
+    assert out[-2] == "All built, all equal. Report: moe_mps_report.json"
+    pattern = (
+        r"check --first of torch_moe_mps [\d.]+ \| all right \| Simulated Apple GPU, macOS none, torch 2[^|]+"
+        r" \| 15 libraries in [\d.]+ s \| \d+ operators, largest error \d\.\de-\d+ \(\w+\) \| "
+        r"[\d.]+ tokens/s captured, [\d.]+ module by module \| \d+ s"
+    )
+    assert re.fullmatch(pattern, out[-1])
+    assert found["captured"] > 0 and found["module by module"] > 0 and found["libraries"] == 15
+
+
+def test_first_says_what_is_wrong(few, capsys, monkeypatch):
+    """What does not compile ends it, as no model runs without."""
+
+    def broken(report, findings, compare_all):
+        findings.append(compare.Finding("norms_bf16", "does not compile", message="error: no such type"))
+        report["first"] = {"libraries": 15, "seconds_compiling": 2.0}
+
+    monkeypatch.setattr(check.first_check, "check_first", broken)
+    assert main(["check", "--first"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert "FAILED: norms_bf16 does not compile: error: no such type" in out
+    assert "  repeat it: torch-moe-mps check --first" in out
+    assert " | 1 failures, first: norms_bf16 does not compile: error: no such type | " in out[-1]
+    assert out[-1].endswith(" | 15 libraries in 2.0 s")
+
+
+def test_first_judges_the_tokens(simulated, monkeypatch):
+    """Logits that differ from the CPU's, and a token that is not captured."""
+    right, count = torch.ones(4), itertools.count()
+    monkeypatch.setattr(first_check, "_model", lambda: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(first_check, "compile_side_by_side", lambda names, built: [])
+    monkeypatch.setattr(
+        first_check, "decode", lambda model, tokens=None: ([right * (next(count) != 2)], [1], 5.0)
+    )
+    monkeypatch.setattr(torch_moe_mps.transformers, "accelerate", lambda model, **_: Report())
+    monkeypatch.setattr(torch_moe_mps.transformers, "restore", lambda model: model)
+    findings = list[compare.Finding]()
+    first_check.check_first({}, findings, lambda work, found: None)
+    assert [str(each) for each in findings] == [
+        "a tiny model, captured, differs (largest error 1.0e+00)",
+        "a token was not captured: None",
+    ]
+
+
+def test_first_is_refused_with_others(few, refused, monkeypatch):
+    assert "--dtype must be left out with --first, got 'float16'" in refused(
+        "check", "--first", "--dtype", "float16"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "--first needs transformers, which is not installed" in refused("check", "--first")
 
 
 def test_the_page_of_a_first_check_has_its_counts(simulated):

@@ -318,6 +318,7 @@ def _check(command: argparse.ArgumentParser) -> None:
 
     examples:
       torch-moe-mps check                                             # everything; writes moe_mps_report.json
+      torch-moe-mps check --first                                     # two minutes and a line to paste
       torch-moe-mps check --quick                                     # bfloat16, affine4_64 and mxfp4 alone
       torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need
       torch-moe-mps check --large                                     # the sizes of three real models
@@ -333,6 +334,11 @@ def _check(command: argparse.ArgumentParser) -> None:
         help="write all that was found, to attach to an issue (moe_mps_report.json; of --probe nothing)",
     )
     instead = command.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--first",
+        action="store_true",
+        help="only what Qwen3-30B-A3B runs in bfloat16 and affine4_64: two minutes, and a line to paste",
+    )
     instead.add_argument(
         "--quick",
         action="store_true",

@@ -31,6 +31,7 @@ from ..selfcheck.journal import noted, stopped
 from ..selfcheck.libraries import UNCOMMON, compile_side_by_side, libraries, pipelines
 from ..selfcheck.machine import COMMAND, is_available
 from ..selfcheck.once import checks_of, first_fault
+from . import first_check
 from .results import check_writable, written_whole
 
 REPORT = "moe_mps_report.json"
@@ -97,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
 
     report["control"] = check_control({str(dtype).removeprefix("torch."): dtype for dtype in dtypes})
     save_so_far("control", [])
-    if options.large:
+    if options.first:
+        checked = partial(first_check.check_first, report, findings, compare_all)
+    elif options.large:
         dtype = dtypes[0] if options.dtype else torch.bfloat16
         format = formats[0] if options.format else Format.named("affine4_64")
         checked = partial(check_large, dtype, format, report, findings)
@@ -110,10 +113,12 @@ def run(options: argparse.Namespace) -> int:
     except LostGPU as lost:
         findings += lost.findings
     _print_verdict(findings, optional, bool(report["control"]["failures"]), path, options)
-    if findings and not options.large:
+    if findings and not (options.large or options.first):
         print("\n".join(verdict_of_formats(findings, formats)))
     print(f"{_last_words(findings, optional)} Report: {path}")
     save("all", findings)
+    if options.first:
+        print(first_check.line(about, report, findings))
     return 1 if findings else 0
 
 
@@ -121,9 +126,14 @@ def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype],
     """Raises: ValueError for names that are unknown, or that do not go with another option."""
     names = {"--dtype": options.dtype, "--format": options.format}
     for option, value in names.items():
-        if value is not None and (options.probe or (options.quick and option != "--format")):
-            instead = "--probe" if options.probe else "--quick"
+        whole = options.probe or options.first
+        if value is not None and (whole or (options.quick and option != "--format")):
+            instead = "--probe" if options.probe else "--first" if options.first else "--quick"
             raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
+    if options.first:
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError("--first needs transformers, which is not installed; --quick does not")
+        return [first_check.DTYPE], [first_check.FORMAT]
     if options.quick:
         names = QUICK | {option: value for option, value in names.items() if value is not None}
     dtypes = _chosen("--dtype", names["--dtype"], {str(d).removeprefix("torch."): d for d in DTYPES})
@@ -137,6 +147,8 @@ def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype],
 def _command(finding: Finding, options: argparse.Namespace) -> str:
     """The command that repeats a finding: its dtype and format, as far as they are known."""
     dtype, format = finding.dtype or options.dtype, finding.format or options.format
+    if options.first:
+        return f"{COMMAND} --first"
     if not finding.dtype and options.quick:
         return f"{COMMAND} --quick" + (f" --format {format}" if format else "")
     parts = [COMMAND, "--large" if options.large else "", f"--dtype {dtype}" if dtype else ""]

@@ -19,6 +19,9 @@ from .differences import errors
 # Relative to the largest value of a result: how much rounding in another order may change.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
+# {operator: the largest error of its calls that agree}, in this process
+LARGEST: dict[str, float] = {}
+
 
 class OutOfTime(Exception):
     """There was no time to finish a comparison."""
@@ -116,6 +119,7 @@ def _compare(call: Call, end: float) -> Finding | None:
         kind = "gives another result the second time"
         largest = max(map(difference, actual, again))
         return Finding(name, kind, error=largest, details=diagnose(call, again, actual, tolerance=0.0))
+    LARGEST[name] = max(largest, LARGEST.get(name, 0.0))
     return None
 
 
