@@ -42,12 +42,17 @@ def test_has_the_model_of_the_file(tmp_path, architecture):
 
 
 # Entries of the small models' configs that no computation reads.
-NO_KEY: dict[str, set[str]] = {}
+NO_KEY = {
+    "jamba": {"use_mamba_kernels"},
+    "nemotron_h": {"n_routed_experts", "num_experts_per_tok", "norm_topk_prob"},
+    "nemotron_h_moe": {"intermediate_size"},
+}
+IN_LLAMA_CPP = [architecture for architecture in PUBLISHED if architecture != "exaone4:windows"]
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k"])
-@pytest.mark.parametrize("architecture", PUBLISHED)
+@pytest.mark.parametrize("architecture", IN_LLAMA_CPP)
 def test_llama_cpp_has_the_same_probabilities(tmp_path, architecture, kind):
     """llama.cpp reads the values of the blocks in float32: it would round activations to 8 bits otherwise."""
     written = small_model(architecture, 256 if kind == "q4_k" else 64)
@@ -58,7 +63,8 @@ def test_llama_cpp_has_the_same_probabilities(tmp_path, architecture, kind):
         model = load(path)
     tokens, expected = log_probabilities(plain, IDS, VOCABULARY)
     found = logits(model, IDS + tokens)[len(IDS) - 1 : -1].log_softmax(-1)
-    error = (found - expected).abs()[expected.isfinite()].max() / found.abs().max()
+    probable = expected > -1e30  # the smallest float32 for a probability of 0
+    error = (found - expected).abs()[probable].max() / found.abs().max()
     assert error <= 1e-4
 
 

@@ -376,9 +376,168 @@ def _qwen3_next(stated: Stated) -> dict[str, Any]:
     }
 
 
+def _state_space(stated: Stated, prefix: str = "mamba_") -> dict[str, Any]:
+    """Sizes of Mamba-2's layers, as Granite names them."""
+    heads, inner = stated.need("ssm.time_step_rank"), stated.need("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": stated.need("ssm.group_count"),
+        "mamba_d_state": stated.need("ssm.state_size"),
+        "mamba_d_conv": stated.need("ssm.conv_kernel"),
+        "mamba_expand": inner // stated.need("embedding_length"),
+        "mamba_conv_bias": stated.has("ssm_conv1d.bias"),
+    }
+
+
+def _granite_hybrid(stated: Stated) -> dict[str, Any]:
+    attends = stated.by_layer("attention.head_count_kv")
+    result = _state_space(stated) | {
+        "layer_types": ["full_attention" if heads else "linear_attention" for heads in attends],
+        "position_embedding_type": "rope" if stated.get("rope.scaling.finetuned", False) else None,
+        "num_local_experts": stated.get("expert_count", 0),
+        "num_experts_per_tok": stated.get("expert_used_count", 0),
+    }
+    if not result["num_local_experts"]:  # its only MLP is the one that others share
+        result["shared_intermediate_size"] = stated.need("feed_forward_length")
+    return result
+
+
+def _nemotron_h(stated: Stated) -> dict[str, Any]:
+    inner, attends = stated.by_layer("feed_forward_length"), stated.by_layer("attention.head_count_kv")
+    mixer = "moe" if stated.architecture == "nemotron_h_moe" else "mlp"
+    types = [
+        "full_attention" if heads else mixer if rows else "linear_attention"
+        for heads, rows in zip(attends, inner, strict=True)
+    ]
+    sizes = _state_space(stated)
+    result = {
+        "layers_block_type": types,
+        "intermediate_size": max(inner),
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "moe_latent_size": stated.get("moe_latent_size"),
+    }
+    for key in ("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned"):
+        stated.get(key)  # its attention does not turn
+    return result if mixer == "moe" else result | {"n_routed_experts": 0, "num_experts_per_tok": 0}
+
+
+def _llama4(stated: Stated) -> dict[str, Any]:
+    """What files do not state is the same in both models, and in llama.cpp's code."""
+    stated.get("leading_dense_block_count")
+    return {
+        "intermediate_size": stated.need("expert_feed_forward_length"),
+        "intermediate_size_mlp": stated.need("feed_forward_length"),
+        "moe_layers": stated.layers_with("ffn_gate_inp.weight"),
+        "interleave_moe_layer_step": stated.need("interleave_moe_layer_step"),
+        "use_qk_norm": stated.need("expert_count") != 128,
+    }
+
+
+def _ernie(stated: Stated) -> dict[str, Any]:
+    stated.get("expert_shared_feed_forward_length")
+    return {
+        "moe_layer_interval": stated.get("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": stated.layers - 1,
+        "use_bias": stated.has("attn_q.bias"),
+    }
+
+
+def _hunyuan(stated: Stated) -> dict[str, Any]:
+    stated.get("expert_shared_feed_forward_length")
+    stated.get("expert_shared_count")
+    stated.get("feed_forward_length")
+    return {"intermediate_size": stated.need("expert_feed_forward_length")}
+
+
+def _olmoe(stated: Stated) -> dict[str, Any]:
+    return {"clip_qkv": stated.get("attention.clamp_kqv")}
+
+
+def _jamba(stated: Stated) -> dict[str, Any]:
+    """Layers with attention and with experts, which the config gives by a first one and a distance."""
+    result: dict[str, Any] = {}
+    attends = [layer for layer, heads in enumerate(stated.by_layer("attention.head_count_kv")) if heads]
+    for name, layers in (("attn", attends), ("expert", stated.layers_with("ffn_gate_inp.weight"))):
+        first, period = layers[0], layers[1] - layers[0] if len(layers) > 1 else stated.layers
+        if layers != [*range(first, stated.layers, period)]:
+            raise ValueError(f"moe_mps::gguf: layers of {name} must have one distance, got {layers}")
+        result |= {f"{name}_layer_offset": first, f"{name}_layer_period": period}
+    return result | {
+        "mamba_d_conv": stated.need("ssm.conv_kernel"),
+        "mamba_d_state": stated.need("ssm.state_size"),
+        "mamba_dt_rank": stated.need("ssm.time_step_rank"),
+        "mamba_expand": stated.need("ssm.inner_size") // stated.need("embedding_length"),
+        "mamba_conv_bias": stated.has("ssm_conv1d.bias"),
+    }
+
+
+def _windows(stated: Stated) -> dict[str, Any]:
+    """Layers with a sliding window, by the file's pattern."""
+    window = stated.get("attention.sliding_window")
+    if window is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * stated.layers}
+    slides = stated.by_layer("attention.sliding_window_pattern")
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+
+def _exaone_moe(stated: Stated) -> dict[str, Any]:
+    stated.get("expert_shared_feed_forward_length")
+    return _windows(stated)
+
+
+def _afmoe(stated: Stated) -> dict[str, Any]:
+    """llama.cpp's code has what files do not state: a layer in four attends to all, embeddings are scaled."""
+    if not stated.get("expert_weights_norm", True):
+        raise ValueError("moe_mps::gguf: afmoe.expert_weights_norm must be true, got false")
+    return {"global_attn_every_n_layers": 4, "mup_enabled": True}
+
+
+def _lfm2_moe(stated: Stated) -> dict[str, Any]:
+    attends = stated.by_layer("attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in attends],
+        "conv_L_cache": stated.need("shortconv.l_cache"),
+        "conv_bias": stated.has("shortconv.in_proj.bias"),
+        "norm_topk_prob": stated.get("expert_weights_norm", True),
+    }
+
+
+def _every_fourth_without_rope(stated: Stated) -> dict[str, Any]:
+    return {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None}
+
+
+def _cohere2(stated: Stated) -> dict[str, Any]:
+    """llama.cpp's code has the pattern that files do not state: each fourth layer attends to all."""
+    slides = [(layer + 1) % 4 != 0 for layer in range(stated.layers)]
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+
 _ZERO_CENTERED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
+_MAMBA2: Mapping[str, Value] = {"ssm_a": log_of_negative, "ssm_norm.weight": flat}
+_SHARED_HALVES = (("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), ("ffn_gate.weight", "ffn_up.weight"))
+_GRANITE_SHARED = {
+    "shared_mlp.input_linear.weight": _SHARED_HALVES,
+    "shared_mlp.output_linear.weight": (("ffn_down_shexp.weight",), ("ffn_down.weight",)),
+}
+_GRANITE_ROUTER = {r"\.block_sparse_moe\.router\.": ".mlp.gate."}
+_NEMOTRON_H = Architecture(
+    "nemotron_h",
+    names={r"^model\.": "backbone.", r"\.dt_proj\.bias$": ".dt.bias"},
+    values=_MAMBA2,
+    config=_nemotron_h,
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "afmoe": Architecture("afmoe", config=_afmoe, gating=_SIGMOID),
+    "arcee": Architecture("arcee", values=_LLAMA_ROPE),
+    "cohere2": Architecture("cohere2", config=_cohere2),
+    "command-r": Architecture("cohere"),
     "deepseek2": Architecture(
         _deepseek_type,
         joined={
@@ -388,11 +547,53 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=_deepseek,
     ),
     "dots1": Architecture("dots1", gating=_SIGMOID),
+    "ernie4_5": Architecture("ernie4_5", config=lambda stated: {"use_bias": stated.has("attn_q.bias")}),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe", {r"\.gate\.moe_statics\.": ".moe_statics."}, config=_ernie, gating=_SOFTMAX
+    ),
+    "exaone-moe": Architecture("exaone_moe", config=_exaone_moe, gating=_SIGMOID),
+    "exaone4": Architecture("exaone4", config=_windows),
+    "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", gating=_SIGMOID),
+    "granite": Architecture("granite", values=_LLAMA_ROPE),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        _GRANITE_ROUTER,
+        _GRANITE_SHARED,
+        {**_LLAMA_ROPE, **_MAMBA2},
+        _granite_hybrid,
+        _SOFTMAX,
+    ),
+    "granitemoe": Architecture(
+        lambda stated: "granitemoeshared" if stated.has("ffn_up_shexp.weight") else "granitemoe",
+        _GRANITE_ROUTER,
+        _GRANITE_SHARED,
+        _LLAMA_ROPE,
+        gating=_SOFTMAX,
+    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", config=_hunyuan, gating=_SOFTMAX),
+    "jamba": Architecture("jamba", values={"ssm_a": log_of_negative}, config=_jamba, gating=_SOFTMAX),
+    "lfm2moe": Architecture("lfm2_moe", config=_lfm2_moe, gating=_SIGMOID),
+    "llama4": Architecture(
+        "llama4_text",
+        values={
+            **{f"ffn_{part}_exps.weight": transposed for part in ("gate", "down", "gate_up")},
+        },
+        config=_llama4,
+        gating=_SIGMOID,
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H._replace(gating=_SIGMOID),
+    "olmo2": Architecture("olmo2"),
+    "olmoe": Architecture("olmoe", config=_olmoe, gating=_SOFTMAX),
     "qwen3next": Architecture(
         "qwen3_next",
         joined={
-            "linear_attn.in_proj_qkvz.weight": (("ssm_in.weight",), ("attn_qkv.weight", "attn_gate.weight"))
+            "linear_attn.in_proj_qkvz.weight": (
+                ("ssm_in.weight",),
+                ("attn_qkv.weight", "attn_gate.weight"),
+            )
         },
         values={
             **{f"{name}.weight": minus_one for name in _ZERO_CENTERED},
@@ -402,4 +603,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=_qwen3_next,
         gating=_SOFTMAX,
     ),
+    "seed_oss": Architecture("seed_oss"),
+    "smollm3": Architecture("smollm3", values=_LLAMA_ROPE, config=_every_fourth_without_rope),
 }

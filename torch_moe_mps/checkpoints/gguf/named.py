@@ -42,8 +42,9 @@ class Named:
         layers = model.config.num_hidden_layers
         kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
         self._table = get_tensor_name_map(kind, layers)
-        self._prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
         self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        # gguf's table has the names of models with a head
+        self._prefix = "" if any(name.startswith("model.") for name in self._shapes) else "model."
         self._sources: dict[str, tuple[str, ...]] = {}  # {parameter: its tensors}
         self._parameters: dict[str, list[str]] = {}
         present = frozenset(names)
