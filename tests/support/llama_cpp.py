@@ -10,6 +10,31 @@ from torch import Tensor
 MISSING = "pip install --no-deps -r tests/sweep.txt"
 
 
+def log_probabilities(
+    file: Path, ids: list[int], vocabulary: int, count: int = 4
+) -> tuple[list[int], Tensor]:
+    """Tokens that llama.cpp chooses after a prompt, and log-probabilities [count, vocabulary] of all.
+
+    It runs on one thread, and its cache has float32.
+    """
+    llama_cpp = pytest.importorskip("xllamacpp", reason=f"no llama.cpp: {MISSING}")
+    parameters = llama_cpp.CommonParams()
+    parameters.model.path = str(file)
+    parameters.n_ctx, parameters.n_gpu_layers, parameters.n_parallel = 128, 0, 1
+    parameters.warmup, parameters.verbosity = False, 0
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
+    parameters.cache_type_k = parameters.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
+    parameters.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    asked = {"prompt": ids, "n_predict": count, "temperature": 0.0, "n_probs": vocabulary}
+    asked["logit_bias"] = [[2, False]]  # no end of the answer
+    answer = llama_cpp.Server(parameters).handle_completions(asked)["choices"][0]["logprobs"]["content"]
+    found = torch.full((len(answer), vocabulary), float("nan"))
+    for row, place in zip(found, answer, strict=True):
+        for each in place["top_logprobs"]:
+            row[each["id"]] = each["logprob"]
+    return [place["id"] for place in answer], found
+
+
 def check_log_probabilities(file: Path, model: Any, ids: Tensor, mean: float = 0.25) -> None:
     """Of the five most probable tokens at each of eight places.
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..._text import first_line
 from ...models.families import GgufArchitecture
 from ...models.upstream.weights import (
-    CONFIG_MAPPING,
+    GGUF_CONFIG_MAPPING,
     WeightConverter,
     WeightRenaming,
     gguf,
@@ -33,7 +33,9 @@ from ...quantization import Format, QuantizedWeight
 from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
+from .architectures import ARCHITECTURES, config_of
 from .header import check_offsets, check_sizes, config_of_first_loader, header_of
+from .named import Named
 
 # {number: (name, values of a block, bytes of a block)} of types that the package `gguf` does not know.
 NEWER_TYPES = {42: ("Q2_0", 64, 18)}
@@ -46,6 +48,11 @@ REMOVED_TYPES = {
 GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {}
 # Entries of a config that say nothing of the order of rows, and differ from file to file.
 _OF_ONE_FILE = ("_name_or_path", "dtype", "quantization_config", "transformers_version")
+# {name that transformers' first loader has for an architecture: the one in files}
+_OTHER_NAMES = {
+    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2", "gpt_oss": "gpt-oss"},
+    **{"mistral": "llama", "umt5": "t5"},
+}
 _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
@@ -131,16 +138,18 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
 
 
 def check_file(path: str) -> None:
-    """Raises the errors of `read_file`, and ValueError for an architecture that transformers lacks.
+    """Raises the errors of `read_file`, and ValueError for an architecture that is not read.
 
     Without the package `gguf`, which knows the types, nothing is checked.
     """
     if find_spec("gguf") is None:
         return
     architecture, _ = read_file(path)
-    if architecture == "deci" and architecture not in CONFIG_MAPPING:  # its config is read
-        expected = "of an architecture that transformers has a class for"
-        raise ValueError(f"moe_mps::gguf: {path} must be {expected}, got {architecture}")
+    known = read_architectures()
+    if architecture not in known:
+        raise ValueError(
+            f"moe_mps::gguf: {path} must be of an architecture among {', '.join(known)}; got {architecture}"
+        )
 
 
 class _AroundLayers:
@@ -255,10 +264,18 @@ class _Converted:
         return moved[0] if moved else None
 
 
-def placing_of(architecture: str, model: PreTrainedModel) -> _Processed | _Converted:
-    """The loader of transformers that reads an architecture; the second where it or a family of ours can."""
+def placing_of(
+    architecture: str, model: PreTrainedModel, names: Iterable[str] = ()
+) -> _Processed | _Converted | Named:
+    """Placement of an architecture's tensors, by our row or the loader of transformers that reads it.
+
+    Args:
+        names: of the tensors in the file.
+    """
     from ...models.upstream.weights import is_gguf_arch_supported
 
+    if architecture in ARCHITECTURES:
+        return Named(architecture, model, names)
     converts = architecture in GGUF_ARCHITECTURES or is_gguf_arch_supported(architecture)
     return (_Converted if converts else _Processed)(architecture, model)
 
@@ -356,7 +373,7 @@ class GgufFile:
             if tensor.name.endswith(".scale"):  # NVFP4 files may have them, beside weights
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
-        self._placing = placing_of(architecture, model)
+        self._placing = placing_of(architecture, model, (tensor.name for tensor in self.tensors))
         self._class = architecture, type(model), _config_of_class(model)
         self.parts: dict[str, list[GgufTensor]] = defaultdict(list)
         for tensor in self.tensors:
@@ -469,6 +486,13 @@ class GgufFile:
         return None
 
 
+def read_architectures() -> list[str]:
+    """Names of all architectures whose files are read, as they stand in files."""
+    others = ("general", "tokenizer", "deci", *_OTHER_NAMES)  # transformers has no class for deci
+    by_transformers = {*GGUF_CONFIG_MAPPING, *gguf.GGUF_CONFIG_ARCHS, *_OTHER_NAMES.values(), "t5encoder"}
+    return sorted({*ARCHITECTURES, *GGUF_ARCHITECTURES, *by_transformers}.difference(others))
+
+
 def stated_config(path: str) -> dict[str, Any]:
     """Entries of the config that a file states, its "model_type" among them.
 
@@ -479,6 +503,8 @@ def stated_config(path: str) -> dict[str, Any]:
     header = header_of(path)
     metadata, names = copy.deepcopy(header.metadata), tuple(name for name, *_ in header.tensors)
     architecture = metadata["general.architecture"]
+    if architecture in ARCHITECTURES:
+        return config_of(metadata, names)
     if (known := GGUF_ARCHITECTURES.get(architecture)) is not None:
         return known.config(metadata, names)
     if architecture in gguf.GGUF_CONFIG_ARCHS:

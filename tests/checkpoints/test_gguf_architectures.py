@@ -1,0 +1,101 @@
+"""GGUF files of the architectures that our rows read, written by hand from small models of their classes."""
+
+import warnings
+
+import pytest
+import torch
+from support.gguf_models import PUBLISHED, VOCABULARY, small_model, write_model
+from support.llama_cpp import log_probabilities
+from transformers import AutoModelForCausalLM
+
+import torch_moe_mps
+from torch_moe_mps.checkpoints.gguf import architectures
+from torch_moe_mps.checkpoints.gguf.file import read_architectures
+
+IDS = [*range(3, 15)]
+# Entries of a config that a file does not state, or states in other words.
+NOT_STATED = ("_name_or_path", "dtype", "architectures", "quantization_config")
+
+
+def load(path):
+    return torch_moe_mps.from_pretrained(path, AutoModelForCausalLM, device_map="cpu", check=False)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_has_the_model_of_the_file(tmp_path, architecture):
+    """Config, parameters and logits of transformers' model that was written."""
+    written = small_model(architecture)
+    model = load(write_model(tmp_path / "model.gguf", architecture, written))
+    expected, found = written.config.to_dict(), model.config.to_dict()
+    unlike = {key for key in expected if key not in NOT_STATED and found.get(key) != expected[key]}
+    assert unlike <= NO_KEY.get(architecture, set())
+    state = model.state_dict()
+    for name, value in written.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    expected_logits = logits(written, IDS)
+    assert (logits(model, IDS) - expected_logits).abs().max() <= 1e-5 * expected_logits.abs().max()
+
+
+# Entries of the small models' configs that no computation reads.
+NO_KEY = {
+    "jamba": {"use_mamba_kernels"},
+    "nemotron_h": {"n_routed_experts", "num_experts_per_tok", "norm_topk_prob"},
+    "nemotron_h_moe": {"intermediate_size"},
+}
+IN_LLAMA_CPP = [architecture for architecture in PUBLISHED if architecture != "exaone4:windows"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k"])
+@pytest.mark.parametrize("architecture", IN_LLAMA_CPP)
+def test_llama_cpp_has_the_same_probabilities(tmp_path, architecture, kind):
+    """llama.cpp reads the values of the blocks in float32: it would round activations to 8 bits otherwise."""
+    written = small_model(architecture, 256 if kind == "q4_k" else 64)
+    plain = write_model(tmp_path / "values.gguf", architecture, written, kind, packed=False)
+    path = write_model(tmp_path / "model.gguf", architecture, written, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensors that llama.cpp transposes are dequantised
+        model = load(path)
+    tokens, expected = log_probabilities(plain, IDS, VOCABULARY)
+    found = logits(model, IDS + tokens)[len(IDS) - 1 : -1].log_softmax(-1)
+    probable = expected > -1e30  # the smallest float32 for a probability of 0
+    error = (found - expected).abs()[probable].max() / found.abs().max()
+    assert error <= 1e-4
+
+
+def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch):
+    """What has no row is refused before anything is read, and the message names what is read."""
+    path = write_model(tmp_path / "model.gguf", "dots1", small_model("dots1"))
+    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name != "dots1"}
+    monkeypatch.setattr("torch_moe_mps.checkpoints.gguf.file.ARCHITECTURES", rows)
+    assert {"glm4moe", "qwen3moe", "gpt-oss"} <= {*read_architectures()}
+    expected = f"an architecture among {', '.join(read_architectures())}; got dots1"
+    with pytest.raises(ValueError, match=f"^moe_mps::gguf: {path} must be of {expected}$"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_used_count": None}, "dots1.expert_used_count must be in the metadata, got no such key"),
+        ({"embedding_length": None}, "dots1.embedding_length must be in the metadata, got no such key"),
+        ({"attention.new": 3}, "dots1.attention.new must be a key whose meaning is known, got 3"),
+        ({"expert_count": [4, 8]}, r"dots1.expert_count must be the same in all layers, got \[4, 8\]"),
+        ({"expert_gating_func": 1}, "dots1.expert_gating_func must be 2, got 1"),
+        ({"rope.scaling.type": "su"}, "dots1.rope.scaling.type must be none, linear or yarn, got su"),
+        ({"rope.scaling.type": "yarn"}, "dots1.rope.scaling.factor must be in the metadata, got no such key"),
+        (
+            {"embedding_length": 32},
+            "token_embd.weight must be of the shape that makes model.embed_tokens.weight",
+        ),
+    ],
+)
+def test_wrong_metadata_is_refused_before_anything_is_read(tmp_path, changes, message):
+    path = write_model(tmp_path / "model.gguf", "dots1", small_model("dots1"), keys=changes)
+    with pytest.raises(ValueError, match=f"^moe_mps::gguf: {message}"):
+        load(path)

@@ -1,0 +1,608 @@
+"""Rows of architectures: what a GGUF file's metadata and tensors mean in transformers' classes.
+
+Names of tensors come from the package `gguf`, and most keys mean the same in all architectures. A row
+declares only what is different in one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models.upstream.weights import CONFIG_MAPPING
+
+_SOFTMAX, _SIGMOID = 1, 2  # gguf's ExpertGatingFuncType
+_NO_DEFAULT = object()
+
+
+class Stated:
+    """Metadata and names of the tensors of a file, and which keys were read.
+
+    Attributes:
+        architecture: name of the architecture in the file.
+        names: of all tensors.
+        layers: number of layers without those that predict further tokens.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], names: Iterable[str]):
+        self.architecture, self.names = str(metadata["general.architecture"]), frozenset(names)
+        self.metadata, prefix = metadata, f"{metadata['general.architecture']}."
+        self._values = {
+            key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)
+        }
+        self._unread = {*self._values}
+        self.layers = self.get("block_count", _NO_DEFAULT) - self.get("nextn_predict_layers", 0)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; an array that has one value for all layers is this value.
+
+        Raises: ValueError for a missing key without a default.
+        """
+        self._unread.discard(key)
+        if key not in self._values:
+            if default is _NO_DEFAULT:
+                raise ValueError(
+                    f"moe_mps::gguf: {self.architecture}.{key} must be in the metadata, got no such key"
+                )
+            return default
+        value = self._values[key]
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        return _shortest(value)
+
+    def need(self, key: str) -> Any:
+        """The value of a key, which must be there."""
+        return self.get(key, _NO_DEFAULT)
+
+    def by_layer(self, key: str, default: Any = _NO_DEFAULT) -> list[Any]:
+        """The values of all layers, also where the file has one for all."""
+        value = self.get(key, default)
+        return [*value[: self.layers]] if isinstance(value, list) else [value] * self.layers
+
+    def has(self, stem: str) -> bool:
+        """True if a layer has a tensor of such a name, as "attn_q.bias"."""
+        return any(
+            name.startswith("blk.") and name.partition(".")[2].partition(".")[2] == stem
+            for name in self.names
+        )
+
+    def layers_with(self, stem: str) -> list[int]:
+        """Numbers of the layers that have a tensor of such a name."""
+        return [layer for layer in range(self.layers) if f"blk.{layer}.{stem}" in self.names]
+
+    def check_all_read(self) -> None:
+        """Raises: ValueError for a key that nothing reads."""
+        if self._unread:
+            key = min(self._unread)
+            raise ValueError(
+                f"moe_mps::gguf: {self.architecture}.{key} must be a key whose meaning is known, "
+                f"got {self._values[key]!r}"
+            )
+
+
+def _shortest(value: Any) -> Any:
+    """A number as it was before it became a float32 of the file."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+# A value of the file's tensors, in the order of the row -> that of the parameter. The functions also run on
+# numbers of rows, so that they must not depend on the number of columns.
+Value = Callable[[Any, list[Tensor]], Tensor]
+
+
+class Architecture(NamedTuple):
+    """How the files of an architecture differ from what all have in common.
+
+    Attributes:
+        model_type: type of the config, or a function that chooses it.
+        names: {pattern in the name of a parameter: what gguf's table calls it}.
+        joined: {name of a parameter in a layer: the tensors that it is made of; of several choices a file
+            has one}.
+        values: {name of a tensor in a layer, or of one outside: its conversion}.
+        config: metadata -> further entries of the config; common ones may be among them.
+        gating: number of the router's function, for a class that has only one.
+    """
+
+    model_type: str | Callable[[Stated], str]
+    names: Mapping[str, str] = MappingProxyType({})
+    joined: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType({})
+    values: Mapping[str, Value] = MappingProxyType({})
+    config: Callable[[Stated], dict[str, Any]] = lambda stated: {}
+    gating: int | None = None
+
+
+def minus_one(config: Any, tensors: list[Tensor]) -> Tensor:
+    """Weights of norms that the model adds to one."""
+    return tensors[0] - 1
+
+
+def log_of_negative(config: Any, tensors: list[Tensor]) -> Tensor:
+    """A_log of a state space: files have -exp(A_log)."""
+    return torch.log(-tensors[0])
+
+
+def flat(config: Any, tensors: list[Tensor]) -> Tensor:
+    """A norm of groups, which are rows in the file."""
+    return tensors[0].flatten()
+
+
+def joined(config: Any, tensors: list[Tensor]) -> Tensor:
+    """Rows of the first tensor, then those of the others."""
+    return torch.cat(tensors)
+
+
+def transposed(config: Any, tensors: list[Tensor]) -> Tensor:
+    """Experts [E, out, in] whose parameter is [E, in, out]."""
+    return torch.cat(tensors, 1).mT
+
+
+def _split_halves(heads: str) -> Value:
+    """Rows of queries or keys whose rotary pairs are neighbours in the file, and halves of a head here."""
+
+    def convert(config: Any, tensors: list[Tensor]) -> Tensor:
+        rows = tensors[0]
+        pairs = rows.unflatten(0, (getattr(config, heads), -1, 2))
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+    return convert
+
+
+_LLAMA_ROPE: Mapping[str, Value] = {
+    **{f"attn_q.{part}": _split_halves("num_attention_heads") for part in ("weight", "bias")},
+    **{f"attn_k.{part}": _split_halves("num_key_value_heads") for part in ("weight", "bias")},
+}
+
+
+def _latent_keys(config: Any, tensors: list[Tensor]) -> Tensor:
+    """kv_b_proj: as it is, or of the keys' part, transposed in each head, and the values' part."""
+    if len(tensors) == 1:
+        return tensors[0]
+    keys, values = tensors
+    return torch.cat((keys.mT, values), 1).flatten(0, 1)
+
+
+def _grouped_qkvz(config: Any, tensors: list[Tensor]) -> Tensor:
+    """in_proj_qkvz of Qwen3-Next: a key head has its queries, keys, values and gates in succession."""
+    if len(tensors) == 1:
+        return tensors[0]
+    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    parts = (*tensors[0].split((heads * width, heads * width, values)), tensors[1])
+    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
+
+
+# (key, attributes of which a config has one, value of a file without the key), as llama.cpp has them.
+# `None` means that the attribute keeps the default of the class.
+_KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
+    ("context_length", ("max_position_embeddings",), _NO_DEFAULT),
+    ("embedding_length", ("hidden_size",), _NO_DEFAULT),
+    ("feed_forward_length", ("intermediate_size",), None),
+    ("attention.head_count", ("num_attention_heads",), _NO_DEFAULT),
+    ("attention.layer_norm_rms_epsilon", ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"), None),
+    ("attention.layer_norm_epsilon", ("layer_norm_eps", "layer_norm_epsilon"), None),
+    (
+        "expert_count",
+        ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+        _NO_DEFAULT,
+    ),
+    ("expert_used_count", ("num_experts_per_tok", "moe_topk", "moe_k"), _NO_DEFAULT),
+    ("expert_feed_forward_length", ("moe_intermediate_size",), None),
+    ("expert_shared_count", ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), None),
+    (
+        "expert_shared_feed_forward_length",
+        (
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ),
+        None,
+    ),
+    ("expert_weights_scale", ("routed_scaling_factor", "route_scale"), 1.0),
+    ("expert_weights_norm", ("norm_topk_prob",), False),
+    ("expert_group_count", ("n_group",), 1),
+    ("expert_group_used_count", ("topk_group",), 1),
+    ("leading_dense_block_count", ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 0),
+    ("attention.q_lora_rank", ("q_lora_rank",), "absent"),
+    ("attention.kv_lora_rank", ("kv_lora_rank",), None),
+    ("attention.sliding_window", ("sliding_window",), "absent"),
+    ("attention.scale", ("attention_multiplier",), None),
+    ("embedding_scale", ("embedding_multiplier",), 1.0),
+    ("residual_scale", ("residual_multiplier",), 1.0),
+    ("logit_scale", ("logits_scaling", "logit_scale"), 1.0),
+)
+# {attribute: the tensor in a layer whose presence it states}
+_FLAGS = {
+    "attention_bias": "attn_q.bias",
+    "mlp_bias": "ffn_up.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+    "use_expert_bias": "exp_probs_b.bias",
+}
+# Keys that say nothing of a computation, or what other keys and the tensors say.
+_IGNORED = ("vocab_size", "attention.causal", "attention.key_length", "attention.value_length")
+_IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+
+
+def config_of(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Entries of the config that a file of a known architecture states.
+
+    Raises: ValueError for a missing key, for one whose meaning is not known, and for values that
+        contradict each other.
+    """
+    stated = Stated(metadata, names)
+    row = ARCHITECTURES[stated.architecture]
+    model_type = row.model_type if isinstance(row.model_type, str) else row.model_type(stated)
+    fields = _fields(CONFIG_MAPPING[model_type])
+    result: dict[str, Any] = {
+        "model_type": model_type,
+        "num_hidden_layers": stated.layers,
+        "vocab_size": stated.get("vocab_size") or metadata.get("tokenizer.ggml.tokens"),
+        # llama.cpp writes the head only where it is not the embedding
+        "tie_word_embeddings": "output.weight" not in stated.names,
+        **{f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _IDS.items()},
+        **_heads(stated, fields),
+    }
+    further = row.config(stated)
+    for key, attributes, default in _KEYS:
+        attribute = next((name for name in attributes if name in fields), None)
+        if attribute is None or attribute in further:
+            continue
+        value = stated.get(key, default)
+        if isinstance(value, list):
+            raise ValueError(
+                f"moe_mps::gguf: {stated.architecture}.{key} must be the same in all layers, got {value}"
+            )
+        if value is not None:
+            result[attribute] = None if value == "absent" else value
+    if "mlp_layer_types" in fields and "leading_dense_block_count" in stated:
+        dense = stated.need("leading_dense_block_count")
+        result["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (stated.layers - dense)
+    result |= {name: stated.has(stem) for name, stem in _FLAGS.items() if name in fields}
+    if "rope_parameters" in fields:
+        result["rope_parameters"] = _rope(stated, further.get("qk_rope_head_dim") or result["head_dim"])
+    if (
+        "head_dim" not in fields
+        and result["head_dim"] * result["num_attention_heads"] == result["hidden_size"]
+    ):
+        del result["head_dim"]
+    if row.gating is not None and (gating := stated.get("expert_gating_func", row.gating)) != row.gating:
+        key = f"{stated.architecture}.expert_gating_func"
+        raise ValueError(f"moe_mps::gguf: {key} must be {row.gating}, got {gating}")
+    for key in _IGNORED:
+        stated.get(key)
+    result |= further
+    stated.check_all_read()
+    return result
+
+
+def _fields(config_class: Any) -> frozenset[str]:
+    """Names of the entries of a config, and those by which they can be set, too."""
+    return frozenset(
+        {*(field.name for field in dataclasses.fields(config_class)), *config_class.attribute_map}
+    )
+
+
+def _heads(stated: Stated, fields: frozenset[str]) -> dict[str, Any]:
+    """Number of key heads, and the width of heads."""
+    heads, hidden = stated.need("attention.head_count"), stated.need("embedding_length")
+    key_heads = max(stated.by_layer("attention.head_count_kv", heads))
+    width = stated.get("attention.key_length") or hidden // max(stated.by_layer("attention.head_count"))
+    return {"num_key_value_heads": key_heads, "head_dim": width}
+
+
+def _rope(stated: Stated, width: int) -> dict[str, Any]:
+    """The config's rope_parameters.
+
+    Raises: ValueError for a scaling that is not known.
+    """
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": stated.get("rope.freq_base", 10000.0)}
+    turned = stated.get("rope.dimension_count", width)
+    if turned != width:
+        rope["partial_rotary_factor"] = turned / width
+    kind = stated.get("rope.scaling.type", "none")
+    stated.get("rope.scaling.finetuned")
+    if kind == "none":
+        stated.get("rope.scaling.factor")
+        stated.get("rope.scaling.original_context_length")
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": stated.need("rope.scaling.factor")}
+        rope["original_max_position_embeddings"] = stated.need("rope.scaling.original_context_length")
+        for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            rope[name] = stated.get(f"rope.scaling.{key}", {"beta_fast": 32.0, "beta_slow": 1.0}[name])
+        if (logarithm := stated.get("rope.scaling.yarn_log_multiplier")) is not None:
+            # deepseek2 has 0.1 times mscale_all_dim; DeepSeek's models have the same mscale
+            rope |= dict.fromkeys(("mscale", "mscale_all_dim"), _shortest(logarithm * 10))
+    elif kind == "linear":
+        rope |= {"rope_type": "linear", "factor": stated.need("rope.scaling.factor")}
+    else:
+        expected = "none, linear or yarn"
+        raise ValueError(
+            f"moe_mps::gguf: {stated.architecture}.rope.scaling.type must be {expected}, got {kind}"
+        )
+    return rope
+
+
+def _deepseek_type(stated: Stated) -> str:
+    """DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash score experts by sigmoids, DeepSeek-V2 by a softmax."""
+    if stated.metadata.get("tokenizer.ggml.pre") == "glm4":
+        return "glm4_moe_lite"
+    by_sigmoid = (
+        stated.get("expert_gating_func", _SIGMOID if stated.has("exp_probs_b.bias") else _SOFTMAX) == _SIGMOID
+    )
+    return "deepseek_v3" if by_sigmoid else "deepseek_v2"
+
+
+def _deepseek(stated: Stated) -> dict[str, Any]:
+    rotary, heads = stated.need("rope.dimension_count"), stated.need("attention.head_count")
+    # Files of 2024 have the widths of heads; newer ones those of the latents, and these beside them.
+    width = stated.get("attention.key_length_mla") or stated.need("attention.key_length")
+    result = {
+        "num_key_value_heads": heads,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": width - rotary,
+        "v_head_dim": stated.get("attention.value_length_mla") or stated.need("attention.value_length"),
+        "head_dim": rotary,
+    }
+    if _deepseek_type(stated) == "deepseek_v2":
+        if stated.get("expert_weights_norm", False):
+            raise ValueError(
+                "moe_mps::gguf: deepseek2.expert_weights_norm must be false with a softmax, got true"
+            )
+        groups = stated.get("expert_group_count", 1)
+        result["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    return result
+
+
+def _qwen3_next(stated: Stated) -> dict[str, Any]:
+    interval, heads = stated.get("full_attention_interval", 4), stated.need("ssm.time_step_rank")
+    return {
+        "layer_types": [
+            "linear_attention" if (layer + 1) % interval else "full_attention"
+            for layer in range(stated.layers)
+        ],
+        "linear_conv_kernel_dim": stated.need("ssm.conv_kernel"),
+        "linear_key_head_dim": stated.need("ssm.state_size"),
+        "linear_num_key_heads": stated.need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": stated.need("ssm.inner_size") // heads,
+        "norm_topk_prob": stated.get("expert_weights_norm", True),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _state_space(stated: Stated, prefix: str = "mamba_") -> dict[str, Any]:
+    """Sizes of Mamba-2's layers, as Granite names them."""
+    heads, inner = stated.need("ssm.time_step_rank"), stated.need("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": stated.need("ssm.group_count"),
+        "mamba_d_state": stated.need("ssm.state_size"),
+        "mamba_d_conv": stated.need("ssm.conv_kernel"),
+        "mamba_expand": inner // stated.need("embedding_length"),
+        "mamba_conv_bias": stated.has("ssm_conv1d.bias"),
+    }
+
+
+def _granite_hybrid(stated: Stated) -> dict[str, Any]:
+    attends = stated.by_layer("attention.head_count_kv")
+    result = _state_space(stated) | {
+        "layer_types": ["full_attention" if heads else "linear_attention" for heads in attends],
+        "position_embedding_type": "rope" if stated.get("rope.scaling.finetuned", False) else None,
+        "num_local_experts": stated.get("expert_count", 0),
+        "num_experts_per_tok": stated.get("expert_used_count", 0),
+    }
+    if not result["num_local_experts"]:  # its only MLP is the one that others share
+        result["shared_intermediate_size"] = stated.need("feed_forward_length")
+    return result
+
+
+def _nemotron_h(stated: Stated) -> dict[str, Any]:
+    inner, attends = stated.by_layer("feed_forward_length"), stated.by_layer("attention.head_count_kv")
+    mixer = "moe" if stated.architecture == "nemotron_h_moe" else "mlp"
+    types = [
+        "full_attention" if heads else mixer if rows else "linear_attention"
+        for heads, rows in zip(attends, inner, strict=True)
+    ]
+    sizes = _state_space(stated)
+    result = {
+        "layers_block_type": types,
+        "intermediate_size": max(inner),
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "moe_latent_size": stated.get("moe_latent_size"),
+    }
+    for key in ("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned"):
+        stated.get(key)  # its attention does not turn
+    return result if mixer == "moe" else result | {"n_routed_experts": 0, "num_experts_per_tok": 0}
+
+
+def _llama4(stated: Stated) -> dict[str, Any]:
+    """What files do not state is the same in both models, and in llama.cpp's code."""
+    stated.get("leading_dense_block_count")
+    return {
+        "intermediate_size": stated.need("expert_feed_forward_length"),
+        "intermediate_size_mlp": stated.need("feed_forward_length"),
+        "moe_layers": stated.layers_with("ffn_gate_inp.weight"),
+        "interleave_moe_layer_step": stated.need("interleave_moe_layer_step"),
+        "use_qk_norm": stated.need("expert_count") != 128,
+    }
+
+
+def _ernie(stated: Stated) -> dict[str, Any]:
+    stated.get("expert_shared_feed_forward_length")
+    return {
+        "moe_layer_interval": stated.get("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": stated.layers - 1,
+        "use_bias": stated.has("attn_q.bias"),
+    }
+
+
+def _hunyuan(stated: Stated) -> dict[str, Any]:
+    stated.get("expert_shared_feed_forward_length")
+    stated.get("expert_shared_count")
+    stated.get("feed_forward_length")
+    return {"intermediate_size": stated.need("expert_feed_forward_length")}
+
+
+def _olmoe(stated: Stated) -> dict[str, Any]:
+    return {"clip_qkv": stated.get("attention.clamp_kqv")}
+
+
+def _jamba(stated: Stated) -> dict[str, Any]:
+    """Layers with attention and with experts, which the config gives by a first one and a distance."""
+    result: dict[str, Any] = {}
+    attends = [layer for layer, heads in enumerate(stated.by_layer("attention.head_count_kv")) if heads]
+    for name, layers in (("attn", attends), ("expert", stated.layers_with("ffn_gate_inp.weight"))):
+        first, period = layers[0], layers[1] - layers[0] if len(layers) > 1 else stated.layers
+        if layers != [*range(first, stated.layers, period)]:
+            raise ValueError(f"moe_mps::gguf: layers of {name} must have one distance, got {layers}")
+        result |= {f"{name}_layer_offset": first, f"{name}_layer_period": period}
+    return result | {
+        "mamba_d_conv": stated.need("ssm.conv_kernel"),
+        "mamba_d_state": stated.need("ssm.state_size"),
+        "mamba_dt_rank": stated.need("ssm.time_step_rank"),
+        "mamba_expand": stated.need("ssm.inner_size") // stated.need("embedding_length"),
+        "mamba_conv_bias": stated.has("ssm_conv1d.bias"),
+    }
+
+
+def _windows(stated: Stated) -> dict[str, Any]:
+    """Layers with a sliding window, by the file's pattern."""
+    window = stated.get("attention.sliding_window")
+    if window is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * stated.layers}
+    slides = stated.by_layer("attention.sliding_window_pattern")
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+
+def _exaone_moe(stated: Stated) -> dict[str, Any]:
+    stated.get("expert_shared_feed_forward_length")
+    return _windows(stated)
+
+
+def _afmoe(stated: Stated) -> dict[str, Any]:
+    """llama.cpp's code has what files do not state: a layer in four attends to all, embeddings are scaled."""
+    if not stated.get("expert_weights_norm", True):
+        raise ValueError("moe_mps::gguf: afmoe.expert_weights_norm must be true, got false")
+    return {"global_attn_every_n_layers": 4, "mup_enabled": True}
+
+
+def _lfm2_moe(stated: Stated) -> dict[str, Any]:
+    attends = stated.by_layer("attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in attends],
+        "conv_L_cache": stated.need("shortconv.l_cache"),
+        "conv_bias": stated.has("shortconv.in_proj.bias"),
+        "norm_topk_prob": stated.get("expert_weights_norm", True),
+    }
+
+
+def _every_fourth_without_rope(stated: Stated) -> dict[str, Any]:
+    return {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None}
+
+
+def _cohere2(stated: Stated) -> dict[str, Any]:
+    """llama.cpp's code has the pattern that files do not state: each fourth layer attends to all."""
+    slides = [(layer + 1) % 4 != 0 for layer in range(stated.layers)]
+    return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+
+_ZERO_CENTERED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
+_MAMBA2: Mapping[str, Value] = {"ssm_a": log_of_negative, "ssm_norm.weight": flat}
+_SHARED_HALVES = (("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), ("ffn_gate.weight", "ffn_up.weight"))
+_GRANITE_SHARED = {
+    "shared_mlp.input_linear.weight": _SHARED_HALVES,
+    "shared_mlp.output_linear.weight": (("ffn_down_shexp.weight",), ("ffn_down.weight",)),
+}
+_GRANITE_ROUTER = {r"\.block_sparse_moe\.router\.": ".mlp.gate."}
+_NEMOTRON_H = Architecture(
+    "nemotron_h",
+    names={r"^model\.": "backbone.", r"\.dt_proj\.bias$": ".dt.bias"},
+    values=_MAMBA2,
+    config=_nemotron_h,
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "afmoe": Architecture("afmoe", config=_afmoe, gating=_SIGMOID),
+    "arcee": Architecture("arcee", values=_LLAMA_ROPE),
+    "cohere2": Architecture("cohere2", config=_cohere2),
+    "command-r": Architecture("cohere"),
+    "deepseek2": Architecture(
+        _deepseek_type,
+        joined={
+            "self_attn.kv_b_proj.weight": (("attn_kv_b.weight",), ("attn_k_b.weight", "attn_v_b.weight"))
+        },
+        values={"attn_kv_b.weight": _latent_keys, "attn_k_b.weight": _latent_keys},
+        config=_deepseek,
+    ),
+    "dots1": Architecture("dots1", gating=_SIGMOID),
+    "ernie4_5": Architecture("ernie4_5", config=lambda stated: {"use_bias": stated.has("attn_q.bias")}),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe", {r"\.gate\.moe_statics\.": ".moe_statics."}, config=_ernie, gating=_SOFTMAX
+    ),
+    "exaone-moe": Architecture("exaone_moe", config=_exaone_moe, gating=_SIGMOID),
+    "exaone4": Architecture("exaone4", config=_windows),
+    "glm4": Architecture("glm4"),
+    "glm4moe": Architecture("glm4_moe", gating=_SIGMOID),
+    "granite": Architecture("granite", values=_LLAMA_ROPE),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        _GRANITE_ROUTER,
+        _GRANITE_SHARED,
+        {**_LLAMA_ROPE, **_MAMBA2},
+        _granite_hybrid,
+        _SOFTMAX,
+    ),
+    "granitemoe": Architecture(
+        lambda stated: "granitemoeshared" if stated.has("ffn_up_shexp.weight") else "granitemoe",
+        _GRANITE_ROUTER,
+        _GRANITE_SHARED,
+        _LLAMA_ROPE,
+        gating=_SOFTMAX,
+    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", config=_hunyuan, gating=_SOFTMAX),
+    "jamba": Architecture("jamba", values={"ssm_a": log_of_negative}, config=_jamba, gating=_SOFTMAX),
+    "lfm2moe": Architecture("lfm2_moe", config=_lfm2_moe, gating=_SIGMOID),
+    "llama4": Architecture(
+        "llama4_text",
+        values={
+            **{f"ffn_{part}_exps.weight": transposed for part in ("gate", "down", "gate_up")},
+        },
+        config=_llama4,
+        gating=_SIGMOID,
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H._replace(gating=_SIGMOID),
+    "olmo2": Architecture("olmo2"),
+    "olmoe": Architecture("olmoe", config=_olmoe, gating=_SOFTMAX),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        joined={
+            "linear_attn.in_proj_qkvz.weight": (
+                ("ssm_in.weight",),
+                ("attn_qkv.weight", "attn_gate.weight"),
+            )
+        },
+        values={
+            **{f"{name}.weight": minus_one for name in _ZERO_CENTERED},
+            **{"output_norm.weight": minus_one, "ssm_a": log_of_negative},
+            **{"ssm_in.weight": _grouped_qkvz, "attn_qkv.weight": _grouped_qkvz},
+        },
+        config=_qwen3_next,
+        gating=_SOFTMAX,
+    ),
+    "seed_oss": Architecture("seed_oss"),
+    "smollm3": Architecture("smollm3", values=_LLAMA_ROPE, config=_every_fourth_without_rope),
+}
