@@ -57,10 +57,8 @@ def test_the_gpu_gets_beats_while_it_waits(simulated, beating):
         thread.join()
     after = beats()
     assert pool.holds(slots, [3, 1])
-    expert_slots(ids(3, 1), pool.number)  # in memory: the answer is immediate
-    torch_moe_mps.synchronize()
-    time.sleep(0.02)
-    assert beats() <= after + 1
+    time.sleep(0.02)  # many beats long
+    assert beats() <= after + 1  # of one that was on its way
     assert until(lambda: torch.ops.moe_mps._beats()[1])  # parked after a second
 
 

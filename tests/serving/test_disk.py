@@ -304,7 +304,7 @@ def test_what_waits_for_a_slow_disk_is_within_the_memory(tmp_path, monkeypatch):
             batch.step()
             prompts.store()
         held = {id(layer.keys): layer.keys for kept in prompts.kept for layer in kept.cache.layers}
-        held |= {id(layer.keys): layer.keys for wait in disk._pending for layer in wait.cache.layers}
+        held |= {id(layer.keys): layer.keys for wait in disk._pending for layer in wait.state.cache.layers}
         storages = {
             keys.untyped_storage().data_ptr(): keys.untyped_storage().nbytes() for keys in held.values()
         }
