@@ -21,7 +21,6 @@ from ..._limits import MOST_TOKENS
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
-from ..basics.code import names_in
 from ..basics.configs import ATTENTION, plain_config
 from ..basics.state import NOTHING, STATE
 from ..basics.tensors import Deferred
@@ -273,8 +272,8 @@ def _is_patched(module: nn.Module) -> bool:
         return False
     if not isinstance(eager, types.FunctionType):
         return True
-    file, own = eager.__globals__, {cls.__module__ for cls in type(module).__mro__}
-    functions = [value for name in names_in(eager) if isinstance(value := file.get(name), types.FunctionType)]
+    own, read = {cls.__module__ for cls in type(module).__mro__}, inspect.getclosurevars(eager).globals
+    functions = [value for value in read.values() if isinstance(value, types.FunctionType)]
     files = (function.__globals__.get("__name__", "") for function in (eager, *functions))
     return not all(name in own or name.startswith("transformers.") for name in files)
 

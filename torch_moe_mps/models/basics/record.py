@@ -10,7 +10,6 @@ no record can hold is refused with a reason.
 import contextlib
 import enum
 import functools
-import gc
 import sys
 import types
 import weakref
@@ -43,6 +42,8 @@ _CONSTANTS = (
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _OF_A_LAYER = {"layer_idx", "training"}  # modules that compute the same differ in them
 _LARGEST = 64  # entries of a container that is looked into
+# Keys of the dictionary that callbacks of the garbage collector get.
+_OF_COLLECTION = {"generation", "collected", "uncollectable"}
 # Files of Python that run code which others gave to the process: handlers, finalizers, files at their import.
 _OF_PROCESS = {"logging", "warnings", "weakref", "importlib._bootstrap"}
 
@@ -388,16 +389,12 @@ def _runs_by_chance(frame: types.FrameType) -> bool:
     if code.co_name == "__del__" or names.get("__name__") in _OF_PROCESS:
         return True
     arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
-    if isinstance(last := arguments[-1] if arguments else None, weakref.ref) and last() is None:
-        return True  # Python says that what it referred to is gone
-    handles_signal = last is not None and last is frame.f_back
-    return handles_signal or any(_code_called(each) is code for each in gc.callbacks)
-
-
-def _code_called(value: Any) -> Any:
-    """The code of a function or a method, or of an object that can be called; None without one."""
-    function = function_of(value)
-    return getattr(function, "__code__", None) or getattr(type(value).__call__, "__code__", None)
+    last = arguments[-1] if arguments else None
+    if isinstance(last, weakref.ref):
+        return last() is None  # Python says that what it referred to is gone
+    if type(last) is dict:
+        return last.keys() == _OF_COLLECTION
+    return last is not None and last is frame.f_back  # a handler of signals gets what was interrupted
 
 
 def _is_fixed_file(names: dict[str, Any]) -> bool:
