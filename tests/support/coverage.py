@@ -39,6 +39,7 @@ from .launches import (
     launches_by_type,
     model_on_mps,
     other_on_mps,
+    own_interfaces,
     reason_against_capture,
     token_by_type,
 )
@@ -190,7 +191,9 @@ def launches(model: nn.Module, computes: bool = False) -> str:
         computes: for own code that asks for values.
     """
     of_own = partial(launches_by_type, computes=computes)
-    own, accelerated = counts_by_type(model, of_own), _captured(copy.deepcopy(model))
+    with own_interfaces():
+        own = counts_by_type(model, of_own)
+    accelerated = _captured(copy.deepcopy(model))
     try:
         ours = counts_by_type(accelerated, captured_by_type if computes else token_by_type)
     except (NotCaptured, RuntimeError):  # what runs in it may ask, too

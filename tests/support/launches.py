@@ -1,10 +1,11 @@
 """How many kernels a program launches: operators of aten that are no views, and the package's dispatches."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from torch_moe_mps.models.attention.causal_mask import CausalMask
 from torch_moe_mps.models.basics.interface import is_experts
@@ -20,6 +24,7 @@ from torch_moe_mps.models.caches.deferred_states import deferred
 from torch_moe_mps.models.caches.prompt_cache import new_cache, takes_layers
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.upstream.calls import CACHE, cache_among, cache_name
+from torch_moe_mps.models.upstream.reach import hold_reach
 from torch_moe_mps.transformers.deferrable import deferrable_layers
 
 from . import tiny_models
@@ -68,6 +73,17 @@ def launches(simulated, run: Callable[[], object]) -> Counter[str]:
     with torch.no_grad(), simulated.trace() as commands, Launches() as mode, AttentionIsOne(mode):
         run()
     return mode.counts + kernels_of(commands)
+
+
+@contextmanager
+def own_interfaces() -> Iterator[None]:
+    """Models get transformers' own attention and masks, whichever accelerated models are alive."""
+    _held = hold_reach("transformers")  # its rows are neither put in nor undone meanwhile
+    entries = (AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, sdpa_mask)
+    with ExitStack() as stack:
+        for interface, function in entries:
+            stack.enter_context(mock.patch.dict(interface._global_mapping, sdpa=function))
+        yield
 
 
 def kernels_of(commands: object) -> Counter[str]:

@@ -15,6 +15,7 @@ from support.launches import (
     model_on_mps,
     of_aten,
     operators_of_token,
+    own_interfaces,
     prompted,
 )
 from support.mtp import with_mtp
@@ -306,3 +307,16 @@ PROMPT = {
 @pytest.mark.parametrize("architecture", in_sweep(PROMPT, ("deepseek_v3", "gemma4", "qwen3_next")))
 def test_launches_of_a_prompt(simulated, architecture):
     check_types(launches_by_type(simulated, accelerated(architecture), prompt=200), PROMPT[architecture])
+
+
+def test_a_model_runs_its_own_code_beside_accelerated_ones(simulated):
+    """With `own_interfaces`, whose indexers read transformers' mask and not a CausalMask."""
+    model, other = model_on_mps("deepseek_v32"), tiny_models.tiny_model("llama")
+
+    def counted():
+        with own_interfaces():
+            return launches_by_type(simulated, model)
+
+    before = counted()
+    torch_moe_mps.accelerate(other)
+    assert counted() == before != launches_by_type(simulated, model)
