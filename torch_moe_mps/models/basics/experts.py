@@ -4,7 +4,7 @@ Recognition makes it once, and a module holds it. It has no tensor and no module
 copies of a module, replicas, and modules with slots of the disk in place of weights share it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -183,9 +183,9 @@ class Experts(NamedTuple):
         return views if stack.is_transposed == self.is_transposed else [view.mT for view in views]
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
-        """The dense parameters of the matrices, with biases."""
-        stacks = [stack for _, stack in self.stacks if isinstance(stack, Stack)]
-        result = [tensor for stack in stacks for tensor in stack.tensors(module)]
+        """The dense parameters of the first matrix, of the second one, and their biases."""
+        (_, first), (_, second) = self.stacks
+        result: list[Any] = [*first.tensors(module), *second.tensors(module)]
         return [*result, *self.biases(module).values()] if self.has_bias else result
 
     def parameters(self, module: nn.Module) -> list[Tensor]:
@@ -237,6 +237,7 @@ class Experts(NamedTuple):
         weights: Tensor,
         activation: tuple,
         in_steps: bool = False,
+        dense: Sequence[Tensor] = (),
     ) -> Tensor:
         """[T, H] -> [T, H]: the weighted sum of the experts' outputs, by one operator.
 
@@ -245,20 +246,25 @@ class Experts(NamedTuple):
 
         Args:
             activation: its fields; empty if the module's eager code activates.
+            dense: the `tensors` of the module, if they have been read before.
         """
         if in_steps or not activation or not self.is_one_operator:
             return self._combine_in_steps(module, x, ids, weights, activation)
         options = activation_arguments(activation)
-        if self.has_bias:
-            options |= self.biases(module)
         if self.has_identity:
             options["has_identity"] = True
         (_, first), (_, second) = self.stacks
         if isinstance(first, Stack) and isinstance(second, Stack):
+            up, down, *biases = dense or self.tensors(module)
+            if self.number is not None:
+                (up,), (down,) = first.views([up], self.number), second.views([down], self.number)
+            if biases:
+                options["gate_up_bias"], options["down_bias"] = biases
             if first.is_transposed:
                 options["transposed"] = True
-            (matrices,), (down,) = (stack.matrices(module, self.number) for stack in (first, second))
-            return _moe_experts(x, weights, ids, matrices, down, **options)
+            return _moe_experts(x, weights, ids, up, down, **options)
+        if self.has_bias:
+            options |= self.biases(module)
         (format,), (down_format,) = first.formats, second.formats  # type: ignore[union-attr]
         options["format"] = format.name
         if down_format is not format:

@@ -35,18 +35,21 @@ class Stack(NamedTuple):
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
         """The parameters of a module."""
+        if len(self.names) == 1:  # a comprehension would be another call of Python, for each layer of a token
+            return [attrgetter(self.names[0])(module)]
         return [attrgetter(path)(module) for path in self.names]
 
     def matrices(self, module: nn.Module, count: int | None) -> list[Tensor]:
         """The matrices [count, rows, columns] of a module; None for all that it has."""
-        return self.views(self.tensors(module), count)
+        tensors = self.tensors(module)
+        return tensors if count is None else self.views(tensors, count)
 
     def views(self, parts: Sequence[Tensor], count: int | None) -> list[Tensor]:
         """The matrices [count, rows, columns] of parameters; None for all that they have."""
         if count is None:
             return [*parts]
         if self.is_flat:
-            return [part.unflatten(0, (count, -1)) for part in parts]
+            return [part.view(count, -1, part.shape[1]) for part in parts]
         return [part if len(part) == count else part[:count] for part in parts]
 
     def joined(self, parts: Sequence[Tensor], count: int | None) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -325,11 +325,13 @@ class OperatorCall(NamedTuple):
         experts: of the module.
         activation: its fields; empty if the module's eager code activates.
         in_steps: whether each matrix has an operator of its own, even where one could compute both.
+        dense: dense tensors of the module, as far as they were read.
     """
 
     experts: Experts
     activation: tuple
     in_steps: bool
+    dense: Sequence[Tensor] = ()
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -373,7 +375,7 @@ def operator_call(
     if on_disk is not None and (seen or activation is None):
         on_disk.refuse("a hook on act_fn, or another forward of it, needs all experts in memory")
     if not experts.is_packed:
-        return _call_of_dense(self, x, weights, activation, fits)
+        return _call_of_dense(self, experts, x, weights, activation if fits else None, seen)
     if seen:
         require_heard(self)
         return OperatorCall(experts, (), True)
@@ -384,19 +386,18 @@ def operator_call(
 
 
 def _call_of_dense(
-    self: nn.Module, x: Tensor, weights: Tensor | None, activation: tuple | None, fits: bool
+    self: nn.Module, experts: Experts, x: Tensor, weights: Tensor | None, activation: tuple | None, seen: bool
 ) -> OperatorCall | None:
     """`operator_call` of experts with dense stacks."""
-    experts, seen = get_experts(self), is_seen(self)
     # Parametrised weights, as PEFT's are, need gradients that no parameter of the module asks for.
     tensors = experts.tensors(self)
-    fits = fits and x.dtype == tensors[0].dtype and x.device == tensors[0].device
+    fits = activation is not None and x.dtype == tensors[0].dtype and x.device == tensors[0].device
     is_eager = seen or not fits or runs_eager(self, x, weights, *tensors)
-    if experts.can_run_eager and on_disk_of(self) is None:
+    if experts.can_run_eager and ON_DISK not in self.__dict__:
         if is_eager or activation is None:
             return None
         fields = activation if experts.is_one_operator else ()  # no copy joins gate and up
-        return OperatorCall(experts, fields, False)
+        return OperatorCall(experts, fields, False, tensors)
     if is_eager:
         require_heard(self)
     return OperatorCall(experts, () if seen else activation or (), is_eager)
@@ -404,24 +405,28 @@ def _call_of_dense(
 
 def combined(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
     """[T, H] -> [T, H]: the weighted sum of the experts' outputs, in memory or on the disk."""
-    experts, activation, in_steps = call
     if (on_disk := self.__dict__.get(ON_DISK)) is not None:
         with using_slots:
             module, ids = on_disk.ready(self, ids)
-            return _with_cache(module, x, ids, weights, call)
-    if x.is_cpu:
-        return _with_cache(self, x, ids, weights, call)
-    return experts.combine(self, x, ids, weights, activation, in_steps)
+            return _in_memory(module, x, ids, weights, *call)
+    return _in_memory(self, x, ids, weights, *call)
 
 
-def _with_cache(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
+def _in_memory(
+    self: nn.Module,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    activation: tuple,
+    in_steps: bool,
+    dense: Sequence[Tensor],
+) -> Tensor:
     """`combined` of weights in memory; a CPU decodes packed ones once."""
-    experts, activation, in_steps = call
-    compute = partial(experts.combine, self, x, ids, weights, activation, in_steps)
     if not x.is_cpu or not experts.is_packed:
-        return compute()
+        return experts.combine(self, x, ids, weights, activation, in_steps, dense)
     packed = [tensor for _, stack in experts.stacks for each in stack.tensors(self) for tensor in each]
-    return with_cache(compute, self, *packed)
+    return with_cache(partial(experts.combine, self, x, ids, weights, activation, in_steps), self, *packed)
 
 
 def multiplied(self: nn.Module, projection: str, x: Tensor, ids: Tensor) -> Tensor:
