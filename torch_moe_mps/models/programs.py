@@ -3,7 +3,7 @@
 What only one program does with parts of a model belongs into that program; what it must know of caches, calls
 or experts to do so belongs below, and has one name here:
 
-    caches     PrefixState, Part, JoinedCache    the state of a prefix: cut, copied, written and read
+    caches     PrefixState, CachePart, JoinedCache    the state of a prefix: cut, copied, written and read
                BatchedCache, NotBatchable        the cache of several sequences
                DraftCache                        a cache whose last tokens are taken back
                empty_cache, KVCache              a new cache; the bytes that one has
@@ -30,7 +30,7 @@ from .caches.batched import BatchedCache, NotBatchable
 from .caches.cache import hands_cache_on
 from .caches.draft_cache import DraftCache
 from .caches.elsewhere import count_tokens
-from .caches.parts import JoinedCache, Part
+from .caches.parts import CachePart, JoinedCache
 from .caches.prefix_state import PrefixState, empty_cache, keeps_prompts, needs_positions
 from .caches.prompt_cache import adapters_of, key_of
 from .capture.classes import tokens_of
@@ -47,12 +47,12 @@ __all__ = [
     "Adapter",
     "BatchedCache",
     "Beside",
+    "CachePart",
     "DraftCache",
     "ExchangeError",
     "JoinedCache",
     "KVCache",
     "NotBatchable",
-    "Part",
     "PrefixState",
     "Sampling",
     "adapters_of",
