@@ -24,7 +24,7 @@ from .._environment import processes
 from .._faults import gpu_busy, synchronize
 from ..checkpoints.source import Source
 from ..macs import this_mac
-from ..models.programs import KVCache, cache_among, cache_argument, empty_cache, reads_of, tokens_of
+from ..models.programs import KVCache, cache_among, cache_argument, captures_of, empty_cache, reads_of
 from ..selfcheck import tensor_units
 from ..serving.engine.defaults import settings_of_draw
 from ..serving.engine.drafting import Drafting
@@ -134,7 +134,8 @@ def run(options: argparse.Namespace) -> None:
         for row in bench.rows():
             rows.append(row)
             print(row.line(options.model, size, chip), flush=True)
-        bench.captured = tokens_of(model)()
+        captures = captures_of(model)
+        bench.captured = None if captures is None else str(captures)
         _print_notes(bench, rows)
     finally:  # an interruption keeps what was measured
         if options.json:

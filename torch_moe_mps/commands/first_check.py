@@ -40,10 +40,10 @@ def check_first(report: dict[str, Any], findings: list[Finding], compare_all: Co
     Args:
         compare_all: compares subjects with the CPU, and adds findings. It may raise an error that ends all.
     """
-    from ..models.capture.classes import captures_of
-    from ..models.graphs.passes import INTRODUCED
+    from ..models.programs import captures_of
     from ..transformers import accelerate, restore
     from ..transformers.compiling import libraries_of
+    from ..transformers.self_check import passes
 
     started, first = time.perf_counter(), report.setdefault("first", {})
     model = _model()
@@ -52,7 +52,7 @@ def check_first(report: dict[str, Any], findings: list[Finding], compare_all: Co
     )
     expected, tokens, _ = decode(model)
     model.to("mps")
-    operators = done.operators() | {*INTRODUCED.values()}
+    operators = done.operators() | {operator for operator in passes().values() if operator is not None}
     names = [name for name in libraries_of(model, done.operators()) if "variants" not in name]
     with Progress("Compiling", len(names), "library") as bar:
         findings += compile_side_by_side(names, lambda name: bar.update())
@@ -93,10 +93,9 @@ def decode(model: Any, tokens: list[int] | None = None) -> tuple[list[Tensor], l
     Args:
         tokens: to feed; the likeliest ones unless given.
     """
-    from ..models.caches.prompt_cache import new_cache
-    from ..models.upstream.calls import cache_argument
+    from ..models.programs import cache_argument, empty_cache
 
-    device, cache = model.device, new_cache(model)
+    device, cache = model.device, empty_cache(model)
     ids, fed, logits = torch.arange(1, 1 + _PROMPT, device=device)[None], list[int](), list[Tensor]()
     begun = 0.0
     for step in range(TOKENS + 1):

@@ -3,7 +3,7 @@
 What only one program does with parts of a model belongs into that program; what it must know of caches, calls
 or experts to do so belongs below, and has one name here:
 
-    caches     PrefixState, Part, JoinedCache    the state of a prefix: cut, copied, written and read
+    caches     PrefixState, CachePart, JoinedCache    the state of a prefix: cut, copied, written and read
                BatchedCache, NotBatchable        the cache of several sequences
                DraftCache                        a cache whose last tokens are taken back
                empty_cache, KVCache              a new cache; the bytes that one has
@@ -12,7 +12,7 @@ or experts to do so belongs below, and has one name here:
                cache_among, cache_argument       the cache in a call's result, and as a call's argument
     calls      needs_positions                   whether a forward must be told positions
                call_on_shapes                    a call on the meta device
-               tokens_of, wide_logits            how tokens run; logits in float32
+               captures_of, wide_logits          how tokens are captured; logits in float32
     sampling   Sampling, no_distribution         a token from logits; the error where there is no distribution
     experts    reads_of                          reads from the disk, for experts that are larger than memory
     batches    reason_against_rows               why sequences cannot be batched
@@ -30,10 +30,10 @@ from .caches.batched import BatchedCache, NotBatchable
 from .caches.cache import hands_cache_on
 from .caches.draft_cache import DraftCache
 from .caches.elsewhere import count_tokens
-from .caches.parts import JoinedCache, Part
+from .caches.parts import CachePart, JoinedCache
 from .caches.prefix_state import PrefixState, empty_cache, keeps_prompts, needs_positions
 from .caches.prompt_cache import adapters_of, key_of
-from .capture.classes import tokens_of
+from .capture.classes import captures_of
 from .capture.exchange import ExchangeError
 from .kv_sizes import KVCache
 from .modules.experts_on_disk import reads_of
@@ -47,12 +47,12 @@ __all__ = [
     "Adapter",
     "BatchedCache",
     "Beside",
+    "CachePart",
     "DraftCache",
     "ExchangeError",
     "JoinedCache",
     "KVCache",
     "NotBatchable",
-    "Part",
     "PrefixState",
     "Sampling",
     "adapters_of",
@@ -60,6 +60,7 @@ __all__ = [
     "cache_among",
     "cache_argument",
     "call_on_shapes",
+    "captures_of",
     "count_tokens",
     "empty_cache",
     "hands_cache_on",
@@ -71,7 +72,6 @@ __all__ = [
     "reads_of",
     "reason_against_rows",
     "reason_for_order",
-    "tokens_of",
     "variables_of",
     "wide_logits",
 ]

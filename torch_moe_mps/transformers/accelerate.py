@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -22,13 +22,11 @@ from ..models.basics.unmodified import eager_on_cpu
 from ..models.capture.policy import wanted_capture
 from ..models.modules.linears import has_quantized_weights
 from ..models.trials.memory import on_the_cpu
-from ..models.trials.untested import settle
-from ..ops._formats import Format
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forwards_of_classes
-from .replacing import replace, replace_again, restore_replaced
-from .self_check import begin, check_replacements, is_wanted, read_requested, use_tensor_units
-from .steps import Run, Step, undo
+from .replacing import compare_small_model, replace, replace_again, restore_replaced
+from .self_check import compare_replacements, compare_weights, read_requested, use_tensor_units
+from .steps import Run, UndoableStep, undo
 
 
 def accelerate(
@@ -112,25 +110,6 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _compare_small_model(run: Run) -> None:
-    """Compares a small model with its eager code, where this transformers was not tested."""
-    quantizes = run.recipe is not None and run.recipe.experts is not None
-    check = run.check and is_wanted()
-    verdict = settle("accelerate", run.model, check, quantizes, _replace_in_small_model, restore)
-    run.is_unmodified = verdict.reason is not None
-    run.capture = run.capture if verdict.captures else False
-    run.report.small_model = verdict.said
-
-
-def _replace_in_small_model(model: nn.Module, report: Report, capture: bool) -> None:
-    replace(Run(model, capture=capture, report=report))
-
-
-def _compare_operators_of_weights(run: Run) -> None:
-    """Compares the operators of quantised weights, which have no eager code, before anything is changed."""
-    run.seconds, run.kv_bits = begin("accelerate", run.model, _formats(run), run.kv_bits, run.check)
-
-
 def _quantise(run: Run) -> None:
     if run.recipe is not None:
         run.report.quantization = quantize_model(run.model, run.recipe, run.importance)
@@ -143,15 +122,11 @@ def _compile(run: Run) -> None:
     run.report.compiled = compile_kernels(run.model, run.report.operators(), strict=strict)
 
 
-def _compare_operators(run: Run) -> None:
+def _replace_without_failing(run: Run) -> None:
     """Compares the operators that replace modules, and replaces without those that fail."""
-    if run.seconds is not None and check_replacements("accelerate", run.model, run.report, run.seconds):
+    if compare_replacements(run):
         run.kv_bits = kv_bits_of(run.model)
         replace_again(run)
-
-
-def _use_tensor_units(run: Run) -> None:
-    run.report.tensor_units = use_tensor_units(run.model, run.seconds is not None)
 
 
 def _report_eager(run: Run) -> None:
@@ -172,27 +147,22 @@ def _warn_of_what_was_left(run: Run) -> None:
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=3)
 
 
-def _formats(run: Run) -> Mapping[str, Collection[Format]]:
-    """{kind of weights: formats that they will get}"""
-    return {} if run.recipe is None else run.recipe.formats()
-
-
 # The steps of `accelerate` in their order; backwards, those of `restore`.
 STEPS = (
-    Step(lambda run: read_requested("accelerate", run.model, _formats(run))),
-    Step(_compare_small_model),
-    Step(_compare_operators_of_weights),
-    Step(lambda run: drop_forwards_of_classes(run.model)),
-    Step(_quantise, restore_saving),
-    Step(replace, restore_replaced),
-    Step(lambda run: align_weights(run.model)),
-    Step(_compile),
-    Step(_compare_operators),
-    Step(_use_tensor_units),
-    Step(_report_eager),
-    Step(lambda run: keep_resident(run.model), end_residency),
-    Step(_wait),
-    Step(_warn_of_what_was_left),
+    UndoableStep(read_requested),
+    UndoableStep(compare_small_model),
+    UndoableStep(compare_weights),
+    UndoableStep(lambda run: drop_forwards_of_classes(run.model)),
+    UndoableStep(_quantise, restore_saving),
+    UndoableStep(replace, restore_replaced),
+    UndoableStep(lambda run: align_weights(run.model)),
+    UndoableStep(_compile),
+    UndoableStep(_replace_without_failing),
+    UndoableStep(use_tensor_units),
+    UndoableStep(_report_eager),
+    UndoableStep(lambda run: keep_resident(run.model), end_residency),
+    UndoableStep(_wait),
+    UndoableStep(_warn_of_what_was_left),
 )
 
 

@@ -20,13 +20,29 @@ from ..models.modules.loss import chunk_losses, restore_losses
 from ..models.modules.results import complete_results, restore_results
 from ..models.modules.rules.norms import warn_of_traces
 from ..models.modules.stacked_experts import restore_experts, run_operators
+from ..models.trials.untested import settle
 from .install import is_rewritten, restore_modules, rewrite
-from .steps import Run, Step, undo
+from .self_check import is_wanted
+from .steps import Run, UndoableStep, undo
 
 ATTENTION = Done("cached_attention")
 # Operators in place of modules that traces recognise: each model has such modules.
 _TRACED = {"rms_norm", "layer_norm", "rms_norm_gated", "_mlp_quantized", "moe_router", "_pointwise"}
 _ROUTERS = {"router", "gate"}  # names of routers in blocks
+
+
+def compare_small_model(run: Run) -> None:
+    """Compares a small model with its eager code, where this transformers was not tested."""
+    quantizes = run.recipe is not None and run.recipe.experts is not None
+    check = run.check and is_wanted()
+    verdict = settle("accelerate", run.model, check, quantizes, _replace_in_small_model, restore_replaced)
+    run.is_unmodified = verdict.reason is not None
+    run.capture = run.capture if verdict.captures else False
+    run.report.small_model = verdict.said
+
+
+def _replace_in_small_model(model: nn.Module, report: Report, capture: bool) -> None:
+    replace(Run(model, capture=capture, report=report))
 
 
 def replace(run: Run) -> None:
@@ -173,13 +189,13 @@ def _is_left_out(name: str, module: nn.Module) -> bool:
 
 
 REPLACEMENTS = (
-    Step(replace_experts, restore_all_experts),
-    Step(show_names, drop_views),
-    Step(replace_modules, restore_modules),
-    Step(report_other_experts),
-    Step(lambda run: complete_results(run.model), restore_results),
-    Step(lambda run: grow_caches_in_place(run.model, run.kv_bits), restore_caches),
-    Step(lambda run: mark_head(run.model)),  # quantised heads stay, and so do their marks
-    Step(lambda run: chunk_losses(run.model), restore_losses),
-    Step(capture, restore_calls),
+    UndoableStep(replace_experts, restore_all_experts),
+    UndoableStep(show_names, drop_views),
+    UndoableStep(replace_modules, restore_modules),
+    UndoableStep(report_other_experts),
+    UndoableStep(lambda run: complete_results(run.model), restore_results),
+    UndoableStep(lambda run: grow_caches_in_place(run.model, run.kv_bits), restore_caches),
+    UndoableStep(lambda run: mark_head(run.model)),  # quantised heads stay, and so do their marks
+    UndoableStep(lambda run: chunk_losses(run.model), restore_losses),
+    UndoableStep(capture, restore_calls),
 )

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .._environment import CHECK, REFUSE, is_on, refused
 from ..models.basics.interface import formats_of, is_experts, is_quantized
-from ..models.basics.report import Report
 from ..models.basics.scoped import having
 from ..models.basics.unmodified import FAILED, REQUESTED, is_on_mps
 from ..models.graphs.passes import FUSION, INTRODUCED, PASSES
@@ -33,6 +33,7 @@ from ..selfcheck.libraries import libraries
 from ..selfcheck.machine import COMMAND, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
 from .compiling import SOFTMAX_HEADS, cache_libraries, compile_libraries, head_widths, tensor_libraries_of
+from .steps import Run
 
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {
@@ -40,6 +41,27 @@ _OF_KIND = {
     "linears": "linear_quantized",
     "embeddings": "embedding_quantized",
 }
+
+
+class Needs(NamedTuple):
+    """Forms in which a model calls operators.
+
+    Attributes:
+        dtypes: of activations, from the floating-point weights on mps.
+        heads: {operator: widths of heads of queries and keys, and of values}, as far as modules name them.
+            What they do not name is compared before its first call.
+    """
+
+    dtypes: list[torch.dtype]
+    heads: dict[str, set[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Needs":
+        used = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "mps"}
+        softmax = {heads for names in SOFTMAX_HEADS for heads in head_widths(model, *names)}
+        linear = head_widths(model, "head_k_dim", "head_v_dim")
+        heads = {operator: linear if operator in LINEAR_ATTENTION else softmax for operator in OF_HEADS}
+        return cls([dtype for dtype in DTYPES if dtype in used], heads)
 
 
 def allowed(check: bool) -> AbstractContextManager[bool]:
@@ -54,11 +76,8 @@ def reset() -> None:
     once.watch(False)
 
 
-def read_requested(function: str, model: nn.Module, formats: Mapping[str, Collection[Format]]) -> None:
+def read_requested(run: Run) -> None:
     """Reads which operators and passes MOE_MPS_REFUSE names.
-
-    Args:
-        formats: as for `begin`.
 
     Raises: ValueError for a name that is none, and for an operator of quantised weights of the model.
     """
@@ -70,14 +89,15 @@ def read_requested(function: str, model: nn.Module, formats: Mapping[str, Collec
         if not named:
             close = difflib.get_close_matches(name, [*OPERATORS, *names_of_passes], 1, 0)[0]
             raise ValueError(
-                f"moe_mps::{function}: {REFUSE} must be names of operators or of passes with commas between, "
+                f"moe_mps::accelerate: {REFUSE} must be names of operators or of passes with commas between, "
                 f"or {FUSION}, got {name!r}; the nearest is {close}"
             )
         found |= dict.fromkeys(named, name)
+    weights = operators_of_weights(run.model, run.formats()) if found else set()
     for operator in found:
-        if operator in operators_of_weights(model, formats):
+        if operator in weights:
             raise ValueError(
-                f"moe_mps::{function}: {REFUSE} must be operators in place of a model's own code, got "
+                f"moe_mps::accelerate: {REFUSE} must be operators in place of a model's own code, got "
                 f"{found[operator]!r}, which runs the quantised weights of this model"
             )
     REQUESTED.clear()
@@ -101,30 +121,26 @@ def operators_of_weights(
     return found | {"expert_qmm"} if _OF_KIND["experts"] in found else found
 
 
-def begin(
-    function: str,
-    model: nn.Module,
-    formats: Mapping[str, Collection[Format]],
-    kv_bits: int | None,
-    check: bool,
-) -> tuple[float | None, int | None]:
-    """Sees to what must work before a model is changed.
+def compare_weights(run: Run) -> None:
+    """Compares the operators of quantised weights with the CPU, before the model is changed.
 
-    Args:
-        formats: {kind of weights: formats that they will get}, as `Recipe.formats` has them.
+    The run gets the seconds that are left for `compare_replacements`, None where nothing is compared; and
+    kv_bits of 16 where 8 fail.
 
-    Returns: the seconds that are left for `check_replacements`, None where nothing is checked; and kv_bits,
-        or 16 where 8 fail.
+    Raises: RuntimeError if an operator of quantised weights, present or requested, fails here.
     """
-    if kv_bits == CACHE_BITS and (requested := REQUESTED.get(CACHE, REQUESTED.get("cached_attention"))):
+    requested = REQUESTED.get(CACHE, REQUESTED.get("cached_attention"))
+    if run.kv_bits == CACHE_BITS and requested:
         warnings.warn(
-            f"torch_moe_mps: {REFUSE} names {requested}; keys and values stay in 16 bits", stacklevel=4
+            f"torch_moe_mps: {REFUSE} names {requested}; keys and values stay in 16 bits", stacklevel=3
         )
-        kv_bits = 16
-    if not check or not _is_wanted(model):
+        run.kv_bits = 16
+    if not run.check or not _is_wanted(run.model):
         reset()
-        return None, kv_bits
-    return _require_quantized(function, model, formats), working_kv_bits(model, kv_bits)
+        return
+    once.watch(False)  # until it is known what fails
+    run.seconds = _require_quantized(_of_weights(run.model, run.formats()), Needs.of(run.model))
+    run.kv_bits = working_kv_bits(run.model, run.kv_bits)
 
 
 def is_wanted() -> bool:
@@ -137,21 +153,21 @@ def _is_wanted(model: nn.Module) -> bool:
     return is_wanted() and is_available() and is_on_mps(model)
 
 
-def _require_quantized(function: str, model: nn.Module, formats: Mapping[str, Collection[Format]]) -> float:
-    """Raises the one-line error if an operator of quantised weights, present or requested, fails here.
+def _require_quantized(used: Mapping[str, Collection[Format]], needs: Needs) -> float:
+    """Raises the one-line error if an operator of quantised weights fails here.
 
-    Returns: the seconds that are left for `check_replacements`.
+    Args:
+        used: {operator: formats of weights}.
+
+    Returns: the seconds that are left for `compare_replacements`.
     """
-    once.watch(False)  # until it is known what fails
-    used = _of_weights(model, formats)
-    dtypes = _dtypes(model)
-    names = libraries(dtypes, set().union(*used.values()))
+    names = libraries(needs.dtypes, set().union(*used.values()))
     compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
     end = time.monotonic() + once.time_allowed()
     for operator, its_formats in used.items():
-        result, _ = _failing(model, [operator], its_formats, end - time.monotonic())
+        result, _ = _failing(needs, [operator], its_formats, end - time.monotonic())
         for finding in result.values():
-            _refuse_weights(function, finding)
+            _refuse_weights(finding)
     return end - time.monotonic()
 
 
@@ -171,19 +187,21 @@ def _of_weights(model: nn.Module, formats: Mapping[str, Collection[Format]]) -> 
     return used
 
 
-def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
-    """Checks the operators of a report. Returns: True if some failed and must not be used.
+def compare_replacements(run: Run) -> bool:
+    """Compares the operators that replace modules. Returns: True if some failed and must not be used.
 
     Raises: RuntimeError if a failing operator runs quantised weights.
     """
-    named = report.operators()
+    if run.seconds is None:
+        return False
+    report, named = run.report, run.report.operators()
     if report.capture is not None and report.capture() is not None:
         named.update(INTRODUCED.values())  # no module calls them
-    formats = {format for module in model.modules() for format in formats_in(module).values()}
+    formats = {format for module in run.model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
-    result, late = _failing(model, named, formats, seconds)
+    result, late = _failing(Needs.of(run.model), named, formats, run.seconds)
     took = time.perf_counter() - started
-    once.watch(True, seconds - took)
+    once.watch(True, run.seconds - took)
     tuner.begin()
     report.tuned = lambda: tuner.told(tuner.known())
     FAILED.clear()
@@ -194,7 +212,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
         report.checked += f"; no time for {', '.join(sorted(late))}: they are checked the next time"
     for operator, finding in result.items():
         if operator in ("expert_qmm", *_OF_KIND.values()):
-            _refuse_weights(function, finding)
+            _refuse_weights(finding)
         warnings.warn(_warning(finding), stacklevel=4)
     return bool(result)
 
@@ -203,46 +221,38 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     """`bits` of keys and values, or 16 if writing or reading 8 bits fails on this machine."""
     if bits != CACHE_BITS or not _is_wanted(model):
         return bits
-    dtypes = _dtypes(model)
-    names = [name for dtype in dtypes for name in cache_libraries(model, DTYPES[dtype])]
+    needs = Needs.of(model)
+    names = [name for dtype in needs.dtypes for name in cache_libraries(model, DTYPES[dtype])]
     compile_libraries(names, strict=False)
-    result, _ = _failing(model, [CACHE, "cached_attention"], options=[("k_scales",)])
+    result, _ = _failing(needs, [CACHE, "cached_attention"], options=[("k_scales",)])
     for finding in result.values():
-        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=5)
+        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=4)
     return 16 if result else bits
 
 
-def use_tensor_units(model: nn.Module, check: bool) -> str | None:
-    """Decides which matmuls of a model run on tensor units: the report's line; None away from a Mac's GPU."""
-    if not is_available() or not is_on_mps(model):
-        return None
-    names = [] if why_not() else tensor_libraries_of(model)
+def use_tensor_units(run: Run) -> None:
+    """Decides which matmuls of a model on a Mac's GPU run on tensor units, and reports it."""
+    if not is_available() or not is_on_mps(run.model):
+        return
+    names, check = [] if why_not() else tensor_libraries_of(run.model), run.seconds is not None
     if check or is_forced():
         compile_libraries(names, strict=is_forced())
     use = decide(names, check)
     for fault in use.faults.values():
-        warnings.warn(without_units(fault), stacklevel=4)
-    return f"tensor units: {use}"
+        warnings.warn(without_units(fault), stacklevel=3)
+    run.report.tensor_units = f"tensor units: {use}"
 
 
 def _failing(
-    model: nn.Module,
+    needs: Needs,
     operators: Collection[str],
     formats: Iterable[Format] = (),
     seconds: float | None = None,
     options: Collection[tuple[str, ...]] = ((),),
 ) -> tuple[dict[str, Finding], set[str]]:
     """Faults of operators in the dtypes and head widths of a model: see once.first_failures."""
-    wanted = subjects(operators, _dtypes(model), sorted(formats, key=str), _heads(model), options)
+    wanted = subjects(operators, needs.dtypes, sorted(formats, key=str), needs.heads, options)
     return once.first_failures(once.checks_of(wanted), seconds)
-
-
-def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
-    """{operator: widths of heads of queries and keys, and of values}, as far as modules name them. What they
-    do not name is compared before its first call."""
-    softmax = {heads for names in SOFTMAX_HEADS for heads in head_widths(model, *names)}
-    linear = head_widths(model, "head_k_dim", "head_v_dim")
-    return {operator: linear if operator in LINEAR_ATTENTION else softmax for operator in OF_HEADS}
 
 
 def _warning(finding: Finding, instead: str = "what it replaces runs unmodified") -> str:
@@ -253,14 +263,8 @@ def _warning(finding: Finding, instead: str = "what it replaces runs unmodified"
     )
 
 
-def _refuse_weights(function: str, finding: Finding) -> None:
+def _refuse_weights(finding: Finding) -> None:
     raise RuntimeError(
-        f"moe_mps::{function}: quantised weights cannot be used on this machine ({where()}): "
+        f"moe_mps::accelerate: quantised weights cannot be used on this machine ({where()}): "
         f"{finding}. `{COMMAND}` writes a report for an issue; check=False uses them all the same"
     )
-
-
-def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Activation dtypes of a model, from its floating-point weights."""
-    used = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "mps"}
-    return [dtype for dtype in DTYPES if dtype in used]

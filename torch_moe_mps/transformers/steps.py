@@ -10,6 +10,7 @@ from ..checkpoints.quantize.importance import Importance
 from ..checkpoints.quantize.recipe import Recipe
 from ..models.basics.configs import ImplementationNames
 from ..models.basics.report import Report
+from ..ops._formats import Format
 
 
 @dataclass
@@ -42,15 +43,19 @@ class Run:
     attentions: dict[str, nn.Module] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
+    def formats(self) -> dict[str, set[Format]]:
+        """{kind of weights: formats that they will get}"""
+        return {} if self.recipe is None else self.recipe.formats()
 
-class Step(NamedTuple):
+
+class UndoableStep(NamedTuple):
     """A step, and the function that undoes it in a model; None if nothing in the model is to be undone."""
 
     make: Callable[[Run], object]
     undo: Callable[[nn.Module], object] | None = None
 
 
-def undo(steps: Iterable[Step], model: nn.Module) -> None:
+def undo(steps: Iterable[UndoableStep], model: nn.Module) -> None:
     """Undoes steps in a model, the last one first. A step that was not made leaves nothing to undo."""
     for step in reversed([*steps]):
         if step.undo is not None:

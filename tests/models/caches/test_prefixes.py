@@ -7,7 +7,7 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
-from torch_moe_mps.models.caches.parts import Part, classes_of
+from torch_moe_mps.models.caches.parts import CachePart, classes_of
 from torch_moe_mps.models.caches.prefix_state import PrefixState
 from torch_moe_mps.models.caches.prompt_cache import can_be_cut, kept_states, key_of, new_cache, prefix
 from torch_moe_mps.models.upstream.calls import cache_argument
@@ -67,7 +67,7 @@ def test_prefixes_and_files(kind, tmp_path):
     state.mark(end)
     for first, last in ((0, 40), (40, end)):
         (tmp_path / "x").write_bytes(state.end(first, last).begun_copy().to_bytes("x"))
-        joined.add(Part.read(tmp_path / "x", "x"), last)
+        joined.add(CachePart.read(tmp_path / "x", "x"), last)
     read_cache = joined.cache
     for tokens, pieces in ((32, PIECES[:2]), (46, PIECES), (end, (*PIECES, *LATER))):
         fresh = new_cache(model)
@@ -126,9 +126,9 @@ def test_no_single_bit_of_a_file_changes_what_is_read(tmp_path):
     model, file = model_of("recurrent"), tmp_path / "x"
     cache = new_cache(model)
     read(model, cache, (8,))
-    whole = Part(kept_states(cache), classes_of(cache)).to_bytes("x 8")
+    whole = CachePart(kept_states(cache), classes_of(cache)).to_bytes("x 8")
     file.write_bytes(whole)
-    expected, classes = Part.read(file, "x 8")
+    expected, classes = CachePart.read(file, "x 8")
     header = 8 + int.from_bytes(whole[:8], "little")
     draw, refused = random.Random(0), 0
     places = [draw.randrange(8 * header) for _ in range(200)]
@@ -138,7 +138,7 @@ def test_no_single_bit_of_a_file_changes_what_is_read(tmp_path):
         damaged[place // 8] ^= 1 << place % 8
         file.write_bytes(damaged)
         try:
-            part, found = Part.read(file, "x 8")
+            part, found = CachePart.read(file, "x 8")
         except Exception:
             refused += 1
         else:
@@ -146,4 +146,4 @@ def test_no_single_bit_of_a_file_changes_what_is_read(tmp_path):
     assert refused > 0.95 * len(places)
     file.write_bytes(whole)
     with pytest.raises(ValueError, match="its header must be x 7, got x 8"):
-        Part.read(file, "x 7")
+        CachePart.read(file, "x 7")

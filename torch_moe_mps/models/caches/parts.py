@@ -37,7 +37,7 @@ class Grows(NamedTuple):
     tensor: Tensor
 
 
-class Part(NamedTuple):
+class CachePart(NamedTuple):
     """A part of a cache, and the classes of its layers."""
 
     values: Values
@@ -49,13 +49,13 @@ class Part(NamedTuple):
         tensors = (leaf for leaf in tree_leaves(self.values) if isinstance(leaf, Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
-    def on_device(self, device: torch.device) -> "Part":
+    def on_device(self, device: torch.device) -> "CachePart":
         """A part whose tensors are on a device."""
         return self._replace(
             values=tree_map_only((Tensor, torch.device), partial(_moved, device), self.values)
         )
 
-    def begun_copy(self) -> "Part":
+    def begun_copy(self) -> "CachePart":
         """A copy on the CPU, complete as `host_copy`."""
         copies = tree_map_only(Tensor, lambda value: changed(copied(value), host_copy), self.values)
         return self._replace(values=copies)
@@ -78,7 +78,7 @@ class Part(NamedTuple):
         return save(tensors, metadata={**about, "sum": _checksum(about, tensors)})
 
     @classmethod
-    def read(cls, file: Path, header: str) -> "Part":
+    def read(cls, file: Path, header: str) -> "CachePart":
         """The part that a file has; its tensors lie in the file, on the CPU.
 
         Raises: ValueError, OSError, or what safetensors raises, for a file that is damaged, of something
@@ -139,7 +139,7 @@ class JoinedCache:
     def __init__(self, cache: DynamicCache, tokens: int):
         self.cache, self.tokens, self._most = cache, 0, tokens
 
-    def add(self, part: Part, end: int) -> None:
+    def add(self, part: CachePart, end: int) -> None:
         """Adds a part, whose tensors are copied: to all layers, or to none if it raises.
 
         Args:

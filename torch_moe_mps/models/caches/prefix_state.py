@@ -13,7 +13,7 @@ from ..upstream.models import LinearAttentionCacheLayerMixin
 from .cache import QuantizedCache, hands_cache_on
 from .declared import is_in_layers
 from .deferred_states import AnyKind, bytes_beside
-from .parts import JoinedCache, Part, block, classes_of
+from .parts import CachePart, JoinedCache, block, classes_of
 from .prompt_cache import can_be_cut, fits_one_prefix, kept_states, new_cache, prefix, takes_layers
 from .state import LayerState, copy_of_cache, copy_of_layer, storages_of
 
@@ -90,11 +90,11 @@ class PrefixState:
         copy.mark(tokens)
         return copy
 
-    def block(self, start: int, end: int) -> Part:
+    def block(self, start: int, end: int) -> CachePart:
         """The tokens from `start` to `end` of the layers that hold all tokens."""
-        return Part(block(self.cache, start, end), classes_of(self.cache))
+        return CachePart(block(self.cache, start, end), classes_of(self.cache))
 
-    def end(self, start: int, end: int) -> Part:
+    def end(self, start: int, end: int) -> CachePart:
         """`block`, and the states that are kept at its end."""
         tokens = self.block(start, end)
         return tokens._replace(values={**tokens.values, **self.states.get(end, {})})

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from ..._faults import Mark, fault_of
 from ..._text import first_line
-from ...models.programs import JoinedCache, Part, PrefixState, empty_cache, key_of
+from ...models.programs import CachePart, JoinedCache, PrefixState, empty_cache, key_of
 from .files import Files, WriterThread, header
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Snapshot:
     key: str
     names: list[str]  # a whole block each
     storages: dict[int, int]  # {address: bytes}
-    parts: Iterator[tuple[str, int, Part]] = field(default_factory=lambda: iter(()))
+    parts: Iterator[tuple[str, int, CachePart]] = field(default_factory=lambda: iter(()))
 
 
 class Disk:
@@ -63,7 +63,7 @@ class Disk:
         self.hits = self.tokens = 0
         self._writer = WriterThread(self.files)
         self._pending: deque[_Snapshot] = deque()
-        self._copying: tuple[str, int, Part, Mark] | None = None
+        self._copying: tuple[str, int, CachePart, Mark] | None = None
         self._keys: dict[Any, str] = {}
         self._key = "unknown"
 
@@ -138,7 +138,7 @@ class Disk:
             return
         snapshot = self._pending[0]
         try:
-            name, end, part = next(snapshot.parts, ("", 0, Part({}, {})))
+            name, end, part = next(snapshot.parts, ("", 0, CachePart({}, {})))
             if not name:
                 self._pending.popleft()
                 self._writer.touch(snapshot.names)
@@ -161,7 +161,7 @@ class Disk:
             log.warning("a prefix is not cached in %s: %s", self.files.folder, first_line(fault))
         self._writer.close()
 
-    def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, Part]]:
+    def _parts(self, snapshot: _Snapshot) -> Iterator[tuple[str, int, CachePart]]:
         """Yields (name, last position, part) of each part of a prefix that is not on the disk."""
         ids, state = snapshot.ids, snapshot.state
         for number, name in enumerate(snapshot.names if state.has_blocks else ()):
@@ -284,7 +284,7 @@ class Restoring:
             if self._left:
                 return
             try:
-                self._ready.put(Part.read(self._disk.files.folder / name, header(name, end)))
+                self._ready.put(CachePart.read(self._disk.files.folder / name, header(name, end)))
             except Exception as error:  # anything may have been read
                 self._ready.put(error)
                 return

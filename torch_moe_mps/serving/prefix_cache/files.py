@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._text import first_line
-from ...models.programs import Part
+from ...models.programs import CachePart
 
 log = logging.getLogger(__name__)
 _MARKER = "torch_moe_mps prompts"
@@ -183,7 +183,7 @@ class WriterThread:
         """Marks a file as queued before its content is ready."""
         self._queued.add(name)
 
-    def put(self, name: str, end: int, part: Part) -> None:
+    def put(self, name: str, end: int, part: CachePart) -> None:
         """Queues a part for writing; blocks while the queue is full."""
         self._queue.put((name, end, part))
 
@@ -214,7 +214,7 @@ class WriterThread:
                 line = f"torch-moe-mps: no prefixes are cached in {folder} any more: {reason}"
                 print(line, file=sys.stderr)
 
-    def _write(self, name: str, end: int, part: Part) -> None:
+    def _write(self, name: str, end: int, part: CachePart) -> None:
         self._files.write(name, part.to_bytes(header(name, end)))
         self._queued.discard(name)
 
