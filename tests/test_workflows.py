@@ -165,6 +165,14 @@ def test_the_nights_run_the_sweep_in_parts():
         assert sorted(itertools.chain(*ran)) == sorted(tests) and all(ran)
 
 
+def test_a_night_draws_who_is_late():
+    """The rooms in which the host and the GPU wait for each other, by the number of the day."""
+    job = commands(jobs(FOLDER / "nightly.yml")["own-gpu"])
+    assert 'SIMULATED_OWN_GPU=$(($(date +%s) / 86400))" >> "$GITHUB_ENV"' in job
+    assert "scripts/test tests/disk tests/serving tests/models/capture" in job
+    assert 'os.environ.get("SIMULATED_OWN_GPU"' in (REPOSITORY / "tests/conftest.py").read_text()
+
+
 @pytest.mark.parametrize("part", ["10/10", "3", "-1/10", "a/b", "0/0"])
 def test_a_part_that_is_none(part):
     with pytest.raises(ValueError, match=f"^--part: expected N/M with N below M, as 3/10, got {part}$"):
