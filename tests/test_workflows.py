@@ -7,9 +7,10 @@ import re
 import subprocess
 
 import pytest
+import shader_sources
 import torch
 import yaml
-from compile_shaders import is_released
+from compile_shaders import is_released, part
 from macos import SUPPORTED
 from support.processes import REPOSITORY
 from support.sweep import in_part
@@ -164,6 +165,14 @@ def test_the_nights_run_the_sweep_in_parts():
         assert sorted(itertools.chain(*ran)) == sorted(tests) and all(ran)
 
 
+def test_a_night_draws_who_is_late():
+    """The rooms in which the host and the GPU wait for each other, by the number of the day."""
+    job = commands(jobs(FOLDER / "nightly.yml")["own-gpu"])
+    assert 'SIMULATED_OWN_GPU=$(($(date +%s) / 86400))" >> "$GITHUB_ENV"' in job
+    assert "scripts/test tests/disk tests/serving tests/models/capture" in job
+    assert 'os.environ.get("SIMULATED_OWN_GPU"' in (REPOSITORY / "tests/conftest.py").read_text()
+
+
 @pytest.mark.parametrize("part", ["10/10", "3", "-1/10", "a/b", "0/0"])
 def test_a_part_that_is_none(part):
     with pytest.raises(ValueError, match=f"^--part: expected N/M with N below M, as 3/10, got {part}$"):
@@ -246,6 +255,16 @@ def test_a_night_opens_one_issue_or_updates_it(tmp_path, number, result, last):
     assert body.startswith("## upstream main\n\nwrong: mamba2\n## upstream torch\n\nright\nhttps://host/a/b/")
 
 
+def test_what_is_expected_to_be_red_makes_no_push_red():
+    """Registers on M3 and M4. What Apple's compiler makes of a first check's libraries is known first."""
+    test = jobs(FOLDER / "test.yml")
+    assert test["registers"]["continue-on-error"] is True
+    assert "continue-on-error" not in test["shaders-first"] | test["shaders"]
+    assert test["shaders"]["needs"] == test["registers"]["needs"] == "shaders-first"
+    assert "compile_shaders build/shaders --quick" in commands(test["shaders-first"])
+    assert "check --first" in commands(test["gpu"])
+
+
 def test_the_page_says_what_each_job_prints(simulated):
     """A row for each job, with its runners; and the numbers of libraries and operators that there are."""
     page = (REPOSITORY / "RELEASE.md").read_text()
@@ -258,7 +277,16 @@ def test_the_page_says_what_each_job_prints(simulated):
     plain, with_tensors = ours._libraries(), ours._libraries(tensor_units=True)
     count = len(plain) + 1  # with the one that measures a GPU
     assert f"`{count + len(with_tensors)} libraries in build/shaders`" in page
-    assert f"`{count} of {count} libraries compile; those" in page
+    every = [*plain, *with_tensors, "probe_f32"]
+    rows = of_matrix(test["shaders"])
+    for runner in {row["runner"] for row in rows}:
+        parts = [part(row["part"]) for row in rows if row["runner"] == runner]
+        assert sorted(itertools.chain(*(every[n::of] for n, of in parts))) == sorted(every)
+    of_parts, without = (-(-number // 3) for number in (len(every), count))
+    assert f"`{of_parts} of {of_parts} libraries compile`" in page
+    assert f"`{without} of {without} libraries compile; those" in page
+    first = len(shader_sources.quick_names())
+    assert f"`{first} of {first} libraries compile; those" in page
     measured = [*filter(is_released, plain), *(name for name in with_tensors if name.endswith("_bf16"))]
     assert f"kernels of {len(measured)} libraries" in page
     assert (

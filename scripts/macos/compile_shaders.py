@@ -36,6 +36,14 @@ def listed(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in entries.items() if with_tensors or not entry["tensor_units"]}
 
 
+def part(text: str) -> tuple[int, int]:
+    """(N, M) of "N/M", N from 0 on. Raises: ValueError."""
+    number, parts = map(int, text.split("/"))
+    if not 0 <= number < parts:
+        raise ValueError(text)
+    return number, parts
+
+
 def is_released(library: str) -> bool:
     """Whether a wheel brings it compiled: what models in bfloat16 run, as nearly all are. All would be some
     hundred megabytes."""
@@ -57,8 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compile_shaders", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("build/shaders"))
     parser.add_argument("--release", type=Path, metavar="FOLDER", help="write a wheel's libraries there")
+    parser.add_argument("--quick", action="store_true", help="only those of `torch-moe-mps check --quick`")
+    parser.add_argument("--part", type=part, default=(0, 1), metavar="N/M", help="every Mth, from the Nth on")
     options = parser.parse_args(arguments)
     libraries = listed(options.folder)
+    if options.quick:
+        libraries = {name: entry for name, entry in libraries.items() if entry["quick"]}
+    first, parts = options.part
+    libraries = dict([*libraries.items()][first::parts])
     if options.release is not None:
         libraries = {name: entry for name, entry in libraries.items() if is_released(name)}
         options.release.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """scripts/macos/shader_sources, compile_shaders and apple_registers, with stand-ins for Apple's tools."""
 
 import importlib
+import itertools
 import json
 import re
 import struct
@@ -33,6 +34,7 @@ def folder_of(tmp_path, **libraries: dict):
         entries[name] = {
             "file": f"{name}-0.metallib",
             "tensor_units": False,
+            "quick": False,
             "kernels": {f"{name}_k": 0},
         } | changes
     (tmp_path / "libraries.json").write_text(json.dumps(entries))
@@ -56,6 +58,7 @@ def test_sources_need_no_other_file(sources, tmp_path):
         assert text.startswith("#define MOE_DTYPE ") and "[[kernel]]" in text
     listed = json.loads((tmp_path / "new" / "libraries.json").read_text())
     assert [*listed] == some and [entry["tensor_units"] for entry in listed.values()] == [False, False, True]
+    assert [entry["quick"] for entry in listed.values()] == [True, True, False]
     for name, entry in listed.items():
         assert entry["file"] == torch.ops.moe_mps._library_file(name)
         assert re.fullmatch(r"[a-z0-9_]+-[0-9a-f]{16}\.metallib", entry["file"])
@@ -101,6 +104,26 @@ def test_refused_source(tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"rope_f16 +FAILED: rope.h:7: error: no such type", lines[1])
     assert lines[-1] == "1 of 2 libraries compile; those for tensor units need the SDK of macOS 26"
     assert (tmp_path / "norms_f16.air").exists()
+
+
+def test_parts_and_the_quick_ones(tmp_path, capsys, monkeypatch):
+    """Parts have all libraries once; a part that is none is refused."""
+    tool = tmp_path / "tool.py"
+    tool.write_text("")
+    stand_in(monkeypatch, tool, "COMPILER")
+    names = [f"norms{n}_f16" for n in range(5)]
+    folder = folder_of(tmp_path, **{name: {"quick": name == "norms3_f16"} for name in names})
+
+    def compiled(*options: str) -> list[str]:
+        assert compile_shaders.main([str(folder), *options]) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]]
+
+    assert compiled("--quick") == ["norms3_f16"]
+    parts = [compiled("--part", f"{n}/3") for n in range(3)]
+    assert [len(each) for each in parts] == [2, 2, 1] and sorted(itertools.chain(*parts)) == names
+    for wrong in ("3/3", "a", "-1/3"):
+        with pytest.raises(SystemExit):
+            compile_shaders.main([str(folder), f"--part={wrong}"])
 
 
 def test_a_release_has_the_libraries_of_bfloat16(tmp_path, capsys, monkeypatch):

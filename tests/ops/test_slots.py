@@ -155,6 +155,24 @@ def test_a_buffer_that_waits_too_long_says_so(simulated):
     assert "keeps the display waiting" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("limit", "says"), [(60.0, "GPU Timeout Error.*waited for experts"), (0.05, "0.05 s")]
+)
+def test_macos_ends_a_gpu_that_waits_beside_the_host(simulated, limit, says):
+    """By the real clock, unless the pool's limit comes first; the next step has its experts."""
+    pool, ids = Pool("layer 9", limit=limit), ids_on("mps", 4)
+    pool.may_answer.clear()
+    with contextlib.suppress(torch.AcceleratorError), simulated.own_gpu(1, watchdog=1.0):
+        with pytest.raises(torch.AcceleratorError, match=says):
+            expert_slots(ids, pool.number)
+            torch_moe_mps.synchronize()
+        pool.may_answer.set()
+    other = Pool("layer 9")
+    slots = expert_slots(ids, other.number)
+    torch_moe_mps.synchronize()
+    assert other.holds(slots, [4])
+
+
 @contextlib.contextmanager
 def kept_lock():
     """Another thread of Python's runs only where this one releases the lock."""

@@ -39,7 +39,7 @@ def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_device.device_library()))
     library.simulator_set_executor.argtypes = [shaderlib.Execute]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
-    library.simulator_run_alone.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    library.simulator_run_alone.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_double]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
     library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
     library.simulator_trace_stop.restype = ctypes.c_char_p
@@ -152,23 +152,26 @@ def set_schedule(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def own_gpu(seed: int) -> Iterator[None]:
+def own_gpu(seed: int, watchdog: float = 0.0) -> Iterator[None]:
     """The GPU has a thread of its own: what is committed runs while the host goes on.
 
     `seed` draws how late it begins, how late signals and ends of command buffers are heard of (up to 0.2 ms),
     and how long a thread keeps Python's lock while others want it (up to 5 ms). A wait of the host's for it
     keeps the lock where torch's would. It has none inside of `timeline` and `trace`, whose results are the
     same in each run.
+
+    macOS ends a command buffer that has waited for an event for some 5 s: here for `watchdog` seconds of the
+    real clock, or never if it is 0.
     """
     torch.mps.synchronize()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(random.Random(seed).choice((1e-5, 1e-3, interval)))
-    _runtime().simulator_run_alone(True, seed)
+    _runtime().simulator_run_alone(True, seed, watchdog)
     try:
         yield
         torch.mps.synchronize()
     finally:
-        _runtime().simulator_run_alone(False, 0)
+        _runtime().simulator_run_alone(False, 0, 0.0)
         sys.setswitchinterval(interval)
 
 

@@ -48,7 +48,9 @@ struct State {
   size_t most_threads = SIZE_MAX;        // of a pipeline, set by a test
   std::atomic<bool> dropping = false, validating = true;
 
-  std::atomic<bool> hosts_commit = false;  // there is a queue of host code's own
+  std::atomic<bool> has_hosts_queue = false;  // there is a queue of host code's own
+  std::atomic<double> watchdog =
+      0;  // seconds of the real clock after which a buffer that waits is ended; 0: never
   uint64_t commits = 0;
   std::atomic<double> clock = 0;                       // of the GPU, seconds
   bool timed = false;                                  // the host has a clock, too
@@ -540,14 +542,20 @@ void run_hosts() {
   });
 }
 
-// The GPU waits for a signal, and runs what host code's own queues get meanwhile.
-void run_beside(const Command& waiting) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(longest_wait());
-  while (waiting.waits() && std::chrono::steady_clock::now() < end) {
+// The GPU waits for a signal, and runs what host code's own queues get meanwhile. Returns: false where macOS
+// has ended the buffer before, by the watchdog of a GPU with a thread of its own.
+bool run_beside(const Command& waiting, const CommandBuffer& buffer) {
+  using Seconds = std::chrono::duration<double>;
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  const auto end = now() + Seconds(longest_wait());
+  const double limit = state().watchdog;
+  while (waiting.waits() && now() < end) {
+    if (limit > 0 && now() - buffer.began > Seconds(limit)) return false;
     tell_failed();
     run_hosts();
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  return true;
 }
 
 // The next synchronisation raises a finding, and no command behind it runs. With `stops`, no command runs
@@ -570,7 +578,8 @@ Ran run(CommandBuffer& buffer, bool stops = false) {
         commands.erase(commands.begin(), commands.begin() + static_cast<long>(i));
         return Ran::kUpToWait;
       }
-      if (command.waits && state().hosts_commit) run_beside(command);
+      if (command.waits && (state().has_hosts_queue || state().watchdog > 0) && !run_beside(command, buffer))
+        return Ran::kTooLong;
       if (!command.event()) return Ran::kUpToFinding;
       continue;
     }
@@ -705,6 +714,7 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
   for (auto each = buffers.begin(); each != buffers.end(); ++each) {
     const auto& buffer = *each;
     if (!std::exchange(buffer->has_begun, true)) {
+      buffer->began = std::chrono::steady_clock::now();
       buffer->failure = has_victims ? Failure::kVictim : next_failure();
       begin(*buffer);
     }
@@ -954,9 +964,12 @@ void commit(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {
   {
     const std::lock_guard<std::mutex> lock(state().mutex);
     give(state(), buffer, queue);
-    if (buffer->is_hosts) state().hosts_commit = true;
   }
   begin_committed();
+}
+
+void note_hosts_queue() {
+  state().has_hosts_queue = true;
 }
 
 void enqueue(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {
@@ -1073,8 +1086,9 @@ void simulator_set_schedule(uint64_t seed) {
   state().seed = seed;
 }
 
-void simulator_run_alone(int on, uint64_t seed) {
+void simulator_run_alone(int on, uint64_t seed, double watchdog) {
   simulator::wait_for_handlers();
+  state().watchdog = watchdog;
   std::lock_guard<std::mutex> lock(state().mutex);
   state().runs_alone = on;
   state().drawn.seed(static_cast<unsigned>(seed) + 1);

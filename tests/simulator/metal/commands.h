@@ -13,7 +13,8 @@ typedef struct {
 void simulator_set_executor(simulator_execute execute);
 void simulator_set_schedule(uint64_t seed);
 // Whether the GPU has a thread of its own, which runs what is committed while the host goes on.
-void simulator_run_alone(int on, uint64_t seed);
+// `watchdog`: seconds of the real clock after which macOS ends a buffer that waits for an event; 0: never.
+void simulator_run_alone(int on, uint64_t seed, double watchdog);
 // Ends the buffer of the thread's stream as MPSGraph may, which tells no host code.
 void simulator_commit_unseen(void);
 // The most threads that pipelines allow from now on.

@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -223,12 +224,13 @@ struct CommandBuffer {
   std::vector<std::shared_ptr<void>> borrowed;   // which is not released before, otherwise
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
-  uint64_t last = 0;             // number of the last command that has run when it ends
-  double start = 0, end = 0;     // by the clock that a test moves on
-  double seconds = 0;            // of what has run before it is committed
-  bool has_run = false;          // there is some
-  bool has_begun = false;        // and may wait for an event
-  double committed = 0;          // by the host's clock
+  uint64_t last = 0;                            // number of the last command that has run when it ends
+  double start = 0, end = 0;                    // by the clock that a test moves on
+  double seconds = 0;                           // of what has run before it is committed
+  bool has_run = false;                         // there is some
+  bool has_begun = false;                       // and may wait for an event
+  std::chrono::steady_clock::time_point began;  // by the real clock
+  double committed = 0;                         // by the host's clock
   double signalled = 0;          // when what it waited for was, if it has run before it is committed
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
@@ -271,6 +273,7 @@ void commit(StreamNumber stream);
 // A buffer of host code's own, which runs behind those that were enqueued before in its queue.
 void commit(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue);
 void enqueue(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue);
+void note_hosts_queue();  // host code has made one for itself
 // Ends a stream's buffer as MPSGraph does within a graph, unseen by host code.
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.

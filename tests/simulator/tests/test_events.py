@@ -324,3 +324,21 @@ def test_an_own_queue_is_no_part_of_a_trace(calls, simulated, x):
             torch.mps.synchronize()
         assert beat.result() == 2.0
     assert not [line for line in commands if "axpy" in line]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_watchdog_ends_a_buffer_that_waits(calls, simulated, x, answers):
+    """By the real clock, beside a host that goes on. Torch is told, too."""
+    first = calls.signalled() + 1
+    late = contextlib.nullcontext() if answers else pytest.raises(torch.AcceleratorError, match="GPU Timeout")
+    with late, simulated.own_gpu(1, watchdog=20.0 if answers else 0.2):
+        calls.wait_by_gpu(first)
+        y = calls.axpy(x, x, 1.0)
+        calls.watch("late"), calls.commit()
+        if answers:
+            calls.signal_by_host(first)
+        (end,) = told(calls, 1)
+        assert end == "late: 4" if answers else end.startswith("late: 5 2 Caused GPU Timeout Error")
+        calls.signal_by_host(first)
+    if answers:
+        assert torch.equal(y.cpu(), 2 * x.cpu())
