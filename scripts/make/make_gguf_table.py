@@ -1,6 +1,7 @@
-"""Writes the table of docs/gguf.md: ggml's types, what they are read as, and which operators run them.
+"""Writes the tables of docs/gguf.md: architectures, and ggml's types with the operators that run them.
 
-Every cell is found out: random blocks are read as the loader reads them, and operators run them; the oracle
+An architecture that the package `gguf` gives experts is read, or has a reason here. Every cell of the types is
+found out: random blocks are read as the loader reads them, and operators run them; the oracle
 is the package `gguf`, or for what it has no values of, the definition.
 """
 
@@ -11,15 +12,39 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS
 from support.gguf_blocks import HALVES, OTHERS, SIZES, random_blocks, values_of
 from torch import Tensor
 
+import torch_moe_mps.transformers  # registers the families
+from torch_moe_mps.checkpoints.gguf.architectures import ARCHITECTURES
+from torch_moe_mps.checkpoints.gguf.file import GGUF_ARCHITECTURES, read_architectures
 from torch_moe_mps.ops.families import linear, quantized
 from torch_moe_mps.quantization import QuantizedWeight
 from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
 
 DOCUMENT = paths.REPOSITORY / "docs" / "gguf.md"
 MARK = "<!-- scripts/make/make_gguf_table.py writes what follows -->\n"
+ARCHITECTURES_MARK = "<!-- scripts/make/make_gguf_table.py writes this table -->\n"
+NO_CLASS = "transformers has no class"
+LEFT_OUT = {
+    **dict.fromkeys(
+        ("arctic", "bailingmoe", "bailingmoe2", "deci", "deepseek", "grok", "grovemoe"), NO_CLASS
+    ),
+    **dict.fromkeys(("llada-moe", "minicpm", "olmo", "rnd1", "smallthinker"), NO_CLASS),
+    "clip": "a vision tower, without a language model",
+    "cogvlm": "a vision model",
+    "deepseek2-ocr": "a vision model",
+    "kimi-linear": "no row yet: convolutions are joined in the class",
+    "llama-embed": "an embedding model",
+    "mimo2": "no row yet: two kinds of attention layers with rotary embeddings of their own",
+    "mistral3": "no row yet: its rotary scaling depends on the position",
+    "mistral4": "the class is a vision model's",
+    "nomic-bert-moe": "an encoder",
+    "phimoe": "no row yet: its rotary factors are tensors",
+    "qwen3vlmoe": "the class is a vision model's",
+    "step35": "the class is a vision model's",
+}
 HEAD = ("type", "bits", "read otherwise")
 TOLERANCE = 2e-5  # of the largest output
 EXPERTS, ROWS, COLUMNS = 2, 16, 512
@@ -71,9 +96,38 @@ def table() -> str:
     return "".join((head, "|---" * len(HEAD) + "|\n", *rows))
 
 
+def architectures() -> str:
+    """Rows of what is read, and of what has experts and is not.
+
+    Raises: KeyError for an architecture with experts that is neither read nor has a reason.
+    """
+    lines = ["| architecture | read by | not read because |\n", "|---|---|---|\n"]
+    read = read_architectures()
+    experts = {
+        MODEL_ARCH_NAMES[kind]
+        for kind, tensors in MODEL_TENSORS.items()
+        if any(tensor.name.endswith("_EXP") for tensor in tensors)
+    }
+    for name in sorted({*read, *experts}):
+        if name in read:
+            by = (
+                "a row"
+                if name in ARCHITECTURES
+                else "a family"
+                if name in GGUF_ARCHITECTURES
+                else "transformers"
+            )
+            lines.append(f"| {name} | {by} |  |\n")
+        else:
+            lines.append(f"| {name} |  | {LEFT_OUT[name]} |\n")
+    return "".join(lines)
+
+
 def main() -> None:
-    before = DOCUMENT.read_text().partition(MARK)[0]
-    DOCUMENT.write_text(before + MARK + table())
+    before, _, rest = DOCUMENT.read_text().partition(ARCHITECTURES_MARK)
+    _, _, after = rest.partition("\n\n")
+    between = after.partition(MARK)[0]
+    DOCUMENT.write_text(f"{before}{ARCHITECTURES_MARK}{architectures()}\n{between}{MARK}{table()}")
 
 
 if __name__ == "__main__":

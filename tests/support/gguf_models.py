@@ -764,3 +764,22 @@ PUBLISHED["cohere2"] = Published(
         "rope.dimension_count": config.hidden_size // 4,
     },
 )
+
+PUBLISHED["glm-dsa"] = Published(
+    "glm_moe_dsa",
+    lambda hidden: {
+        **_latent_config(hidden),
+        **{"index_topk": 8, "index_head_dim": 64, "index_n_heads": 4, "rms_norm_eps": 1e-6},
+    },
+    lambda config: {
+        **_latent_keys(config),
+        **{"attention.indexer.head_count": 4, "attention.indexer.key_length": 64},
+        "attention.indexer.top_k": 8,
+    },
+    {
+        **LATENTS,
+        **{"self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k"},
+        **{"self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj"},
+    },
+    _latents,
+)

@@ -338,17 +338,22 @@ def _deepseek_type(stated: Stated) -> str:
     return "deepseek_v3" if by_sigmoid else "deepseek_v2"
 
 
-def _deepseek(stated: Stated) -> dict[str, Any]:
+def _latent_sizes(stated: Stated) -> dict[str, Any]:
+    """Widths of heads whose keys and values are made of latents."""
     rotary, heads = stated.need("rope.dimension_count"), stated.need("attention.head_count")
     # Files of 2024 have the widths of heads; newer ones those of the latents, and these beside them.
     width = stated.get("attention.key_length_mla") or stated.need("attention.key_length")
-    result = {
+    return {
         "num_key_value_heads": heads,
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": width - rotary,
         "v_head_dim": stated.get("attention.value_length_mla") or stated.need("attention.value_length"),
         "head_dim": rotary,
     }
+
+
+def _deepseek(stated: Stated) -> dict[str, Any]:
+    result = _latent_sizes(stated)
     if _deepseek_type(stated) == "deepseek_v2":
         if stated.get("expert_weights_norm", False):
             raise ValueError(
@@ -357,6 +362,17 @@ def _deepseek(stated: Stated) -> dict[str, Any]:
         groups = stated.get("expert_group_count", 1)
         result["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     return result
+
+
+def _glm_dsa(stated: Stated) -> dict[str, Any]:
+    """Attention to latents, and the indexer, which all layers have unless the file says which."""
+    full = stated.by_layer("attention.indexer.types", True)
+    return _latent_sizes(stated) | {
+        "index_n_heads": stated.need("attention.indexer.head_count"),
+        "index_head_dim": stated.need("attention.indexer.key_length"),
+        "index_topk": stated.need("attention.indexer.top_k"),
+        "indexer_types": ["full" if each else "shared" for each in full],
+    }
 
 
 def _qwen3_next(stated: Stated) -> dict[str, Any]:
@@ -518,6 +534,8 @@ def _cohere2(stated: Stated) -> dict[str, Any]:
     return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
 
 
+_LATENTS = {"self_attn.kv_b_proj.weight": (("attn_kv_b.weight",), ("attn_k_b.weight", "attn_v_b.weight"))}
+_OF_LATENTS: Mapping[str, Value] = {"attn_kv_b.weight": _latent_keys, "attn_k_b.weight": _latent_keys}
 _ZERO_CENTERED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
 _MAMBA2: Mapping[str, Value] = {"ssm_a": log_of_negative, "ssm_norm.weight": flat}
 _SHARED_HALVES = (("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), ("ffn_gate.weight", "ffn_up.weight"))
@@ -538,14 +556,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": Architecture("arcee", values=_LLAMA_ROPE),
     "cohere2": Architecture("cohere2", config=_cohere2),
     "command-r": Architecture("cohere"),
-    "deepseek2": Architecture(
-        _deepseek_type,
-        joined={
-            "self_attn.kv_b_proj.weight": (("attn_kv_b.weight",), ("attn_k_b.weight", "attn_v_b.weight"))
-        },
-        values={"attn_kv_b.weight": _latent_keys, "attn_k_b.weight": _latent_keys},
-        config=_deepseek,
-    ),
+    "deepseek2": Architecture(_deepseek_type, joined=_LATENTS, values=_OF_LATENTS, config=_deepseek),
     "dots1": Architecture("dots1", gating=_SIGMOID),
     "ernie4_5": Architecture("ernie4_5", config=lambda stated: {"use_bias": stated.has("attn_q.bias")}),
     "ernie4_5-moe": Architecture(
@@ -553,6 +564,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "exaone-moe": Architecture("exaone_moe", config=_exaone_moe, gating=_SIGMOID),
     "exaone4": Architecture("exaone4", config=_windows),
+    "glm-dsa": Architecture(
+        "glm_moe_dsa", joined=_LATENTS, values=_OF_LATENTS, config=_glm_dsa, gating=_SIGMOID
+    ),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", gating=_SIGMOID),
     "granite": Architecture("granite", values=_LLAMA_ROPE),
