@@ -1,8 +1,8 @@
 """Writes the tables of docs/gguf.md: architectures, and ggml's types with the operators that run them.
 
-An architecture that the package `gguf` gives experts is read, or has a reason here. Every cell of the types is
-found out: random blocks are read as the loader reads them, and operators run them; the oracle
-is the package `gguf`, or for what it has no values of, the definition.
+An architecture that the package `gguf` gives experts is read, or has a reason here. Every cell of the types
+is found out: random blocks are read as the loader reads them, and operators run them; the oracle is the
+package `gguf`, or for what it has no values of, the definition.
 """
 
 import paths
@@ -16,7 +16,7 @@ from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS
 from support.gguf_blocks import HALVES, OTHERS, SIZES, random_blocks, values_of
 from torch import Tensor
 
-import torch_moe_mps.transformers  # registers the families
+import torch_moe_mps.transformers  # noqa: F401  # registers the families
 from torch_moe_mps.checkpoints.gguf.architectures import ARCHITECTURES
 from torch_moe_mps.checkpoints.gguf.file import GGUF_ARCHITECTURES, read_architectures
 from torch_moe_mps.ops.families import linear, quantized
