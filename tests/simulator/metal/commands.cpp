@@ -48,7 +48,6 @@ struct State {
   size_t most_threads = SIZE_MAX;        // of a pipeline, set by a test
   std::atomic<bool> dropping = false, validating = true;
 
-  std::atomic<bool> has_hosts_queue = false;  // there is a queue of host code's own
   std::atomic<double> watchdog =
       0;  // seconds of the real clock after which a buffer that waits is ended; 0: never
   uint64_t commits = 0;
@@ -578,8 +577,7 @@ Ran run(CommandBuffer& buffer, bool stops = false) {
         commands.erase(commands.begin(), commands.begin() + static_cast<long>(i));
         return Ran::kUpToWait;
       }
-      if (command.waits && (state().has_hosts_queue || state().watchdog > 0) && !run_beside(command, buffer))
-        return Ran::kTooLong;
+      if (command.waits && !run_beside(command, buffer)) return Ran::kTooLong;
       if (!command.event()) return Ran::kUpToFinding;
       continue;
     }
@@ -966,10 +964,6 @@ void commit(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {
     give(state(), buffer, queue);
   }
   begin_committed();
-}
-
-void note_hosts_queue() {
-  state().has_hosts_queue = true;
 }
 
 void enqueue(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue) {

@@ -151,7 +151,6 @@ int simulator::macos() {
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   static std::atomic<simulator::StreamNumber> next{simulator::StreamNumber{1} << 32};  // none of torch's
-  if (is_hosts()) simulator::note_hosts_queue();
   return simulated_new_queue(next++, is_hosts());
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source

@@ -273,7 +273,6 @@ void commit(StreamNumber stream);
 // A buffer of host code's own, which runs behind those that were enqueued before in its queue.
 void commit(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue);
 void enqueue(const std::shared_ptr<CommandBuffer>& buffer, StreamNumber queue);
-void note_hosts_queue();  // host code has made one for itself
 // Ends a stream's buffer as MPSGraph does within a graph, unseen by host code.
 void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
