@@ -8,14 +8,16 @@ import torch
 from support import tiny_models
 from support.models import tiny
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
 from torch_moe_mps import accelerate
 from torch_moe_mps.checkpoints.quantize.reasons import groups_of
 from torch_moe_mps.models.attention.latents import expansion_of
+from torch_moe_mps.models.basics.state import Unsupported
 from torch_moe_mps.models.trials import batching, memory, small_models
-from torch_moe_mps.models.trials.draws import Draws, normal
+from torch_moe_mps.models.trials.draws import Draws, eager, normal
 from torch_moe_mps.models.trials.forms import first_form
 
 tried = []
@@ -74,6 +76,23 @@ def test_a_trial_that_ran_out_of_memory_is_run_again():
 
     assert first_form(norm(), ("second",), short) is None
     assert first_form(norm(), ("second",), short) == "second" and not errors
+
+
+def test_a_trial_that_a_hook_of_all_modules_saw_is_run_again():
+    told = []
+
+    def begin_own(module):
+        eager(module.forward)(torch.ones(1, 8))
+        return lambda form: True
+
+    module = modeling.Qwen3MoeMLP(modeling.Qwen3MoeConfig(hidden_size=8), 4)
+    hook = register_module_forward_hook(lambda part, *_: told.append(type(part)))
+    try:
+        with pytest.raises(Unsupported, match="lambda>, whose closure cannot be found"):
+            first_form(module, ("first",), begin_own)
+    finally:
+        hook.remove()
+    assert first_form(module, ("first",), begin_own) == "first" and told
 
 
 @pytest.mark.parametrize("trial", [batching.reason_for_order, batching.reason_against_rows])

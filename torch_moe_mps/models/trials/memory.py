@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._faults import is_out_of_memory
 from ..basics.code import code_of
-from ..basics.guards import collection
+from ..basics.guards import collection, is_observed
 from ..basics.record import Record, recording_code
 from ..basics.scoped import Bounded
 from ..basics.state import Unsupported, class_before
@@ -59,7 +59,7 @@ def apart() -> Iterator[None]:
 
 
 def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
-    """find(), run once per key. A result is not remembered if eager code ran out of memory.
+    """find(), run once per key, but for results that `_may_be_remembered` leaves out.
 
     Args:
         key: the trial and its inputs: classes, functions, shapes, plain values.
@@ -69,7 +69,7 @@ def recall(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
     before = memory_errors()
     with apart():
         result = find()
-    if memory_errors() == before:
+    if _may_be_remembered(before):
         _known[key] = result
     return result
 
@@ -79,7 +79,7 @@ def recall_alike(
 ) -> Any:
     """find(), run once for modules that are alike: of one key, and in all that their code reads.
 
-    What is recognised rests on that from then on. A result is not remembered if eager code ran out of memory.
+    What is recognised rests on that from then on. `_may_be_remembered` says which results are left out.
 
     Args:
         known: remembers the results; without it they are remembered with those of all trials.
@@ -94,7 +94,7 @@ def recall_alike(
         before = memory_errors()
         with apart(), recording_code() as record:
             result = find()
-        if memory_errors() == before:
+        if _may_be_remembered(before):
             known[key] = [*entries[1 - _MOST_ALIKE :], (record, record.described(module), result)]
     guards = collection()
     if result or (guards is not None and guards.of_misses):
@@ -117,6 +117,15 @@ def note_error(error: Exception) -> None:
 def memory_errors() -> int:
     """How often eager code ran out of memory in this process."""
     return _errors[0]
+
+
+def _may_be_remembered(errors: int) -> bool:
+    """False if memory ran out in a trial, or if hooks of all modules have seen it: the next one may differ.
+
+    Args:
+        errors: of memory before the trial.
+    """
+    return memory_errors() == errors and not is_observed()
 
 
 def recall_of_model(model: "PreTrainedModel", find: Callable[[], Any], trial: Callable) -> Any:
