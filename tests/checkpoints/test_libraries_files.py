@@ -14,6 +14,7 @@ import transformers
 from support import tiny_models
 from support.models import assert_close, prompt
 from support.other_libraries import Awq, Gptq, tiny, weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_moe_mps
 from torch_moe_mps.models.modules.linears import formats_in
@@ -78,8 +79,10 @@ def test_our_gptq_is_that_of_gptqmodel(version, bits, symmetric, monkeypatch):
         ("llama4", "FP8", "fp8_32", 0.05),
     ],
 )
-def test_checkpoints_of_modelopt(architecture, scheme, format, bound, tmp_path):
+def test_checkpoints_of_modelopt(architecture, scheme, format, bound, tmp_path, monkeypatch):
     """Within the error of the scheme of what it quantised: its own arithmetic for most schemes needs CUDA."""
+    # Its calls leave transformers' function there, where it hides what this package registers.
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {**ALL_ATTENTION_FUNCTIONS._local_mapping})
     modelopt, export = library("modelopt.torch.quantization"), library("modelopt.torch.export")
     with tiny_models.groups_of_32():
         model = tiny(architecture).to(torch.bfloat16)
