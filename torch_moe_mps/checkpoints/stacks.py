@@ -24,11 +24,7 @@ def settle_stacks(model: nn.Module) -> None:
     transformers makes LongCat's first ones for ids that mean the identity, too: a quarter of its weights.
     """
     for module in experts_of(model).values():
-        experts = get_experts(module)
-        if not experts.code.is_recognised or experts.is_packed or not experts.tensors(module)[-1].is_meta:
-            continue
-        move_into_interface(module)
-        if not get_experts(module).can_run_eager:
+        if move_into_interface(module):
             run_operators(module)
 
 

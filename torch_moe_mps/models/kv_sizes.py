@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .basics.interface import experts_of, get_experts
+from .basics.interface import experts_of
 from .caches.cache import as_held
 from .caches.deferred_states import bytes_beside
 from .caches.growing import free_slots_for, window_slots
-from .modules.stacked_experts import restore_experts, run_operators
+from .modules.stacked_experts import run_operators
 from .upstream.calls import cache_among, call_on_shapes
 
 
@@ -94,18 +94,18 @@ class KVCache:
 @contextmanager
 def _on_shapes(model: Any) -> Iterator[None]:
     """Block where recognised dense experts run the operators: their own code reads values."""
-    experts = [module for module in experts_of(model).values() if get_experts(module).can_run_eager]
+    classes = {module: type(module) for module in experts_of(model).values()}
     training = model.training
     try:
         model.eval()
-        for each in experts:
-            run_operators(each)
+        for module in classes:
+            run_operators(module)
         with torch.no_grad():
             yield
     finally:
         model.train(training)
-        for each in experts:
-            restore_experts(each)
+        for module, cls in classes.items():
+            module.__class__ = cls
 
 
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int, int]]:

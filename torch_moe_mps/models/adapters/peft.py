@@ -18,10 +18,10 @@ from ..basics.interface import (
     codes_of,
     experts_on_disk,
     formats_of,
+    get_experts,
     is_experts,
     is_quantized,
     projections,
-    recognised_code,
 )
 from ..modules.linears import QuantizedLinear, has_quantized_weights
 from .lora import ParamWrapper, StackParameter, check_trained_whole, refuse, wrapped_linear
@@ -90,9 +90,9 @@ def _over_experts(target: Any, adapter: str, config: Any, **kwargs: Any) -> nn.M
     base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if not is_quantized(base) or kwargs.get("parameter_name") not in formats_of(base):
         return None
-    methods = dict(known.methods) if (known := recognised_code(base)) is not None else {}
-    if methods and "forward" not in methods:
-        got = f"{type(base).__name__}'s, of {' and '.join(methods)}"
+    entry_points = get_experts(base).code.entry_points
+    if "forward" not in entry_points:
+        got = f"{type(base).__name__}'s, of {' and '.join(entry_points)}"
         refuse("target_parameters", "stacks of experts that are called", got)
     return ParamWrapper(target, adapter, config=config, **kwargs)
 

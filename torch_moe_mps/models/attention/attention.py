@@ -66,8 +66,8 @@ def around_sdpa_mask(original: Callable) -> Callable:
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
     """Result of transformers' function `sdpa_mask`; on mps a CausalMask in its place.
 
-    On a CPU only where it may not be None as an indexer reads it. A static cache's may not be None either;
-    its offset is a tensor, and a step would be compiled anew for each token's mask.
+    On a CPU only if an indexer reads it, so that it may not be None. The mask of a static cache may not be
+    None either: its offset is a tensor, and a step would be compiled anew for each token's mask.
     """
     on_mps = torch.device(kwargs.get("device", "cpu")).type == "mps"
     is_read = not _may_be_none(kwargs) and not isinstance(kwargs.get("q_offset"), Tensor)

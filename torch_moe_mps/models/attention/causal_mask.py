@@ -207,7 +207,7 @@ def follow_mask(before: Any, longer: Any, owner: Any) -> None:
     So the CPU waits once for a mask on the GPU, not for each token of `generate`.
 
     Args:
-        before, longer: masks of padding, or what else a call has in their place.
+        before, longer: masks of padding, or other arguments in their place.
         owner: as in `range_of_padding`.
     """
     if not (type(before) is type(longer) is Tensor and before.dim() == longer.dim() == 2):

@@ -1,6 +1,6 @@
 """Keys that an indexer has chosen for sparse attention.
 
-They are chosen when attention reads them: for some tokens of a prompt at a time, so that what is chosen never
+They are chosen when attention reads them: for some tokens of a prompt at a time, so that the choice never
 exists for all of them.
 """
 

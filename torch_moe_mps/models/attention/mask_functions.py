@@ -52,7 +52,8 @@ def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None
 def window_of_last(function: Callable) -> tuple[int | None] | None:
     """(window,) of a mask for a token that is the last of its keys, (None,) if it sees all of them.
 
-    None for a mask by more than positions. What is joined to the order by "or" shows such a token no more.
+    None for a mask by more than positions. A mask that is joined to the order by "or" shows such a token no
+    more.
     """
     seen, behind = _seen_by(function, (0, math.inf)), Box(lowest=0)
     if seen is None:

@@ -66,6 +66,11 @@ class ExpertsCode(NamedTuple):
         return bool(self.methods)
 
     @property
+    def entry_points(self) -> tuple[str, ...]:
+        """Names of the methods that a block calls."""
+        return tuple(name for name, _ in self.methods) or ("forward",)
+
+    @property
     def routes(self) -> bool:
         """True if the module has the router of its experts."""
         return bool(self.runs)

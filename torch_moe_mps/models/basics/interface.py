@@ -117,17 +117,23 @@ def stack_of(experts: nn.Module, projection: str, values: bool = True) -> Tensor
     return torch.cat([part.detach() if values else part.detach().to("meta") for part in parts], -2)
 
 
-def move_into_interface(module: nn.Module) -> None:
-    """Gives dense experts parameters of their own with the names of transformers' interface.
+def move_into_interface(module: nn.Module) -> bool:
+    """Gives recognised experts on the meta device parameters with the names of transformers' interface.
 
     They have the matrices that a forward reads: published checkpoints lack further ones, for which
     transformers makes a quarter of LongCat's weights.
+
+    Returns: True if eager code does not read these parameters.
     """
     experts = get_experts(module)
+    if not experts.code.is_recognised or experts.is_packed or not experts.tensors(module)[-1].is_meta:
+        return False
     for name in experts.projections:
         stack = stack_of(module, name).detach().clone()
         module._parameters[name] = nn.Parameter(stack, requires_grad=False)
-    set_experts(module, experts.in_interface())
+    moved = experts.in_interface()
+    set_experts(module, moved)
+    return not moved.can_run_eager
 
 
 def set_experts(module: nn.Module, experts: Experts) -> None:

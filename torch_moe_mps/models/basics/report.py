@@ -30,7 +30,7 @@ class QuantizationReport:
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
         importance: by what errors were weighed; None for MLX's rule.
         activations: the dtype of activations beside the weights, and why; None where the caller said it.
-        sizes: {name in `skipped`: bytes, where it is dense}.
+        sizes: {name in `skipped`: bytes of dense weights}.
         notes: lines about weights that have another format than was asked for, with the reason.
     """
 

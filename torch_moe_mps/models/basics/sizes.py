@@ -18,7 +18,7 @@ class Decisions(TorchFunctionMode):
     A computation that is shown for some sizes then holds for all others with as many dimensions.
 
     Args:
-        known: sizes that code may decide by, as they are the same in every call.
+        known: sizes that code may decide by, because every call has the same.
 
     Attributes:
         were_made: True once code compared a size, also if it caught the error.

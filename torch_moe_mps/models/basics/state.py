@@ -90,7 +90,7 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 
 def is_on_top(cls: type[nn.Module]) -> bool:
-    """True for a class of somebody else on top of one that `subclass` made."""
+    """True for another package's or a user's class on top of a class that `subclass` made."""
     return MADE not in vars(cls) and any(MADE in vars(base) for base in cls.__mro__)
 
 

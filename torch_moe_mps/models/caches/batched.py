@@ -5,7 +5,7 @@ it. Its prompt is read in a cache of its own, which is then copied in: recurrent
 is padded. Buffers have spare rows, so that only the admitted sequence is copied; where one finishes, the last
 one takes its place.
 
-Sequences that lose different numbers of tokens keep a common end: one that loses more moves by the rest.
+Sequences that lose different numbers of tokens keep a common end: the sequence that loses more moves.
 Layers whose attention needs the order of tokens move all that they show; in others, as many of the first
 tokens of a sequence go behind its last ones.
 
@@ -283,7 +283,7 @@ class BatchedCache:
     def take_back(self, tokens: Sequence[int]) -> None:
         """Undoes the last tokens of each sequence, for which there were slots: the others are as they were.
 
-        Sequences may lose different numbers of those that the last call has added. Where `are_states`, one
+        Sequences may lose different numbers of the last call's tokens. Where `are_states`, one
         loses all since `hold`, or none.
         """
         assert self.cache is not None
@@ -365,8 +365,8 @@ def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
     """Shows the tokens of a layer but for the last ones and some first ones.
 
     Args:
-        end: how many tokens the longest sequence has then. In front of those that a window shows, its buffer
-            has those that it has moved on from.
+        end: how many tokens the longest sequence has then. The buffer of a window also has tokens before the
+            shown ones, which the window has left.
     """
     for contents in _shown(layer):
         behind, shown = contents.end - tokens, layer.shown(end, contents.tokens - tokens - first)
@@ -375,7 +375,7 @@ def take_back(layer: Any, tokens: int, end: int, first: int = 0) -> None:
 
 
 def _move(layer: Any, row: int, by: int, length: int) -> None:
-    """Moves a sequence of so many tokens to the end of a layer, from where it ends so many tokens before."""
+    """Moves a sequence of so many tokens to the end of a layer, from an end so many tokens before."""
     for contents in _shown(layer):
         end = contents.end
         if layer.needs_order:

@@ -162,8 +162,8 @@ def _warn_of(model: str, layer: str) -> None:
 def _note_positions(cache: Any, positions: Tensor) -> None:
     """Compares a call's positions with the cache's, where its layers count tokens by the latter.
 
-    The GPU has them, so that this takes as long as a token. Those of a token of `generate` follow from its
-    cache; those of one that is being captured are not known. Those of several end the capture.
+    The GPU has the positions, so that this takes as long as a token. A token of `generate` has the positions
+    that follow from its cache. They are not known while a token is captured. Several tokens end the capture.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, HeldEntries) and layer.is_in_order]
     tokens = positions.shape[-1]

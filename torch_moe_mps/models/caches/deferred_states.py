@@ -2,8 +2,8 @@
 
 A recurrent state cannot forget a token, and a copy in front of each verification step would read and write it
 once more. So a call of several tokens does not update the states. It keeps the few numbers that each of its
-tokens adds to a state, and the next call updates the states with those of the tokens that were accepted, in
-the kernels that read and write the states anyway.
+tokens adds to a state, and the next call updates the states with the accepted tokens, in the kernels that
+read and write the states anyway.
 
 Invariant: between two calls, a layer has for each sequence
 

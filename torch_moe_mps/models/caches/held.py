@@ -1,8 +1,8 @@
 """Questions that a rule may ask of a layer of a cache that grows in place.
 
-`cache` has such layers; of any other a rule asks what transformers' code does. Shapes: B sequences, S
-tokens that are held, T new ones. A method that writes nothing itself gives slots: what is held with room for
-the new ones behind it, into which an operator writes. The layer has them once it takes the slots.
+`cache` has such layers; of any other a rule asks what transformers' code does. Shapes: B sequences, S tokens
+that are held, T new ones. A method that writes nothing itself gives slots: the current content with room for
+the new ones after it, into which an operator writes. The layer has them once it takes the slots.
 """
 
 from collections.abc import Callable

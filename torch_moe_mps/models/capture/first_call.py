@@ -1,7 +1,7 @@
 """Compares the first call of a program on a machine with the same call module by module.
 
 The self-check compares operators. What only a program has is compared here: its order, its passes, its
-kernels of joined operators, and the places where it reads and writes.
+kernels of joined operators, and the places that it reads and writes.
 """
 
 import hashlib

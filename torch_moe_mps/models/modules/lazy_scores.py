@@ -1,4 +1,4 @@
-"""Lazy scores, of which `generate` samples each token by the operator.
+"""Lazy scores: `generate` samples each token from them by the operator.
 
 The tokens equal transformers' own. `torch.multinomial` waits for an mps device twice in each call, to check
 that it has a distribution.

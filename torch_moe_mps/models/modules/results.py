@@ -29,7 +29,7 @@ class _AddFields:
 
 
 def complete_results(model: nn.Module) -> None:
-    """Makes models run of which transformers' own code raises an error for any call."""
+    """Makes models run whose code in transformers raises an error for any call."""
     restore_results(model)
     for part, fields in _lacking(model):
         part.register_forward_hook(_AddFields(fields))

@@ -1,5 +1,5 @@
 """Sampling: tokens of rows of logits, by the operator `_sample_with_flags` where transformers' processors of
-logits end with those of temperature, top-k, top-p and min-p.
+logits end with temperature, top-k, top-p and min-p.
 
 `generate` (`lazy_scores.py`) and the engine (`serving/engine/sampling.py`) sample here.
 """
@@ -38,7 +38,7 @@ class Sampling:
     """Settings with which tokens are sampled: processors of logits and a generation config.
 
     Attributes:
-        processors: those that `sample` does not know, which come first.
+        processors: other ones than `sample` knows; they come first.
         warpers: the last processors, which the operator applies.
         do_sample: False if each token is the one with the highest logit.
         end: a token, for logits without a distribution.

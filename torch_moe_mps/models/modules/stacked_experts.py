@@ -276,7 +276,7 @@ def run_operators(module: nn.Module) -> bool:
 
 
 def restore_experts(module: nn.Module) -> None:
-    """Makes recognised experts run their own code again, and forgets them, if it reads their weights."""
+    """Makes recognised experts run eager code again, if it reads their weights, and forgets them."""
     if recognised_code(module) is not None and get_experts(module).can_run_eager:
         restore_class(module, KIND)
         forget(module)

@@ -1,9 +1,9 @@
 """All that this package replaces in other libraries, a row each, and only while models of ours need it.
 
-What needs the rows of a library keeps what `hold_reach` gives: modules whose weights are packed or on the
-disk those of PEFT, layers of attention that run on the operator those of transformers. The rows are put in
-with the first of these, and are undone when the last one is gone. All else that changes a model is in its
-modules and classes.
+An object that needs the rows of a library keeps the result of `hold_reach`: modules whose weights are packed
+or on the disk need PEFT's rows, layers of attention that run on the operator need transformers' rows. The
+first such object puts the rows in, and they are undone when the last one is gone. All else that changes a
+model is in its modules and classes.
 """
 
 import importlib

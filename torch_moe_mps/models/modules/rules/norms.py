@@ -255,7 +255,7 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     """The weight, None without one, its eps and its offset; None where only the eager forward norms it.
 
     Args:
-        x: as wide as what is normed, and of its dtype.
+        x: as wide as the rows that are normed, and of their dtype.
     """
     call: NormCall | None = norm.__dict__.get(STATE, NOTHING).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))

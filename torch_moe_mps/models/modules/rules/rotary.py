@@ -48,7 +48,7 @@ class Tables(NamedTuple):
     Attributes:
         scaling: multiplies them.
         axes: the index of the position that turns each pair.
-        frequencies: of a module that computes them in each call; None for one that reads its buffer.
+        frequencies: of a module that computes them in each call; None if it reads its buffer.
     """
 
     layout: str
