@@ -125,6 +125,11 @@ class _Conversation:
         self._ended(prepared[0], goes_on)
 
     def _ended(self, answers: Answers, goes_on: bool) -> None:
+        """Prints how an answer ended, and adds it to the conversation.
+
+        Args:
+            goes_on: True if it continues the last answer.
+        """
         (answer,) = answers.answers
         if isinstance(answer.reason, Exception):
             print(f"\n{first_line(answer.reason) or type(answer.reason).__name__}\n")

@@ -162,6 +162,7 @@ def _print_verdict(
     path: str,
     options: argparse.Namespace,
 ) -> None:
+    """Prints optional kernels that stay off, and failures, each with the command that repeats it."""
     for word, finding in [*(("OFF", each) for each in optional), *(("FAILED", each) for each in findings)]:
         print(f"{word}: {finding}")
         for line in finding.lines():

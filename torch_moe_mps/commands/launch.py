@@ -76,6 +76,7 @@ def _claude(server: RunningServer, key: str | None) -> Start:
 
 
 def _opencode(server: RunningServer, key: str | None) -> Start:
+    """Start of OpenCode, whose config in the environment names the server as a provider."""
     model: dict[str, Any] = {"name": server.model}
     if server.context is not None:
         # Its history may have what an answer leaves of the context: with all of it for one there is none.

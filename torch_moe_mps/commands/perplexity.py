@@ -93,6 +93,7 @@ def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str,
 
 
 def _as_json(options: argparse.Namespace, tokens: int, found: list["Means"]) -> dict[str, Any]:
+    """The content of --json: the settings, and the means of each model."""
     about = {"text": options.text, "tokens": tokens, "window": options.window, "kv_bits": options.kv_bits}
     if options.against:
         about |= {"against": options.against, "perplexity_of_other": _exp(found[0].other)}

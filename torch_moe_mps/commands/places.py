@@ -114,6 +114,13 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
 
 
 def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool, only_look: bool) -> str:
+    """Path of a GGUF file in the Hub's cache, downloaded if weights are needed.
+
+    Args:
+        only_look: asks whether the Hub has the file, and downloads nothing.
+
+    Raises: ValueError for a file that neither the Hub nor its cache has.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 

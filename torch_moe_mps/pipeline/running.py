@@ -54,6 +54,10 @@ class Running(Beside):
             self.shares_logits = before
 
     def _before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Runs before a call of the model: begins the exchange, and drops arguments that other stages need.
+
+        Raises: ValueError for a call without input ids, and for one that asks for states of all layers.
+        """
         named = dict(self._signature.bind_partial(model, *args, **kwargs).arguments)
         named = {**named, **named.pop("kwargs", {})}
         for name in _RECORDED:

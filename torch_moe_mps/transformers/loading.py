@@ -41,7 +41,7 @@ _KNOWN_TO_THE_DISK = {
 }  # fmt: skip
 
 
-class Part(Protocol):
+class PartLoading(Protocol):
     """Loading of one part of a model, while other processes load the rest."""
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
@@ -59,7 +59,7 @@ def from_pretrained(
     kv_bits: int | None = None,
     check: bool = True,
     experts_memory: int | str | None = None,
-    part: Callable[[Source, dict[str, Any]], Part] | None = None,
+    part: Callable[[Source, dict[str, Any]], PartLoading] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.

@@ -79,6 +79,7 @@ def _granitemoehybrid(config: Config) -> Config:
 
 
 def _kimi_linear(config: Config) -> Config:
+    """Fields of mlx-lm's config for Kimi-Linear; its layers are numbered from 1 there."""
     kinds = list(enumerate(config["layer_types"], 1))
     return {
         "linear_attn_config": {
@@ -118,6 +119,7 @@ def _solar_open(config: Config) -> Config:
 
 
 def _step3p5(config: Config) -> Config:
+    """Fields of mlx-lm's config for Step-3.5, with values by layer where transformers has them by kind."""
     kinds, rope = config["layer_types"], config["rope_parameters"]
     of_layers = [rope[kind] for kind in kinds]
     scaling = {key: value for key, value in rope.get("full_attention", {}).items() if key not in _OF_LAYERS}

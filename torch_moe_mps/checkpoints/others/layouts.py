@@ -350,6 +350,7 @@ class StackedExperts:
         return {self.sources[name] for name in self.each[0].names}
 
     def matrix(self) -> Matrix:
+        """The stack of all experts' matrices, read expert by expert."""
         result = alike(self.parameter, [stored.matrix() for stored in self.each])
         names = tuple(self.sources[name] for name in result[0].names)
 

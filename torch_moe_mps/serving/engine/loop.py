@@ -113,6 +113,7 @@ class EngineThread:
     # On the thread
 
     def _live(self) -> None:
+        """Runs the thread. An error that ends it becomes the end of all jobs, running and queued."""
         try:
             self._run()
         except BaseException as error:

@@ -272,6 +272,7 @@ class Items:
             self._blanks.clear()
 
     def _add(self, kind: Literal["text", "reasoning"], text: str) -> None:
+        """Adds text to the answer. Blanks at its end are held back until ink follows."""
         self._begin(kind)
         whole = text if self._has_begun else text.lstrip()
         shown = whole.rstrip()

@@ -43,6 +43,7 @@ class Guard:
         self.hosts = {"localhost", hostname, f"{hostname.partition('.')[0]}.local", *map(str.lower, hosts)}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handles a request under an id of its own, or refuses it before its body is read."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         name = f"req_{uuid.uuid4().hex}"
@@ -59,6 +60,7 @@ class Guard:
         await _until_left(self.app, scope, receive, named)
 
     def _refusal(self, method: str, path: str, headers: dict[bytes, str]) -> Refused | None:
+        """Why a request is refused by its headers: another host, a page of another origin, a wrong key."""
         host = headers.get(b"host", "")
         if not self._is_own(host):
             message = f"The Host header must name this machine, got {host!r}; --allow-host adds a name."

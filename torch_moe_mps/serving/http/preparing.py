@@ -98,6 +98,10 @@ def count_tokens(served: Served, request: Request) -> int:
 
 
 def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) -> Prompt:
+    """Tokens, settings and parser of one prompt of a request.
+
+    Raises: Refused for a prompt that is too long, or has tokens that the model does not know.
+    """
     read, begun = _inputs(served, prompt, request.prompt_field)
     length = _length(read)
     _check_length(length, served.context, request.prompt_field)

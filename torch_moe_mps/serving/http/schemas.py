@@ -100,6 +100,7 @@ def _ignored(node: dict[str, Any], root: dict[str, Any]) -> Iterator[Found]:
 
 
 def _ignored_of_types(node: dict[str, Any]) -> Iterator[Found]:
+    """Keywords of a node that the grammar ignores because of the node's type."""
     types = _listed(node.get("type"))
     if "type" not in node:
         types = next(({kind} for kind, keywords in _TELLS.items() if keywords & node.keys()), set())
@@ -130,6 +131,7 @@ def _ignored_of_strings(node: dict[str, Any]) -> Iterator[Found]:
 
 
 def _ignored_of_objects(node: dict[str, Any]) -> Iterator[Found]:
+    """Keywords of an object that the grammar ignores."""
     properties, required = node.get("properties"), node.get("required")
     names = properties if isinstance(properties, dict) else {}
     if isinstance(required, list):

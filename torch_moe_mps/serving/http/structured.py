@@ -194,6 +194,7 @@ class Grammars:
         return masked
 
     def _compiler(self, tokenizer: Any, config: Any, vocabulary: int) -> Any:
+        """The compiler of grammars for a tokenizer and a vocabulary size, made once."""
         import xgrammar
 
         key = id(tokenizer), vocabulary

@@ -200,6 +200,7 @@ class WriterThread:
         self._files.close()
 
     def _run(self) -> None:
+        """Writes queued parts until the queue ends. After an error, parts are dropped."""
         while (work := self._queue.get()) is not _End:
             if self.has_failed:
                 continue

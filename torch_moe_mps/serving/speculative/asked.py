@@ -37,6 +37,7 @@ def drafting_of(
 
 
 def _drafter_of(model: PreTrainedModel, speculative: Any, prompts: PrefixCache | None, name: str) -> Drafter:
+    """The drafter for one value of `speculative`. Raises: ValueError for any other value."""
     memory = 0 if prompts is None else prompts.memory
     if isinstance(speculative, str) and speculative == LOOKUP:
         return Lookup(prompts)

@@ -139,6 +139,7 @@ class _ChatChunks(Chunks):
         return begun
 
     def item(self, number: int, item: Item) -> str:
+        """Event for a part of an answer; an empty text for a part that this protocol does not send."""
         if isinstance(item, Piece):
             name = "content" if item.kind == "text" else "reasoning_content"
             return self._chunk(number, {name: item.text}, logprobs=_logprobs(item.entries or None))

@@ -85,6 +85,7 @@ def message(value: Any, where: str, say: Say) -> dict[str, Any]:
 
 
 def _calls(values: Any, where: str, say: Say) -> list[dict[str, Any]]:
+    """Tool calls of an assistant's message, as templates take them. Raises: Refused for a malformed list."""
     if not isinstance(values, list):
         raise wrong(where, "a list of calls", values)
     calls = []
@@ -192,6 +193,7 @@ def _custom(value: Any, where: str) -> Tool:
 
 
 def tools(values: Any, field: str, say: Say) -> list[Tool]:
+    """Tools of a request; none for None. Raises: Refused, which names the whole field."""
     if values is None:
         return []
     if not isinstance(values, list):

@@ -173,6 +173,10 @@ class _Content:
         return [part for part in parts if part is not None]
 
     def part(self, block: Any, where: str) -> conversation.Part | None:
+        """Part of a message for a block of text, an image or a text document; None for an ignored block.
+
+        Raises: Refused for a malformed block, and for one whose content cannot be ignored.
+        """
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise wrong(where, "an object with a type", block)
         match block["type"]:
@@ -228,6 +232,7 @@ def _messages(values: Any, served: Served) -> list[dict[str, Any]]:
 
 
 def _of_assistant(reader: _Content, values: list[Any], where: str) -> list[dict[str, Any]]:
+    """The assistant's message of some content blocks: its text, reasoning and tool calls."""
     message: dict[str, Any] = {"role": "assistant", "content": []}
     for place, block in enumerate(values):
         kind = block.get("type") if isinstance(block, dict) else None

@@ -547,7 +547,7 @@ class Reader(_Scanner):
             if tags.value_end not in "".join(written):
                 continue
             # Without a closing quote, and in Python, the first end mark may be the value's own.
-            if (not is_closed and not self._is_cut) or (not skips and self._is_python(tags, parts)):
+            if (not is_closed and not self._is_cut) or (not skips and _is_python(tags, parts)):
                 skips, mark = True, None
                 break
             skips = True
@@ -558,10 +558,6 @@ class Reader(_Scanner):
             mark = end
         show(text)
         return mark
-
-    def _is_python(self, tags: Tags, parts: list[str]) -> bool:
-        """True if a value is one of Python's up to the first end mark."""
-        return python_literal("".join(parts).partition(tags.value_end)[0]) is not None
 
     # Calls in Python's syntax
 
@@ -707,3 +703,8 @@ def _compiled(marks: tuple[str, ...]) -> tuple[re.Pattern[str], set[str], int]:
     """(pattern of marks, their first characters, length of the longest)."""
     pattern = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
     return re.compile(pattern), {mark[0] for mark in marks}, max(map(len, marks))
+
+
+def _is_python(tags: Tags, parts: list[str]) -> bool:
+    """True if a value is one of Python's up to the first end mark."""
+    return python_literal("".join(parts).partition(tags.value_end)[0]) is not None
