@@ -33,6 +33,23 @@ system_python() {
   fail "Python 3.11 or newer is needed"
 }
 
+# For who only changes operators: .venv-operators has tests/requirements-operators.txt and this package.
+make_operators_environment() {
+  local base stamp
+  base=$(system_python) || exit 1
+  PYTHON=$root/.venv-operators/bin/python
+  stamp=$(cat tests/requirements-operators.txt pyproject.toml setup.py scripts/environment.sh | cksum)
+  if [ -x "$PYTHON" ] && [ "$(cat .venv-operators/stamp 2> /dev/null)" = "$stamp" ]; then
+    return
+  fi
+  echo "setting up .venv-operators (once; a minute or two)"
+  "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv-operators ||
+    fail ".venv-operators could not be made: on Debian and Ubuntu, apt-get install python3-venv"
+  "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile "setuptools>=77" wheel -r tests/requirements-operators.txt
+  "$PYTHON" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --editable .
+  echo "$stamp" > .venv-operators/stamp
+}
+
 # Another torch may bring another version of CUDA's compiler than the pinned one.
 requirements() {
   sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/; s/^nvidia-cuda-nvrtc==[^;]*/nvidia-cuda-nvrtc/};${TRANSFORMERS_VERSION:+s/^transformers==.*/transformers==$TRANSFORMERS_VERSION/}" \

@@ -21,9 +21,9 @@ FAMILIES = f"{PACKAGE}/models/families"
 OPERATOR = {
     f"{PACKAGE}/ops/families/NEW_ONE.py": '''"""The operator NEW_ONE."""
 
-import torch
 from torch import Tensor
 
+from .._checks import wide
 from .._registry import operator
 from .._sample import Calls, Changes
 
@@ -45,7 +45,7 @@ def NEW_ONE(x: Tensor) -> Tensor:
         >>> ops.NEW_ONE(torch.tensor([3.0, 4.0])).tolist()
         [1.5, 2.0]
     """
-    return (x.to(torch.float32) / 2).to(x.dtype)
+    return (wide(x) / 2).to(x.dtype)
 
 
 CALLS: Calls = {

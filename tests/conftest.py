@@ -43,6 +43,7 @@ def pytest_addoption(parser):
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
     parser.addoption("--cpu", metavar="FILE", help="write the CPU seconds of files and tests")
     parser.addoption("--all-tests", action="store_true", help="fail over the CPU seconds of all tests")
+    parser.addoption("--references", action="store_true", help="only on the CPU, without the simulator")
     parser.addoption("--part", metavar="N/M", help="run one of M parts of the tests")
 
 
@@ -73,7 +74,7 @@ def pytest_configure(config):
     gc.disable()  # until all is imported: half a million objects that stay
     # Before test modules are imported: torch remembers for the whole process whether MPS was there when first
     # asked.
-    if SIMULATED:
+    if SIMULATED and not config.getoption("references"):
         install_error(config)
     from torch_moe_mps.models.basics.unmodified import all_operators
 
@@ -91,7 +92,9 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames and not named:
         on = metafunc.definition.get_closest_marker("on")
         devices = in_sweep(("cpu", "mps"), on.args if on else ("cpu", "mps"))
-        if SIMULATED and devices[1] == "mps":
+        if metafunc.config.getoption("references"):  # in the sweep, what is for mps
+            devices = [each for each in devices if "cpu" in (each, *getattr(each, "values", ()))]
+        elif SIMULATED and devices[1] == "mps":
             devices.append(pytest.param(OTHER_ORDER, marks=pytest.mark.sweep))
         metafunc.parametrize("device", devices, indirect=True)
     yield
@@ -175,6 +178,8 @@ def device(request) -> str:
 @pytest.fixture
 def simulated(request):
     """The simulator, for tests of what only it shows: findings, counters, traces."""
+    if request.config.getoption("references"):
+        pytest.skip("only the CPU's references are tested")
     if not SIMULATED:
         pytest.skip("a real Metal device has no counters, traces and findings")
     error = install_error(request.config)

@@ -1,9 +1,11 @@
 """Imports: none changes a module that was imported before, but for the one that fills all tables."""
 
+import ast
 import json
+import sys
 
 import pytest
-from support.processes import python
+from support.processes import REPOSITORY, python
 
 from torch_moe_mps.transformers import wiring
 
@@ -75,3 +77,19 @@ def test_an_import_changes_nothing_else():
     for name in tables:
         ours = [str(each).partition(" at 0x")[0] for each in getattr(wiring, name)]
         assert [each.partition(" at 0x")[0] for each in filled[name]] == ours, name
+
+
+def test_tests_of_operators_need_few_libraries():
+    """Those of tests/requirements-operators.txt, in the versions that all tests have."""
+    allowed = {"torch", "numpy", "pytest", "hypothesis", "torch_moe_mps", "support", "simulator", "measured"}
+    for path in sorted((REPOSITORY / "tests/ops").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            found = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+            assert found <= allowed, (path.name, found - allowed)
+    few, every = (
+        {line.partition("#")[0].strip() for line in (REPOSITORY / "tests" / name).read_text().splitlines()}
+        for name in ("requirements-operators.txt", "requirements.txt")
+    )
+    assert few <= every

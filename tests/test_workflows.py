@@ -179,7 +179,7 @@ def test_a_part_that_is_none(part):
         in_part("", part)
 
 
-def test_the_gpu_job_decides_as_the_page_says():
+def test_what_the_gpu_job_decides_by():
     """`check --quick` on macos-15, at its second try; nothing else, and nothing on macos-26."""
     job = jobs(FOLDER / "test.yml")["gpu"]
     assert job["continue-on-error"] == "${{ matrix.runner != 'macos-15' }}"
@@ -193,8 +193,6 @@ def test_the_gpu_job_decides_as_the_page_says():
     )
     assert checks[0]["if"] == "always() && steps.quick.outcome == 'failure'"
     assert not any("scripts/test" in step["run"] for step in decide)
-    page = (REPOSITORY / "RELEASE.md").read_text()
-    assert "On macos-15 `check --quick` decides, at its second try; on macos-26 nothing does" in page
 
 
 def fixtures_of(file: str, test: str) -> set[str]:

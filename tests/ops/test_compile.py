@@ -1,8 +1,12 @@
 """torch.compile and torch.export of every kind of operator."""
 
+import re
+
 import pytest
 import torch
 import torch._dynamo.testing
+from support.oracles_experts import dequantise
+from support.processes import REPOSITORY
 from torch import Tensor
 
 from torch_moe_mps import ops
@@ -168,3 +172,53 @@ def test_rows_of_unknown_number():
         with torch.no_grad():
             found = torch.compile(reduced, backend="aot_eager", fullgraph=True)(mask, slots, weights, flat)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def right(layer, x, keys, values):
+    """The layer of docs/compile.md in float64, by torch's own functions."""
+
+    def dense(name: str) -> torch.Tensor:
+        packed, scales, zeros = layer.weight(name)
+        return torch.from_numpy(dequantise(packed, scales, zeros, "affine4_32"))
+
+    x, keys, values, router = (each.detach().double() for each in (x, keys, values, layer.router))
+    width, weight = keys.shape[-1], torch.ones(x.shape[1], dtype=torch.float64)
+    qkv = torch.rms_norm(x, weight.shape, weight, 1e-6) @ dense("qkv").T
+    q, k, v = qkv.view(1, len(x), 3, layer.heads, width).permute(2, 0, 3, 1, 4)
+    keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
+    past = torch.arange(keys.shape[2]) - torch.arange(len(x))[:, None]
+    scores = (q @ keys.mT * width**-0.5).masked_fill(past > keys.shape[2] - len(x), -torch.inf)
+    x = x + (scores.softmax(-1) @ values).transpose(1, 2).reshape(x.shape) @ dense("out").T
+    normed = torch.rms_norm(x, weight.shape, weight, 1e-6)
+    best = (normed @ router.T).softmax(-1).topk(2)
+    gate, up = torch.einsum("th,tknh->tkn", normed, dense("gate_up")[best.indices]).chunk(2, -1)
+    experts = torch.einsum("tkn,tkhn->tkh", torch.nn.functional.silu(gate) * up, dense("down")[best.indices])
+    weights = best.values / best.values.sum(-1, keepdim=True)
+    return x + (experts * weights.unsqueeze(-1)).sum(1), keys, values
+
+
+@pytest.mark.slow("torch compiles and exports a layer")
+@torch.no_grad()
+def test_a_module_of_the_documents_compiles_and_exports():
+    """As a whole, for any number of tokens and keys."""
+    page = (REPOSITORY / "docs" / "compile.md").read_text()
+    (source,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "nn.Module" in block
+    )
+    exec(compile(source, "compile.md", "exec"), found := {})
+    torch.manual_seed(0)
+    layer = found["Layer"]()
+
+    def inputs(tokens: int, past: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(tokens, 64), torch.randn(1, 4, past, 16), torch.randn(1, 4, past, 16)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    tokens, past = torch.export.Dim("tokens", min=2), torch.export.Dim("past", min=2)
+    shapes = {0: tokens}, {2: past}, {2: past}
+    exported = torch.export.export(layer, inputs(3, 5), dynamic_shapes=shapes).module()
+    for sizes in ((3, 5), (2, 9), (7, 4)):
+        given = inputs(*sizes)
+        expected = right(layer, *given)
+        for run in (layer, compiled, exported):
+            for result, value in zip(run(*given), expected, strict=True):
+                torch.testing.assert_close(result.double(), value, rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ from .._weight_formats import (
 from ._checks import ACTIVATION_DTYPES, Check, wide
 
 # The tensors of a quantised weight.
-ARGUMENTS = ("packed", "scales", "zeros")  # of an operator, and attributes of QuantizedWeight
+ARGUMENTS = ("packed", "scales", "zeros")  # names of an operator's tensors, and of QuantizedWeight's
 TENSORS = ("packed", "scales", "biases")  # attributes of a layer, as checkpoints name them
 
 

@@ -27,7 +27,7 @@ DECLARED: dict[str, Declared] = {}
 _OPERATORS: "dict[str, Operator]" = {}
 WITH_BACKWARD: dict[str, "Backward"] = {}
 PUBLIC: dict[str, Callable[..., Any]] = {}
-PUBLIC_FOR: dict[str, str] = {}  # what users call them for
+PUBLIC_FOR: dict[str, str] = {}  # {operator: the use that users have for it}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
