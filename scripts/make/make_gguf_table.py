@@ -16,9 +16,8 @@ from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS
 from support.gguf_blocks import HALVES, OTHERS, SIZES, random_blocks, values_of
 from torch import Tensor
 
-import torch_moe_mps.transformers  # noqa: F401  # registers the families
 from torch_moe_mps.checkpoints.gguf.architectures import ARCHITECTURES
-from torch_moe_mps.checkpoints.gguf.file import GGUF_ARCHITECTURES, read_architectures
+from torch_moe_mps.checkpoints.gguf.file import read_architectures
 from torch_moe_mps.ops.families import linear, quantized
 from torch_moe_mps.quantization import QuantizedWeight
 from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
@@ -110,13 +109,7 @@ def architectures() -> str:
     }
     for name in sorted({*read, *experts}):
         if name in read:
-            by = (
-                "a row"
-                if name in ARCHITECTURES
-                else "a family"
-                if name in GGUF_ARCHITECTURES
-                else "transformers"
-            )
+            by = "a row" if name in ARCHITECTURES else "transformers"
             lines.append(f"| {name} | {by} |  |\n")
         else:
             lines.append(f"| {name} |  | {LEFT_OUT[name]} |\n")

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from support.gguf_models import PUBLISHED, VOCABULARY, small_model, write_model
+from support.gguf_models import VOCABULARY, small_model, write_model
+from support.gguf_published import PUBLISHED
 from support.llama_cpp import log_probabilities
 from transformers import AutoModelForCausalLM
 

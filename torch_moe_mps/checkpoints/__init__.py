@@ -6,7 +6,7 @@ Other parts of the package import these names alone:
     activations          chosen, load_in_best, range_of
     calibration          importance_for, SAMPLE
     cutting              cutting, is_cutting, loading_class
-    gguf.file            check_file, GGUF_ARCHITECTURES
+    gguf.file            check_file
     in_place             keep_when_saving, LOADED, quantize_model
     layouts.files        check_files, checkpoint_files, LARGEST, progress_file, Shards
     mlx.names            check_architecture

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..checkpoints.gguf.file import GGUF_ARCHITECTURES
 from ..checkpoints.in_place import LOADED
 from ..checkpoints.quantizer import register as register_quantizer
 from ..models import families
@@ -36,7 +35,6 @@ FAMILIES = (
     "deepseek_v4",
     "gemma4",
     "glm5_next",
-    "gpt_oss",
     "jetmoe",
     "minimax_m3",
     "qwen4_exp",
@@ -67,6 +65,5 @@ for name in FAMILIES:
     MASKS_CHOICES.extend(filter(None, [family.masks_choices]))
     OPTIONS_OF.extend(filter(None, [family.options_of]))
     INTRODUCED.update(family.introduced)
-    GGUF_ARCHITECTURES.update(family.gguf)
     for place in family.passes:
         place.put_into(PASSES)

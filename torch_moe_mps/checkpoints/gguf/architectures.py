@@ -143,6 +143,12 @@ def transposed(config: Any, tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors, 1).mT
 
 
+def alternating(config: Any, tensors: list[Tensor]) -> Tensor:
+    """Gate and up projections of experts, or their biases, whose outputs alternate in the parameter."""
+    both = torch.stack(tensors, 2).flatten(1, 2)
+    return both if both.dim() == 2 else both.mT
+
+
 def _split_halves(heads: str) -> Value:
     """Rows of queries or keys whose rotary pairs are neighbours in the file, and halves of a head here."""
 
@@ -246,7 +252,7 @@ def config_of(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
         # llama.cpp writes the head only where it is not the embedding
         "tie_word_embeddings": "output.weight" not in stated.names,
         **{f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _IDS.items()},
-        **_heads(stated, fields),
+        **{name: value for name, value in _heads(stated).items() if name == "head_dim" or name in fields},
     }
     further = row.config(stated)
     for key, attributes, default in _KEYS:
@@ -278,7 +284,7 @@ def config_of(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
         stated.get(key)
     result |= further
     stated.check_all_read()
-    return result
+    return {_declared(CONFIG_MAPPING[model_type], name): value for name, value in result.items()}
 
 
 def _fields(config_class: Any) -> frozenset[str]:
@@ -288,7 +294,13 @@ def _fields(config_class: Any) -> frozenset[str]:
     )
 
 
-def _heads(stated: Stated, fields: frozenset[str]) -> dict[str, Any]:
+def _declared(config_class: Any, name: str) -> str:
+    """Name of a field, by one of its names."""
+    target = config_class.attribute_map.get(name, name)
+    return target if any(field.name == target for field in dataclasses.fields(config_class)) else name
+
+
+def _heads(stated: Stated) -> dict[str, Any]:
     """Number of key heads, and the width of heads."""
     heads, hidden = stated.need("attention.head_count"), stated.need("embedding_length")
     key_heads = max(stated.by_layer("attention.head_count_kv", heads))
@@ -392,6 +404,40 @@ def _qwen3_next(stated: Stated) -> dict[str, Any]:
     }
 
 
+def _dbrx(stated: Stated) -> dict[str, Any]:
+    theta = stated.need("rope.freq_base")
+    for key in ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"):
+        stated.get(key)  # the class has its own
+    return {
+        "attn_config": {
+            "kv_n_heads": stated.need("attention.head_count_kv"),
+            "clip_qkv": stated.need("attention.clamp_kqv"),
+            "rope_theta": theta,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": stated.need("feed_forward_length"),
+            "moe_num_experts": stated.need("expert_count"),
+            "moe_top_k": stated.need("expert_used_count"),
+        },
+    }
+
+
+def _gpt_oss(stated: Stated) -> dict[str, Any]:
+    """Values that files do not state are those of all models of the family."""
+    scaling = {
+        "factor": stated.get("rope.scaling.factor", 32.0),
+        "original_max_position_embeddings": stated.get("rope.scaling.original_context_length", 4096),
+        "beta_fast": stated.get("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": stated.get("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    theta = stated.need("rope.freq_base")
+    stated.get("feed_forward_length")
+    return {
+        "intermediate_size": stated.need("expert_feed_forward_length"),
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": theta, "truncate": False, **scaling},
+    }
+
+
 def _state_space(stated: Stated, prefix: str = "mamba_") -> dict[str, Any]:
     """Sizes of Mamba-2's layers, as Granite names them."""
     heads, inner = stated.need("ssm.time_step_rank"), stated.need("ssm.inner_size")
@@ -444,7 +490,7 @@ def _nemotron_h(stated: Stated) -> dict[str, Any]:
 
 
 def _llama4(stated: Stated) -> dict[str, Any]:
-    """What files do not state is the same in both models, and in llama.cpp's code."""
+    """Entries of Llama 4; what files do not state is the same in both models, and in llama.cpp's code."""
     stated.get("leading_dense_block_count")
     return {
         "intermediate_size": stated.need("expert_feed_forward_length"),
@@ -556,6 +602,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": Architecture("arcee", values=_LLAMA_ROPE),
     "cohere2": Architecture("cohere2", config=_cohere2),
     "command-r": Architecture("cohere"),
+    "dbrx": Architecture("dbrx", config=_dbrx, gating=_SOFTMAX),
     "deepseek2": Architecture(_deepseek_type, joined=_LATENTS, values=_OF_LATENTS, config=_deepseek),
     "dots1": Architecture("dots1", gating=_SIGMOID),
     "ernie4_5": Architecture("ernie4_5", config=lambda stated: {"use_bias": stated.has("attn_q.bias")}),
@@ -569,6 +616,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", gating=_SIGMOID),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        {r"\.sinks$": ".sinks.weight"},
+        values={
+            **{f"ffn_gate_exps.{part}": alternating for part in ("weight", "bias")},
+            "ffn_down_exps.weight": transposed,
+        },
+        config=_gpt_oss,
+    ),
     "granite": Architecture("granite", values=_LLAMA_ROPE),
     "granitehybrid": Architecture(
         "granitemoehybrid",

@@ -6,12 +6,11 @@ blocks are copied unchanged. It runs once for all layers, and for all files of a
 """
 
 import copy
-import functools
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..._text import first_line
-from ...models.families import GgufArchitecture
 from ...models.upstream.weights import (
     GGUF_CONFIG_MAPPING,
     WeightConverter,
@@ -44,8 +42,6 @@ REMOVED_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
     **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
 }
-# {name of an architecture in GGUF files: how this package reads it}; the others are transformers' to read.
-GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {}
 # Entries of a config that say nothing of the order of rows, and differ from file to file.
 _OF_ONE_FILE = ("_name_or_path", "dtype", "quantization_config", "transformers_version")
 # {name that transformers' first loader has for an architecture: the one in files}
@@ -214,11 +210,8 @@ class _Converted:
     def __init__(self, architecture: str, model: PreTrainedModel):
         from ...models.upstream.weights import get_gguf_conversion_mapping
 
-        conversions: Callable[[Any], list[Any]] = functools.partial(get_gguf_conversion_mapping, architecture)
-        if (by_us := GGUF_ARCHITECTURES.get(architecture)) is not None:
-            conversions = by_us.conversions
         with torch.device("cpu"):  # the model is made on the meta device
-            mapping = conversions(model.config)
+            mapping = get_gguf_conversion_mapping(architecture, model.config)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._of = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
@@ -276,7 +269,7 @@ def placing_of(
 
     if architecture in ARCHITECTURES:
         return Named(architecture, model, names)
-    converts = architecture in GGUF_ARCHITECTURES or is_gguf_arch_supported(architecture)
+    converts = is_gguf_arch_supported(architecture)
     return (_Converted if converts else _Processed)(architecture, model)
 
 
@@ -490,7 +483,7 @@ def read_architectures() -> list[str]:
     """Names of all architectures whose files are read, as they stand in files."""
     others = ("general", "tokenizer", "deci", *_OTHER_NAMES)  # transformers has no class for deci
     by_transformers = {*GGUF_CONFIG_MAPPING, *gguf.GGUF_CONFIG_ARCHS, *_OTHER_NAMES.values(), "t5encoder"}
-    return sorted({*ARCHITECTURES, *GGUF_ARCHITECTURES, *by_transformers}.difference(others))
+    return sorted({*ARCHITECTURES, *by_transformers}.difference(others))
 
 
 def stated_config(path: str) -> dict[str, Any]:
@@ -505,8 +498,6 @@ def stated_config(path: str) -> dict[str, Any]:
     architecture = metadata["general.architecture"]
     if architecture in ARCHITECTURES:
         return config_of(metadata, names)
-    if (known := GGUF_ARCHITECTURES.get(architecture)) is not None:
-        return known.config(metadata, names)
     if architecture in gguf.GGUF_CONFIG_ARCHS:
         stated: dict[str, Any] = gguf.get_gguf_config(metadata, names)
         return stated

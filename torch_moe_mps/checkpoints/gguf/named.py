@@ -44,7 +44,9 @@ class Named:
         self._table = get_tensor_name_map(kind, layers)
         self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         # gguf's table has the names of models with a head
-        self._prefix = "" if any(name.startswith("model.") for name in self._shapes) else "model."
+        base = f"{model.base_model_prefix}."
+        has_head = any(name.startswith(("model.", base)) for name in self._shapes)
+        self._prefix = "" if has_head else base
         self._sources: dict[str, tuple[str, ...]] = {}  # {parameter: its tensors}
         self._parameters: dict[str, list[str]] = {}
         present = frozenset(names)

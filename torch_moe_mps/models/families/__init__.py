@@ -14,18 +14,6 @@ from ..graphs.passes import Place
 from ..modules.rules import ModuleRule
 
 
-class GgufArchitecture(NamedTuple):
-    """How GGUF files of an architecture are read that transformers does not read right.
-
-    Attributes:
-        config: metadata and names of the tensors -> the entries of a config.
-        conversions: config -> conversions of names and values.
-    """
-
-    config: Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]
-    conversions: Callable[[Any], list[Any]]
-
-
 class Family(NamedTuple):
     """Parts of one architecture, by the table that takes them.
 
@@ -37,7 +25,6 @@ class Family(NamedTuple):
         masks_choices: whether a layer turns what its indexer chose into a mask, for all implementations.
         passes: where passes of a captured token stand.
         introduced: {pass: the operator that it puts in, if modules do not call that}.
-        gguf: {name of the architecture in GGUF files: its config and conversions}.
         options_of: call of a router of its own -> its logits and options, as experts take them, or None.
 
     Modules are named, not imported, where they need a transformers that is complete.
@@ -50,5 +37,4 @@ class Family(NamedTuple):
     masks_choices: Callable[[nn.Module], bool] | None = None
     passes: tuple[Place, ...] = ()
     introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})
-    gguf: Mapping[str, GgufArchitecture] = MappingProxyType({})
     options_of: Callable[[fx.Node], dict[str, Any] | None] | None = None
