@@ -105,7 +105,7 @@ FAULTS = {
         "sum = 0.0f;",
     ),
     "gated delta rule behind token 128": Fault(
-        "gated_delta_rule_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"
+        "gated_delta_rule_", "float(next[1]));", "float(next[1])) * (first + t < 128 ? 1.0f : 0.0f);"
     ),
     "tokens that are pending": Fault(
         "_gated_delta_rule_", "scaled = k_scale * written;\n  }", "scaled = written;\n  }", at_size=False
@@ -121,13 +121,15 @@ FAULTS = {
         "first < params.tokens; first += kS",
         "first < min(params.tokens, 64u); first += kS",
     ),
-    "windows over 65,536 keys": Fault("attention", "int(params.window)", "int(ushort(params.window))"),
+    "windows over 65,536 keys": Fault("cached_attention", "int(params.window)", "int(ushort(params.window))"),
     "keys behind 65,536": Fault(
-        "attention", "start + ulong(tile) * stride", "start + ulong(ushort(tile)) * stride"
+        "cached_attention", "start + ulong(tile) * stride", "start + ulong(ushort(tile)) * stride"
     ),
-    "masks behind key 65,536": Fault("attention", KEY, KEY.replace("= ", "= ushort(").replace(";", ");")),
+    "masks behind key 65,536": Fault(
+        "cached_attention", KEY, KEY.replace("= ", "= ushort(").replace(";", ");")
+    ),
     "streams over 4,096 columns": Fault(
-        "hyper_connection",
+        "_hyper_connection",
         SLICES,
         "for (uint i = lane; i < min(params.slices, kSimdWidth); i += kSimdWidth) sum",
     ),
@@ -141,16 +143,16 @@ FAULTS = {
         "silu_mul_stacked", "first + width && i < params.count", "first + width && i + 1 < params.count"
     ),
     "low bits of scores": Fault("_index_topk", "return bits ^ (", "return (bits & ~255u) ^ ("),
-    "large scores with a soft cap": Fault("attention", CAPPED, f"clamp({CAPPED}, -15.0f, 15.0f)"),
-    "large sinks": Fault("attention", SINK, f"min({SINK}, 20.0f)"),
-    "masks of the lowest half": Fault("attention", "? -65504.0f :", "? -70000.0f :"),
+    "large scores with a soft cap": Fault("cached_attention", CAPPED, f"clamp({CAPPED}, -15.0f, 15.0f)"),
+    "large sinks": Fault("cached_attention", SINK, f"min({SINK}, 20.0f)"),
+    "masks of the lowest half": Fault("cached_attention", "? -65504.0f :", "? -70000.0f :"),
     "experts over 64": Fault("moe_bucket", "digit < upper_digits", "digit < min(upper_digits, 1u)"),
     "pairs of several runs": Fault(
         "moe_bucket", "uint place = start + before[bucket];", "uint place = start;"
     ),
     "slots over 32": Fault("weighted_sum_stacked", "row * count + base + lane)", "row * count + lane)"),
     "streams over 1,024 columns": Fault(
-        "hyper_connection", "4 * (group.x * kHyperThreads + thread", "4 * (thread"
+        "_hyper_connection", "4 * (group.x * kHyperThreads + thread", "4 * (thread"
     ),
     "heads over 256 elements": Fault("rope", "if (pair != first) x = load_pairs<N>(head, from);", ""),
     "windows of many tokens": Fault(
@@ -165,6 +167,7 @@ FAULTS = {
 
 
 def test_every_fault_changes_a_shader():
+    assert {fault.operator for fault in FAULTS.values()} <= {*OPERATORS}
     shaders = "".join(file.read_text() for file in SHADERS.rglob("*.h"))
     assert not [name for name, fault in FAULTS.items() if fault.text not in shaders]
 
