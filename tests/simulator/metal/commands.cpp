@@ -1019,8 +1019,9 @@ void run_before_operator(bool waits) {
 
 void run_pending() {
   {
+    const StreamNumber waiting = current_stream();
     std::lock_guard<std::mutex> lock(state().mutex);
-    commit_all(state(), By::kWaitOfTorch);
+    commit_open(state(), *stream_of(state(), waiting), By::kWaitOfTorch);  // another stream's stays open
   }
   run("synchronize\n");
   const std::lock_guard<std::mutex> lock(state().mutex);

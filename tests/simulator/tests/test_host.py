@@ -416,6 +416,22 @@ def test_streams_have_buffers_of_their_own(calls, simulated, x):
         assert torch.equal(result.cpu(), factor * x.cpu())
 
 
+@pytest.mark.parametrize("schedule", range(4))
+def test_a_wait_for_one_stream_leaves_the_others_open(calls, simulated, x, schedule):
+    """Torch commits only the buffer of the stream that it waits for."""
+    simulated.set_schedule(schedule)
+    y = torch.zeros_like(x)
+    with simulated.stream(1):
+        result = calls.axpy(x, y, 3.0)
+        calls.watch("other")
+    calls.axpy(x, y, 2.0), calls.watch("default")
+    torch.mps.synchronize()
+    assert told(calls, 1) == ["default: 4"]
+    with simulated.stream(1):
+        torch.mps.synchronize()
+        assert told(calls, 1) == ["other: 4"] and torch.equal(result.cpu(), 3 * x.cpu())
+
+
 def test_streams_of_two_threads(calls, simulated, x):
     """What one thread waits for is complete, whoever runs it."""
 
