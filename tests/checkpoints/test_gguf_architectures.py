@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import torch_moe_mps
 from torch_moe_mps.checkpoints.gguf import architectures
 from torch_moe_mps.checkpoints.gguf.file import read_architectures
+from torch_moe_mps.checkpoints.source import read_tokenizer
 
 IDS = [*range(3, 15)]
 # Entries of a config that a file does not state, or states in other words.
@@ -100,3 +101,16 @@ def test_wrong_metadata_is_refused_before_anything_is_read(tmp_path, changes, me
     path = write_model(tmp_path / "model.gguf", "dots1", small_model("dots1"), keys=changes)
     with pytest.raises(ValueError, match=f"^moe_mps::gguf: {message}"):
         load(path)
+
+
+@pytest.mark.parametrize("split", ["glm4", "default", "new"])
+def test_an_unknown_way_to_split_text_is_refused_by_name(tmp_path, split):
+    """transformers would split text as GPT-2 does. A file of a known way has a tokenizer."""
+    model = small_model("arcee")
+    path = write_model(tmp_path / "model.gguf", "arcee", model, keys={"tokenizer.ggml.pre": split})
+    message = f"^{path} has no .*tokenizer.ggml.pre must be one of .*qwen2.*; got {split}. Take the tokenizer"
+    with pytest.raises(ValueError, match=message):
+        read_tokenizer(str(tmp_path), path.name, False)
+    for known in ("qwen2", "gpt-2"):
+        write_model(path, "arcee", model, keys={"tokenizer.ggml.pre": known})
+        assert read_tokenizer(str(tmp_path), path.name, False)("ab").input_ids

@@ -100,7 +100,7 @@ def write_model(
         if kind == "q8_0":
             blocks = quantize(values, type_of(kind))
         else:
-            blocks = random_blocks(kind, values.shape, sum(map(ord, name)), 0.004 / values.shape[-1] ** 0.5)
+            blocks = random_blocks(kind, values.shape, sum(map(ord, name)), 0.001 / values.shape[-1] ** 0.5)
         if packed:
             writer.add_tensor(name, blocks, raw_dtype=type_of(kind))
         else:

@@ -32,6 +32,7 @@ from ..models.upstream.models import auto_class_of, cached_file, get_class_from_
 from ..models.upstream.weights import AutoHfQuantizer
 from ..quantization import Format
 from .gguf.file import stated_config
+from .gguf.header import check_splits
 from .layouts.files import INDEX, check_index, checkpoint_files, sample_of, tensors_in
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
@@ -76,7 +77,8 @@ def _wrong_config(expected: str, error: Exception) -> ValueError:
 def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer of a checkpoint, by what `split_gguf` gives.
 
-    Raises: ValueError for a folder without one: transformers would make an empty one for some models.
+    Raises: ValueError for a folder without one: transformers would make an empty one for some models. For a
+        GGUF file without one, and for one whose way to split text is not known.
     """
     folder = Path(path)
     if gguf is None:
@@ -84,7 +86,9 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
             raise ValueError(f"{path} has no tokenizer")
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
-        config, _ = _config_of_gguf(cached_file(path, gguf))
+        file = cached_file(path, gguf)
+        check_splits(file)
+        config, _ = _config_of_gguf(file)
         # AutoTokenizer takes this class, too, but reads the config by its own, slow loader.
         tokenizer_class = TOKENIZER_MAPPING.get(type(config), None) or PreTrainedTokenizerFast
         return tokenizer_class.from_pretrained(path, gguf_file=gguf)
