@@ -32,7 +32,7 @@ DOCUMENTS = [
     *(REPOSITORY / "tests").glob("*/README.md"),
 ]
 # Not followed by a placeholder, as in tests/ops/test_<family>.py.
-PATH = re.compile(r"\b((?:docs|scripts|tests|torch_moe_mps|csrc|shaders)/[\w./]*\w)(?![\w/<])")
+PATH = re.compile(r"\b((?:docs|scripts|tests|torch_moe_mps|csrc|shaders)/[\w./-]*\w)(?![\w/<])")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -90,10 +90,10 @@ def test_commands_without_their_extra_name_it():
 OPERATOR = """
     import json, torch, torch_moe_mps
     x, weight = torch.randn(3, 64), torch.randn(64)
-    got = torch.ops.moe_mps.rms_norm(x, weight, 1e-6)
+    got = torch.ops.moe_mps.rms_norm(x, weight, norm_eps=1e-6)
     expected = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     torch.testing.assert_close(got, expected.float())
-    checks = torch.library.opcheck(torch.ops.moe_mps.rms_norm.default, (x, weight, 1e-6))
+    checks = torch.library.opcheck(torch.ops.moe_mps.rms_norm.default, (x, weight), {"norm_eps": 1e-6})
     print(json.dumps([torch_moe_mps.__file__, {*checks.values()} == {"SUCCESS"}]))
 """
 WITHOUT_MODELS = """

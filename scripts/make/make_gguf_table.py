@@ -25,6 +25,7 @@ from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
 DOCUMENT = paths.REPOSITORY / "docs" / "gguf.md"
 MARK = "<!-- scripts/make/make_gguf_table.py writes what follows -->\n"
 ARCHITECTURES_MARK = "<!-- scripts/make/make_gguf_table.py writes this table -->\n"
+END_MARK = "<!-- end of the architectures -->\n"
 NO_CLASS = "transformers has no class"
 LEFT_OUT = {
     **dict.fromkeys(
@@ -118,9 +119,9 @@ def architectures() -> str:
 
 def main() -> None:
     before, _, rest = DOCUMENT.read_text().partition(ARCHITECTURES_MARK)
-    _, _, after = rest.partition("\n\n")
-    between = after.partition(MARK)[0]
-    DOCUMENT.write_text(f"{before}{ARCHITECTURES_MARK}{architectures()}\n{between}{MARK}{table()}")
+    between = rest.partition(END_MARK)[2].partition(MARK)[0]
+    written = f"{ARCHITECTURES_MARK}{architectures()}{END_MARK}"
+    DOCUMENT.write_text(f"{before}{written}{between}{MARK}{table()}")
 
 
 if __name__ == "__main__":

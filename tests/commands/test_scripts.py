@@ -179,7 +179,7 @@ def test_an_operator_and_a_family_are_added_as_the_page_says(tmp_path):
         "scripts/new: NAME must be new, got dbrx: torch_moe_mps/models/families/dbrx/__init__.py exists",
     ]
     link = r"\[`halved`\]\(\.\./torch_moe_mps/ops/families/halved\.py\)"
-    row = rf"\| {link} \| Half of each element \|  \| in models "
+    row = rf"\| {link} \| Half of each element \| what users call it for \|  \| in models "
     assert re.search(row, (clone / "docs/operators.md").read_text())
     rows = re.findall(
         r'^    "(\w+)",$', (clone / "torch_moe_mps/transformers/wiring.py").read_text(), re.MULTILINE

@@ -96,7 +96,8 @@ def test_the_cache_of_a_draft_is_what_it_holds(folders):
     assert source.draft([row]) != [[]]
     heads = 2 * block.config.num_key_value_heads * block.config.head_dim * 4
     assert draft_cache(options_for(assistant), torch.float32).at(19) == (19 + 8) * heads
-    shown = sum(layer.keys.nbytes + layer.values.nbytes for layer in source._read[row].cache.layers)
+    layers = source._read[row].cache.cache.layers
+    shown = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert shown == (19 + 7) * heads  # the token that comes is the last one of a window
 
 

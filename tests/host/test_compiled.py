@@ -17,7 +17,7 @@ RUN = """
     install()
     torch.ops.moe_mps._set_shader_directory(sys.argv[1])
     ones = [torch.ones(1, 64, dtype=getattr(torch, name)).to("mps") for name in sys.argv[2:]]
-    print(json.dumps([torch.ops.moe_mps.rms_norm(x, x[0], 0.0)[0, 0].item() for x in ones]))
+    print(json.dumps([torch.ops.moe_mps.rms_norm(x, x[0], norm_eps=0.0)[0, 0].item() for x in ones]))
 """
 
 
@@ -58,9 +58,9 @@ BOUND = """
     ops._set_shader_directory(str(SHADERS), 2)
     dtypes = torch.float32, torch.float16, torch.bfloat16
     rows = [torch.full((1, 64), 2.0, dtype=dtype).to("mps") for dtype in dtypes]
-    values = [ops.rms_norm(x, x[0], 0.0)[0, 0].item() for x in rows]
+    values = [ops.rms_norm(x, x[0], norm_eps=0.0)[0, 0].item() for x in rows]
     kept = [name for name in ops._libraries() if ops._is_built(name)]
-    again = ops.rms_norm(rows[0], rows[0][0], 0.0)[0, 0].item(), ops._is_built("norms_f32")
+    again = ops.rms_norm(rows[0], rows[0][0], norm_eps=0.0)[0, 0].item(), ops._is_built("norms_f32")
     names = ops._pipelines("norms_f32")
     built = [ops._is_built(name) for name in ("norms_f32", "norms_f16")]
     print(json.dumps([values, kept, again, len(names) > 0, *built]))

@@ -62,7 +62,7 @@ class Attention(Case):
         others = {name: tensor for name, tensor in t.items() if name not in "qkv"}
         v = t["k"][..., : self.value_width] if self.latent else t["v"]
         attention = ops()._cached_attention if self.gated else ops().cached_attention
-        return attention(t["q"], t["k"], v, self.scale, **others)
+        return attention(t["q"], t["k"], v, scale=self.scale, **others)
 
     @property
     def held(self) -> str:

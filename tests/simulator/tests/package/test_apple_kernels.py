@@ -106,9 +106,9 @@ def attention_of(dtype, heads, key_heads, tokens, keys, width, value_width, bits
         for name, w in (("k", width), ("v", value_width)):
             groups |= {
                 f"{name}_{part}": on_device(1, key_heads, keys, w // 64, dtype=dtype)
-                for part in ("scales", "biases")
+                for part in ("scales", "zeros")
             }
-    call = functools.partial(torch.ops.moe_mps.cached_attention, q, k, v, 0.1, **groups)
+    call = functools.partial(torch.ops.moe_mps.cached_attention, q, k, v, scale=0.1, **groups)
     label = f"attention of {heads} heads on {key_heads}, {tokens} tokens, {keys} keys of {width}, {bits} bits"
     return label, call, {k: apple.Work("attention", macs)}, q.numel()
 
@@ -135,8 +135,8 @@ def selected(dtype: torch.dtype) -> Iterator[Call]:
 def tailed(dtype: torch.dtype) -> Iterator[Call]:
     """Over a window of 128 keys and as many of a tail."""
     label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, 512, 512, 16)
-    q, k, v, scale = call.args
-    call = functools.partial(torch.ops.moe_mps._cached_attention, q, k, v, scale)
+    q, k, v = call.args
+    call = functools.partial(torch.ops.moe_mps._cached_attention, q, k, v, scale=call.keywords["scale"])
     options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
     work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
     yield f"_cached_attention, tailed, {label}", functools.partial(call, **options), work, elements

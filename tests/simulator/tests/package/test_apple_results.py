@@ -323,7 +323,8 @@ def test_an_adapter_of_a_token_reads_the_columns_of_its_experts(simulated):
     a, b = (torch.ones(shape, device="mps") for shape in ((rank * experts, hidden), (rows, rank * experts)))
     around, factors = 2 * slots * rows * 4, slots * rank * (hidden + rows) * 4
     for factor, expected in ((b.t().contiguous().t(), around + factors), (b, around + b.nbytes)):
-        call = functools.partial(torch.ops.moe_mps.expert_lora, *tensors, ids, a, factor, experts)
+        lora = torch.ops.moe_mps.expert_lora
+        call = functools.partial(lora, *tensors, ids, a, factor, num_experts=experts)
         (measured,) = apple.measure(call)
         assert measured.counts.distinct_bytes == pytest.approx(expected, rel=0.05)
 

@@ -22,7 +22,7 @@ def test_threads_call_operators_of_the_package():
             right += torch.allclose(
                 torch.ops.moe_mps.fused_norm_add(*on_mps, norm_eps=1e-6).cpu(), expected, atol=1e-5
             )
-            with pytest.raises(ValueError, match="moe_mps::fused_norm_add: weight must be"):
+            with pytest.raises(ValueError, match="moe_mps::fused_norm_add: norm_weight must be"):
                 torch.ops.moe_mps.fused_norm_add(
                     *on_mps[:2], torch.ones(size + 1, device="mps"), norm_eps=1e-6
                 )
