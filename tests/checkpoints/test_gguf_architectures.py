@@ -43,6 +43,37 @@ def test_has_the_model_of_the_file(tmp_path, architecture):
     assert (logits(model, IDS) - expected_logits).abs().max() <= 1e-5 * expected_logits.abs().max()
 
 
+def with_llama3_rope(factor: float):
+    """A model with the rotary embedding of Llama 3.1, and what divides its frequencies."""
+    model = small_model("arcee")
+    plain = model.model.rotary_emb.inv_freq
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {
+        "original_max_position_embeddings": 8192,
+        "rope_theta": model.config.rope_parameters["rope_theta"],
+    }
+    config = type(model.config).from_dict({**model.config.to_dict(), "rope_parameters": rope})
+    scaled = type(model)(config).eval()
+    scaled.load_state_dict(model.state_dict())
+    return scaled, plain / scaled.model.rotary_emb.inv_freq
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_factors_of_frequencies_are_those_of_llama_3(tmp_path, factor):
+    """A file has them as a tensor, and no metadata say so."""
+    written, factors = with_llama3_rope(factor)
+    assert factors.max() == factor
+    path = tmp_path / "model.gguf"
+    model = load(write_model(path, "arcee", written, others={"rope_freqs.weight": factors}))
+    positions = torch.arange(12)[None] * 700
+    with torch.no_grad():
+        found, expected = (m(torch.tensor([IDS]), position_ids=positions).logits for m in (model, written))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    write_model(path, "arcee", written, others={"rope_freqs.weight": factors * 1.5})
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight must be the factors of Llama 3\.1 for"):
+        load(path)
+
+
 # Entries of the small models' configs that no computation reads.
 NO_KEY = {
     "jamba": {"use_mamba_kernels"},

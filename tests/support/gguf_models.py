@@ -75,13 +75,20 @@ def small_model(architecture: str, hidden: int = 64) -> Any:
 
 
 def write_model(
-    path: Path, architecture: str, model: Any, kind: str = "f32", packed: bool = True, keys: Any = None
+    path: Path,
+    architecture: str,
+    model: Any,
+    kind: str = "f32",
+    packed: bool = True,
+    keys: Any = None,
+    others: Any = None,
 ) -> Path:
     """The file of a model, whose matrices with whole blocks have a type: random blocks, if it is a K-quant.
 
     Args:
         packed: False for the values of the blocks, in float32.
         keys: metadata that replaces that of the model; None leaves a key out.
+        others: {name: tensor} that the file has, too.
     """
     published = PUBLISHED[architecture]
     file_architecture = architecture.partition(":")[0]
@@ -92,7 +99,7 @@ def write_model(
         if value is not None:
             name = key if key.startswith(("tokenizer.", "general.")) else f"{file_architecture}.{key}"
             kinds[type(value)](name, value)
-    for name, value in tensors_of(architecture, model).items():
+    for name, value in (tensors_of(architecture, model) | (others or {})).items():
         values = np.ascontiguousarray(value.float().numpy())
         if kind == "f32" or not _is_quantized(name, values, kind):
             writer.add_tensor(name, values)

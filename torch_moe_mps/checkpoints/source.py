@@ -33,6 +33,7 @@ from ..models.upstream.weights import AutoHfQuantizer
 from ..quantization import Format
 from .gguf.file import stated_config
 from .gguf.header import check_splits
+from .gguf.rope import set_rope
 from .layouts.files import INDEX, check_index, checkpoint_files, sample_of, tensors_in
 from .mlx.reading import written_by_mlx
 from .others.schemes import METHODS, modelopt_beside
@@ -270,6 +271,7 @@ def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[st
     config, unused = CONFIG_MAPPING[stated["model_type"]].from_dict(
         stated, return_unused_kwargs=True, **passed
     )
+    set_rope(config, file)
     return config, unused
 
 

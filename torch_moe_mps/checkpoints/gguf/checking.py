@@ -17,7 +17,7 @@ from .header import header_of
 
 _CHECK = Check("gguf")
 _INTEGERS = ("I8", "I16", "I32", "I64")
-# Tensors beside weights: factors of rotary embeddings, which are in the config, and of activations.
+# Tensors that are no weights: factors of rotary embeddings, which the config has (rope.py), and of inputs.
 _BESIDE = re.compile(r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.|\.input_scale$")
 _BLOCK = re.compile(r"(?:^|.*\.)blk\.(\d+)\.")
 _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another class does not have
