@@ -72,10 +72,10 @@ def wired_limit(gib: int) -> int:
 
 def this_mac() -> Mac:
     """Facts about this Mac. Raises: ValueError without Apple silicon."""
-    if not (brand := said("sysctl", "-n", "machdep.cpu.brand_string")).startswith("Apple M"):
+    if not (brand := output_of("sysctl", "-n", "machdep.cpu.brand_string")).startswith("Apple M"):
         raise ValueError("--mac is for a Mac with Apple silicon; this machine is not one")
-    memory = int(said("sysctl", "-n", "hw.memsize"))
-    chosen = said("sysctl", "-n", "iogpu.wired_limit_mb")  # 0 unless the user set it
+    memory = int(output_of("sysctl", "-n", "hw.memsize"))
+    chosen = output_of("sysctl", "-n", "iogpu.wired_limit_mb")  # 0 unless the user set it
     if chosen.isdecimal() and int(chosen) > 0:
         limit = int(chosen) << 20
     elif torch.backends.mps.is_available():
@@ -101,7 +101,7 @@ def memory_for_models(on_gpu: bool) -> int:
 @functools.cache
 def macos() -> tuple[int, ...] | None:
     """Version of macOS, or None elsewhere. Some builds of Python report an older one."""
-    text = said("sw_vers", "-productVersion")
+    text = output_of("sw_vers", "-productVersion")
     if not text.replace(".", "").isdecimal():
         return None
     numbers = tuple(map(int, text.split(".")))
@@ -114,7 +114,7 @@ def refusal() -> str | None:
     return None if system is None else refused(dotted(torch_version()), system)
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Output of a system program; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()

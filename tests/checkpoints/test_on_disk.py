@@ -515,7 +515,7 @@ def test_the_file_is_written_once(folder, memory, monkeypatch):
     load(folder, experts_memory=memory)
     file = expert_pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]
-    assert file.path == folder / on_disk.NAME and file.layers[0].turned == ()
+    assert file.path == folder / on_disk.NAME and file.layers[0].transposed == ()
 
 
 KILLED = """

@@ -29,10 +29,10 @@ from support.other_libraries import (
 from support.sweep import in_sweep, rows_in_sweep
 
 import torch_moe_mps
-from torch_moe_mps.checkpoints.others.layouts import Matrix, alike
-from torch_moe_mps.checkpoints.others.schemes import Scheme, Schemes
 from torch_moe_mps.checkpoints.own.config import QuantizationConfig
 from torch_moe_mps.checkpoints.source import Source
+from torch_moe_mps.checkpoints.third_party.layouts import Matrix, alike
+from torch_moe_mps.checkpoints.third_party.schemes import Scheme, Schemes
 from torch_moe_mps.commands import main
 from torch_moe_mps.models.basics.interface import formats_of
 from torch_moe_mps.models.modules.linears import formats_in

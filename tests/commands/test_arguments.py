@@ -18,7 +18,7 @@ from torch_moe_mps._text import one_of
 from torch_moe_mps._weight_formats import BITS, GROUP_SIZES, MODES
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parse, parser
-from torch_moe_mps.commands.early import importing_torch
+from torch_moe_mps.commands.option_checks import importing_torch
 from torch_moe_mps.commands.settings import read_settings
 from torch_moe_mps.quantization import Format
 

@@ -21,7 +21,7 @@ from torch_moe_mps.disk import pool as module
 from torch_moe_mps.disk import rates
 from torch_moe_mps.disk.file import ExpertsFile, Layer, bytes_of, written
 from torch_moe_mps.disk.pool import Pools, least_memory, slots_in
-from torch_moe_mps.ops.families.slots import new_number, register_pool, using
+from torch_moe_mps.ops.families.slots import new_number, register_pool, with_slots_locked
 from torch_moe_mps.selfcheck import machine
 
 CPU = torch.device("cpu")
@@ -380,7 +380,7 @@ def test_a_fork_of_a_process_that_reads_loads_a_model_of_its_own(file, simulated
         return size
 
     pools = Pools(file[0], 2, CPU)
-    ask = using(lambda pools: check(pools, file[1], 0, [0, 1]))
+    ask = with_slots_locked(lambda pools: check(pools, file[1], 0, [0, 1]))
     with simulated.reads(silent):
         thread = threading.Thread(target=ask, args=(pools,))
         thread.start()

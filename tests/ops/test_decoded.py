@@ -59,7 +59,7 @@ def test_cached_values_do_not_follow_the_default_dtype(decodings, monkeypatch):
     for default in (torch.float16, torch.float64, torch.float32):
         torch.set_default_dtype(default)
         try:
-            found = _decoded.with_cache(
+            found = _decoded.with_decoded_weights(
                 lambda: torch.ops.moe_mps.linear_quantized(x, *weight, format="affine4_64"), layer, *weight
             )
         finally:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.upstream.calls import cache_argument
-from torch_moe_mps.pipeline.handing import ModelCall
+from torch_moe_mps.pipeline.exchange import ModelCall
 from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import PeerError, Timeouts
 from torch_moe_mps.pipeline.running import Running

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torch_moe_mps.pipeline import orders
-from torch_moe_mps.pipeline.following import HANDLERS
+from torch_moe_mps.pipeline.follower import HANDLERS
 from torch_moe_mps.pipeline.peers import Peers, Timeouts
 
 
@@ -21,7 +21,7 @@ def test_orders_arrive_as_they_were_sent():
     """Tensors travel behind the text, also those in a dictionary."""
     ids, pixels = torch.arange(3)[None], torch.rand(2, 2)
     sent = [
-        orders.Begin({"input_ids": ids, "pixel_values": pixels}, 3, [1, 3], None, 0, True),
+        orders.StartPrefill({"input_ids": ids, "pixel_values": pixels}, 3, [1, 3], None, 0, True),
         orders.Keep(3, 2, [7, 8], False, []),
         orders.Step(ids[0]),
         orders.HoldStates(),

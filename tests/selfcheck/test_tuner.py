@@ -349,7 +349,7 @@ def first_call(call, clock=None) -> dict[str, tuner.Tuned]:
     """What is known behind it, in a new process with this clock."""
     forget()
     once.watch(True)
-    tuner.begin()
+    tuner.start()
     with clock or apple.clocked(apple.GPUS["M1"], factor):
         call()
     return tuner.known()

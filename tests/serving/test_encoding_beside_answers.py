@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 import torch_moe_mps
 from torch_moe_mps.serving.engine import engine as engines
-from torch_moe_mps.serving.engine.between import Between
+from torch_moe_mps.serving.engine.encoder_hook import EncoderHook
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
@@ -157,7 +157,7 @@ def test_what_other_threads_encode_is_theirs():
     def encode() -> None:
         model.model.vision_tower(inputs["pixel_values"])
 
-    with Between(model).calling(lambda: calls.append(threading.current_thread())):
+    with EncoderHook(model).calling(lambda: calls.append(threading.current_thread())):
         in_threads(encode)
         assert not calls
         encode()

@@ -30,7 +30,7 @@ def executor_of(states=()) -> Executor:
 def sequence_of(executor: Executor, ids: torch.Tensor, prefix_cache=None) -> Sequence:
     """A sequence that waits for the first chunk of its prompt."""
     job = Job({"input_ids": ids}, GenerationConfig(), lambda token: False, lambda reason: None)
-    return Sequence(job, prefill=executor.begin(job, prefix_cache))
+    return Sequence(job, prefill=executor.prefill_of_job(job, prefix_cache))
 
 
 def prefilled(executor: Executor, sequence: Sequence, chunk: int = 2048) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_a_preempted_sequence_computes_its_answer_as_its_prompt():
     executor, ids = executor_of(), ids_of(1, 5)
     sequence = sequence_of(executor, ids)
     sequence.tokens = [3, 4, 5]
-    sequence.prefill = executor.begin_again(sequence)
+    sequence.prefill = executor.prefill_again(sequence)
     got = prefilled(executor, sequence)
     torch.testing.assert_close(got, logits_of(torch.cat((ids, torch.tensor([[3, 4]])), 1)))
 

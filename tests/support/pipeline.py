@@ -297,7 +297,7 @@ def engines(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _engine(model: Any, patched: str | None = None, **given: Any) -> dict[str, Any]:
     from torch_moe_mps.pipeline import executor
-    from torch_moe_mps.pipeline.following import Following
+    from torch_moe_mps.pipeline.follower import Follower
     from torch_moe_mps.serving.engine import scheduler
 
     scheduler.LARGEST_CHUNK = 16
@@ -305,7 +305,7 @@ def _engine(model: Any, patched: str | None = None, **given: Any) -> dict[str, A
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append([*kwargs["input_ids"].shape]), with_kwargs=True
     )
-    answers, following, drafted = None, Following(model.pipeline), 0
+    answers, following, drafted = None, Follower(model.pipeline), 0
     with contextlib.nullcontext() if patched is None else globals()[patched]():
         if rank() > 0:
             cached = following._prefix_cache
@@ -385,9 +385,9 @@ def not_batchable() -> Any:
 @contextlib.contextmanager
 def second_raises() -> Any:
     """A process that follows fails in its third step of a batch."""
-    from torch_moe_mps.pipeline import following
+    from torch_moe_mps.pipeline import follower
 
-    step, steps = following.step_of, list[int]()
+    step, steps = follower.step_of, list[int]()
 
     def failing(*given: Any) -> None:
         steps.append(1)
@@ -395,7 +395,7 @@ def second_raises() -> Any:
             _raise()
         step(*given)
 
-    with patch.object(following, "step_of", failing):
+    with patch.object(follower, "step_of", failing):
         yield
 
 

@@ -20,7 +20,7 @@ from support.checkpoints import LETTERS, tokenizer_of
 from support.processes import COMMAND, Forked
 from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.early import check_options
+from torch_moe_mps.commands.option_checks import check_options
 from torch_moe_mps.commands.serve import key_of, server_of, sockets_of
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`

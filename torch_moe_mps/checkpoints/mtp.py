@@ -26,7 +26,6 @@ from ..ops._checks import Check
 from ..quantization import Format
 from .layouts.files import checkpoint_files, tensors_in
 from .layouts.layout import Section
-from .others.schemes import METHODS
 from .own.config import is_ours
 from .quantize.decision import weights_of
 from .quantize.recipe import Recipe, requested_recipe
@@ -34,6 +33,7 @@ from .quantize.sizes import quantized_sizes, total_bytes
 from .quantize.target import Target
 from .quantizer import Quantizer, quantizer_of
 from .source import Source
+from .third_party.schemes import METHODS
 from .write.parts import read_tensors
 
 # Models whose configs do not say how many of these layers there are: they are counted in a checkpoint. Their

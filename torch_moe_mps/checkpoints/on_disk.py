@@ -36,7 +36,7 @@ from ..models.modules.experts_on_disk import (
     keep_whole,
     put_on_disk,
     put_table_on_disk,
-    turned,
+    transposed,
 )
 from ..models.modules.stacked_experts import run_operators
 from .cutting import cutting
@@ -121,14 +121,14 @@ def _write_file(
             with parts.loaded(layers[numbers[0]].name):
                 for number in numbers:
                     experts = parts.model.get_submodule(layers[number].name)
-                    new.add(number, turned(layers[number], tensors_of(experts)))
+                    new.add(number, transposed(layers[number], tensors_of(experts)))
 
 
 def _stored(
     source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
 ) -> StoredExperts | None:
     """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
-    if source.gguf is not None or any(layer.turned for layer in layers):
+    if source.gguf is not None or any(layer.transposed for layer in layers):
         return None
     model, quantizer = _dense(source, recipe)
     if quantizer is None and source.stored:
@@ -379,7 +379,7 @@ def _layer(name: str, module: nn.Module, on_mps: bool) -> Layer:
     tensors = tensors_of(module)
     is_turned = on_mps and is_transposed(module) and not is_quantized(module)
     layer = Layer(name, count_of(module), {}, tuple(projections(module)) if is_turned else ())
-    return replace(layer, tensors=_shapes(turned(layer, tensors)))
+    return replace(layer, tensors=_shapes(transposed(layer, tensors)))
 
 
 def _layer_of_rows(name: str, table: Any) -> Layer | None:
@@ -440,7 +440,7 @@ def _put_on_disk(
         for pool in pools.layers:
             module: Any = plan.model.get_submodule(pool.about.name)
             _move_rest(module, pool.about, model.get_submodule(pool.about.name), module)
-            give_weights(module, turned(pool.about, pool.tensors))
+            give_weights(module, transposed(pool.about, pool.tensors))
             module._apply(lambda t: torch.empty_like(t, device=device) if not t.numel() else t)
             module._is_hf_initialized = True
             if slots is not None:

@@ -28,7 +28,6 @@ from .layouts.converters import QuantizeParameters
 from .layouts.layout import Layout, Section
 from .layouts.streaming import StreamingLayout
 from .mlx.reading import MlxLayout
-from .others.reading import OthersLayout
 from .own.config import QuantizationConfig
 from .own.reading import OwnLayout
 from .quantize.decision import drop_packed, weights_of
@@ -38,6 +37,7 @@ from .quantize.target import Target, present
 from .quantize.tied import tie_quantized
 from .quantize.weights import empty_weight, replace, store_empty
 from .stacks import conversions_to_save, of_stacks, settle_stacks
+from .third_party.reading import ThirdPartyLayout
 from .threads import one_by_one, threads_crash
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def layout_of(
     if config.mlx is not None:
         return MlxLayout(model, files, config.mlx)
     if config.other is not None:
-        return OthersLayout(model, files, config.other, section)
+        return ThirdPartyLayout(model, files, config.other, section)
     return OwnLayout(model, files, config)
 
 

@@ -36,9 +36,9 @@ from .gguf.header import check_splits
 from .gguf.rope import set_rope
 from .layouts.files import INDEX, check_index, checkpoint_files, sample_of, tensors_in
 from .mlx.reading import written_by_mlx
-from .others.schemes import METHODS, modelopt_beside
 from .own.config import is_mlx, is_ours
 from .stacks import conversions_of, settle_stacks
+from .third_party.schemes import METHODS, modelopt_beside
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}

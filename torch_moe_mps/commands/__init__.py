@@ -19,7 +19,7 @@ from .._environment import KEEP_WARM, having, prepare_libraries
 from .._install import install_extra
 from .._text import first_line
 from .arguments import parse, parser
-from .early import check_options, importing_torch
+from .option_checks import check_options, importing_torch
 from .processes import first_process_talks, follow, follows
 
 WITHOUT_TORCH = ("launch",)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
     if sys.stdout is None:  # closed, as by >&-
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    options, said = parse(sys.argv[1:] if arguments is None else arguments), None
+    options, message = parse(sys.argv[1:] if arguments is None else arguments), None
     if options.command is None:
         parser().print_help()
         return 0
@@ -69,14 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
-        code, said = 128 + signal.SIGINT, "interrupted"
+        code, message = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         line = "" if pressed else _line(error)  # an import that Ctrl-C interrupts raises anything
         if line is None or options.debug:
             raise
-        code, said = (128 + signal.SIGINT, "interrupted") if pressed else (1, f"error: {line}")
-    if said is not None:  # behind a bar of progress, which has ended its line with the exception
-        print(f"torch-moe-mps: {said}", file=sys.stderr)
+        code, message = (128 + signal.SIGINT, "interrupted") if pressed else (1, f"error: {line}")
+    if message is not None:  # behind a bar of progress, which has ended its line with the exception
+        print(f"torch-moe-mps: {message}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe raises once more when Python ends

@@ -381,7 +381,7 @@ class _Answered:
             times.append(time.perf_counter())
             return False
 
-        def begin(cached: int, whole: int) -> None:
+        def on_start(cached: int, whole: int) -> None:
             nonlocal busy
             if not times:
                 self.computed = whole - cached
@@ -392,7 +392,7 @@ class _Answered:
         how = {"do_sample": False} | how
         config = GenerationConfig(max_new_tokens=tokens, eos_token_id=[], pad_token_id=0, **how)
         engine = Engine(model, prompts, 1, drafting=speculative)
-        engine.submit(Job({"input_ids": ids}, config, take, reasons.append, begin, seed=0))
+        engine.submit(Job({"input_ids": ids}, config, take, reasons.append, on_start, seed=0))
         self.steps = 0
         while engine.has_work:
             engine.step()

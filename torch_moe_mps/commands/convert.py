@@ -35,7 +35,7 @@ from ..macs import machine_memory
 from ..transformers import QuantizationReport
 from ..transformers.loading import from_pretrained
 from .card import CARD, model_card
-from .early import check_packed, requests_format
+from .option_checks import check_packed, requests_format
 from .recipes import arguments_of
 from .results import locked, unfinished, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device

@@ -26,9 +26,9 @@ def follows(command: str) -> bool:
 
 def follow(model: Any) -> None:
     """Computes the layers of this process for the engine in the first one, until that ends."""
-    from ..pipeline.following import Following
+    from ..pipeline.follower import Follower
 
-    Following(model.pipeline).run()
+    Follower(model.pipeline).run()
 
 
 def check_processes(options: argparse.Namespace) -> None:

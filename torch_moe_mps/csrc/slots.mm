@@ -63,7 +63,7 @@ SteadyClock::duration as_duration(double seconds) {
 }
 
 // What answers requests: a pool, or the ids themselves, after so many seconds for those who measure that.
-struct Answering {
+struct PoolEntry {
   std::string name;
   double limit;              // seconds
   std::string file;          // that it reads; may be empty
@@ -99,7 +99,7 @@ struct Elements {
 };
 
 struct Request {
-  std::shared_ptr<Answering> answering;
+  std::shared_ptr<PoolEntry> entry;
   std::shared_ptr<Pool> pool;  // null where the ids are the answer. A model may be freed meanwhile
   Elements ids, slots;
   Event event;  // the GPU waits for its value
@@ -115,8 +115,8 @@ using Requests = std::map<int64_t, Request>;
 struct State {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<int64_t, std::shared_ptr<Answering>> pools = {
-      {kResident, std::make_shared<Answering>(Answering{"resident experts", kLimit, "", {}})}};
+  std::map<int64_t, std::shared_ptr<PoolEntry>> pools = {
+      {kResident, std::make_shared<PoolEntry>(PoolEntry{"resident experts", kLimit, "", {}})}};
   std::map<at::mps::MPSStream*, Event> events;  // torch frees no stream
   Requests requests;                            // that the GPU waits for, or will wait for
   int64_t last = 0;
@@ -163,7 +163,7 @@ void fail(int64_t number, const std::string& why) {
   const auto found = state.requests.find(number);
   if (found == state.requests.end()) return;  // it was late, and has failed
   report_fault(found->second.stream, found->second.buffer,
-               c10::str("moe_mps: experts of ", found->second.answering->name, " cannot be read: ", why,
+               c10::str("moe_mps: experts of ", found->second.entry->name, " cannot be read: ", why,
                         "; what was computed before this message is lost"));
   const Request request = answered(found, nullptr);
   lock.unlock();
@@ -197,7 +197,7 @@ void watch_requests() {
       state.changed.wait_until(lock, due);
       continue;
     }
-    const std::shared_ptr<Answering> pool = first->second.answering;
+    const std::shared_ptr<PoolEntry> pool = first->second.entry;
     lock.unlock();
     fail(number,
          c10::str(pool->file.empty() ? "the pool" : "the disk of " + pool->file, " has not answered within ",
@@ -219,7 +219,7 @@ std::deque<Request> given_up(Fits fits) {
 }
 
 // The ids of a request are there; or they never will be, because its buffer has failed, or one before it.
-void hear(int64_t number, bool has_failed) {
+void on_ids_ready(int64_t number, bool has_failed) {
   const bool is_lost = has_failed || has_fault();  // ids of a step that has failed may be anything
   std::unique_lock<std::mutex> lock(state.mutex);
   const auto found = state.requests.find(number);
@@ -234,10 +234,10 @@ void hear(int64_t number, bool has_failed) {
     return;
   }
   found->second.is_ready = true;
-  const std::shared_ptr<Answering> answering = found->second.answering;
+  const std::shared_ptr<PoolEntry> entry = found->second.entry;
   const std::shared_ptr<Pool> pool = found->second.pool;
   if (pool != nullptr) gpu_waits();
-  found->second.due = SteadyClock::now() + as_duration(answering->limit);
+  found->second.due = SteadyClock::now() + as_duration(entry->limit);
   std::vector<int64_t> ids(static_cast<size_t>(found->second.ids.count));
   for (size_t i = 0; i < ids.size(); ++i)
     ids[i] = std::clamp(found->second.ids.expert(static_cast<int64_t>(i)), kNone, kMostId);
@@ -248,9 +248,9 @@ void hear(int64_t number, bool has_failed) {
     const auto tell = [number, slots = std::vector<int32_t>(ids.begin(), ids.end())] {
       answer(number, slots);
     };
-    if (answering->seconds == 0) return tell();
+    if (entry->seconds == 0) return tell();
     try {
-      std::thread([tell, seconds = answering->seconds] {
+      std::thread([tell, seconds = entry->seconds] {
         std::this_thread::sleep_for(as_duration(seconds));
         tell();
       }).detach();
@@ -259,18 +259,19 @@ void hear(int64_t number, bool has_failed) {
     }
     return;
   }
-  const std::shared_ptr<Asked> asked =
+  const std::shared_ptr<SlotRequest> slot_request =
       pool->ask(std::move(ids), [number](const ReadFault& fault, const std::vector<int32_t>& slots) {
         fault.why.empty() ? answer(number, slots) : fail(number, fault.why);
       });
   lock.lock();
   const auto waiting = state.requests.find(number);
-  if (waiting != state.requests.end()) waiting->second.abandon = [pool, asked] { pool->abandon(asked); };
+  if (waiting != state.requests.end())
+    waiting->second.abandon = [pool, slot_request] { pool->abandon(slot_request); };
 }
 
 // In a block of the stream's queue: signals behind what is encoded, gives that to the GPU, and waits in front
 // of what comes.
-void ask(at::mps::MPSStream* stream, const std::shared_ptr<Answering>& answering,
+void ask(at::mps::MPSStream* stream, const std::shared_ptr<PoolEntry>& entry,
          const std::shared_ptr<Pool>& pool, const Tensor& ids, const Tensor& slots) {
   const int64_t buffer = watch_work(stream).number;
   std::unique_lock<std::mutex> lock(state.mutex);
@@ -284,9 +285,8 @@ void ask(at::mps::MPSStream* stream, const std::shared_ptr<Answering>& answering
   const uint64_t asked = event.value + 1;
   event.value += 2;
   const int64_t number = ++state.last;
-  answering->stream = stream;
-  state.requests.emplace(number,
-                         Request{answering, pool, Elements(ids), Elements(slots), event, stream, buffer});
+  entry->stream = stream;
+  state.requests.emplace(number, Request{entry, pool, Elements(ids), Elements(slots), event, stream, buffer});
   const id<MTLSharedEvent> shared = event.shared;
   lock.unlock();
 
@@ -294,12 +294,12 @@ void ask(at::mps::MPSStream* stream, const std::shared_ptr<Answering>& answering
   id<MTLCommandBuffer> encoded = [stream->commandBuffer() rootCommandBuffer];
   [encoded encodeSignalEvent:shared value:asked];
   [encoded addCompletedHandler:^(id<MTLCommandBuffer> done) {
-    hear(number, [done status] == MTLCommandBufferStatusError);
+    on_ids_ready(number, [done status] == MTLCommandBufferStatusError);
   }];
   [shared notifyListener:state.listener
                  atValue:asked
                    block:^(id<MTLSharedEvent>, uint64_t) {
-                     hear(number, false);
+                     on_ids_ready(number, false);
                    }];
   stream->synchronize(at::mps::SyncType::COMMIT);
   watch_work(stream).waits_for = true;
@@ -308,23 +308,23 @@ void ask(at::mps::MPSStream* stream, const std::shared_ptr<Answering>& answering
 
 // What has a number, its pool, which is null where there is none, and the stream that has asked it last.
 // Raises for a number that is none.
-std::tuple<std::shared_ptr<Answering>, std::shared_ptr<Pool>, at::mps::MPSStream*> numbered(int64_t number) {
+std::tuple<std::shared_ptr<PoolEntry>, std::shared_ptr<Pool>, at::mps::MPSStream*> numbered(int64_t number) {
   const std::lock_guard<std::mutex> lock(state.mutex);
   const auto found = state.pools.find(number);
   TORCH_CHECK_VALUE(found != state.pools.end(),
                     "moe_mps::_expert_slots: pool must be the number of a pool of slots, got ", number);
-  const std::shared_ptr<Answering>& answering = found->second;
-  std::shared_ptr<Pool> pool = answering->pool.lock();
-  TORCH_CHECK_VALUE(pool != nullptr || number == kResident || answering->seconds > 0,
+  const std::shared_ptr<PoolEntry>& entry = found->second;
+  std::shared_ptr<Pool> pool = entry->pool.lock();
+  TORCH_CHECK_VALUE(pool != nullptr || number == kResident || entry->seconds > 0,
                     "moe_mps::_expert_slots: pool ", number, " was freed");
-  return {answering, std::move(pool), answering->stream};
+  return {entry, std::move(pool), entry->stream};
 }
 
 Tensor _expert_slots(const Tensor& ids_, int64_t number) {
-  std::shared_ptr<Answering> answering;
+  std::shared_ptr<PoolEntry> entry;
   std::shared_ptr<Pool> pool;
   at::mps::MPSStream* last;
-  std::tie(answering, pool, last) = numbered(number);
+  std::tie(entry, pool, last) = numbered(number);
   const Tensor ids = ids_.contiguous(), slots = at::empty(ids.sizes(), ids.options().dtype(at::kInt));
   if (ids.numel() == 0) return slots;
   raise_fault();
@@ -332,10 +332,10 @@ Tensor _expert_slots(const Tensor& ids_, int64_t number) {
   // What other streams read in the slots must be there until they have: the pool may give them to others.
   if (pool != nullptr && last != nullptr && last != stream) finish(last);
   if (pool != nullptr) prepare_keep_warm();
-  wait_for_room(stream, answering->seconds > 0 ? kMostMeasured : kMostBuffers);
+  wait_for_room(stream, entry->seconds > 0 ? kMostMeasured : kMostBuffers);
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
-      ask(stream, answering, pool, ids, slots);
+      ask(stream, entry, pool, ids, slots);
     }
   });
   return slots;
@@ -344,7 +344,7 @@ Tensor _expert_slots(const Tensor& ids_, int64_t number) {
 // A number whose requests are answered with the ids after so many seconds.
 void add_late_pool(int64_t number, double seconds) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  state.pools[number] = std::make_shared<Answering>(Answering{"a probe", 10 * seconds + 1, "", {}, seconds});
+  state.pools[number] = std::make_shared<PoolEntry>(PoolEntry{"a probe", 10 * seconds + 1, "", {}, seconds});
 }
 
 // From here on no pool is asked: the GPU goes on at once, whatever it computes.
@@ -373,7 +373,7 @@ Tensor host_view(const Tensor& tensor) {
 void add_number(int64_t number, const std::shared_ptr<Pool>& pool, double limit) {
   const std::lock_guard<std::mutex> lock(state.mutex);
   state.pools[number] =
-      std::make_shared<Answering>(Answering{pool->name(), limit, pool->disk().path(), pool});
+      std::make_shared<PoolEntry>(PoolEntry{pool->name(), limit, pool->disk().path(), pool});
 }
 
 void release_number(int64_t number) {

@@ -50,13 +50,13 @@ class Layer:
         name: of the module.
         experts: how many it has.
         tensors: {name: (dtype as torch calls it, shape)} of one expert, in the order of a block.
-        turned: the matrices whose rows are columns in the module.
+        transposed: the matrices whose rows are columns in the module.
     """
 
     name: str
     experts: int
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    turned: Sequence[str] = ()
+    transposed: Sequence[str] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -308,8 +308,8 @@ class ExpertsFile:
             raise self._damaged()
         header = json.loads(text)
         layers = [
-            Layer(name, experts, {n: (d, tuple(s)) for n, (d, s) in tensors.items()}, tuple(turned))
-            for name, experts, tensors, turned in header["layers"]
+            Layer(name, experts, {n: (d, tuple(s)) for n, (d, s) in tensors.items()}, tuple(transposed))
+            for name, experts, tensors, transposed in header["layers"]
         ]
         return header["key"], layers, header["sources"]
 

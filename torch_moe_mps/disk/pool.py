@@ -63,7 +63,7 @@ class Counters:
         )
 
 
-class Late(TimeoutError):
+class DiskTimeout(TimeoutError):
     """A disk that answers late: reads go on."""
 
 
@@ -90,7 +90,7 @@ class ExpertReader:
 
         The disk is late where nothing ends of what it was asked for: a GPU that works before may take longer.
 
-        Returns: the slots. Raises: OSError, ValueError for an expert that cannot be read, Late.
+        Returns: the slots. Raises: OSError, ValueError for an expert that cannot be read, DiskTimeout.
         """
         before, heard = None, time.monotonic()
         while not reading.wait(TICK):
@@ -98,7 +98,7 @@ class ExpertReader:
             if ended != before or ended == asked:
                 before, heard = ended, time.monotonic()
             elif time.monotonic() - heard >= SILENT:
-                raise Late(f"the disk of {self.file.path} is silent for {SILENT:g} s")
+                raise DiskTimeout(f"the disk of {self.file.path} is silent for {SILENT:g} s")
         why, error, slots = reading.result()
         if why:
             raise OSError(error, why) if error else ValueError(why)

@@ -83,7 +83,7 @@ class SlotPool:
         if not self._free:
             self._free.append(self._slots.popitem(last=False)[1])
         slot = self._free[-1]
-        note_written(self._tensors)
+        bump_versions(self._tensors)
         self._disk.read(self._layer, expert, self._views[slot])
         self._slots[expert] = slot
         self._free.pop()
@@ -94,7 +94,7 @@ class SlotPool:
         """Copies experts, from their slots or the disk, into rows of tensors; why not, if a read fails."""
         views = views_of(on_host)
         with self._disk.lock:
-            note_written(tensors[:1])  # views of one memory
+            bump_versions(tensors[:1])  # views of one memory
             try:
                 for expert in experts:
                     if (slot := self._slots.get(expert)) is None:
@@ -121,6 +121,6 @@ def views_of(tensors: Iterable[Tensor]) -> list[list[memoryview]]:
     ]
 
 
-def note_written(tensors: Iterable[Tensor]) -> None:
+def bump_versions(tensors: Iterable[Tensor]) -> None:
     """Tells torch that tensors were written: what was computed from their content is not used any more."""
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -17,7 +17,7 @@ or experts to do so belongs below, and has one name here:
     experts    reads_of                          reads from the disk, for experts that are larger than memory
     batches    reason_against_rows               why sequences cannot be batched
                reason_for_order                  why keys in its caches must lie in their order
-    processes  Beside, pipeline_of               objects of a model that no result depends on; its pipeline
+    processes  UntrackedState, pipeline_of       objects of a model that no result depends on; its pipeline
                count_tokens, ExchangeError       entries of layers in other processes; a failed exchange
     adapters   Adapter                           LoRA that is stored in a folder
     texts      bytes_to_unicode, variables_of    transformers' characters of bytes; variables of a template
@@ -25,7 +25,7 @@ or experts to do so belongs below, and has one name here:
 
 from .adapters.adapter import Adapter
 from .basics.logits import no_distribution, wide_logits
-from .basics.state import Beside, pipeline_of
+from .basics.state import UntrackedState, pipeline_of
 from .caches.batched import BatchedCache, NotBatchable
 from .caches.cache import hands_cache_on
 from .caches.draft_cache import DraftCache
@@ -46,7 +46,6 @@ from .upstream.models import variables_of
 __all__ = [
     "Adapter",
     "BatchedCache",
-    "Beside",
     "CachePart",
     "DraftCache",
     "ExchangeError",
@@ -55,6 +54,7 @@ __all__ = [
     "NotBatchable",
     "PrefixState",
     "Sampling",
+    "UntrackedState",
     "adapters_of",
     "bytes_to_unicode",
     "cache_among",

@@ -2,7 +2,7 @@
 
 An operator is a function of its arguments: whoever calls `torch.ops.moe_mps.*` has weights decoded in that
 call. Decoding a matrix takes several times as long as multiplying it with one row, so a layer that owns a
-weight caches its values (`with_cache`).
+weight caches its values (`with_decoded_weights`).
 """
 
 import sys
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..macs import said
+from ..macs import output_of
 from ._formats import QuantizedWeight
 from ._registry import PLAIN
 
@@ -88,7 +88,7 @@ class Cache:
 _CACHES: "weakref.WeakKeyDictionary[Any, Cache]" = weakref.WeakKeyDictionary()  # {layer: its cache}
 
 
-def with_cache(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | None) -> Tensor:
+def with_decoded_weights(compute: Callable[[], Tensor], owner: Any, *tensors: Tensor | None) -> Tensor:
     """Result of `compute`, whose operators read values that they decoded in a layer's calls before.
 
     The values are freed with the layer, and with the memory of its weights, which `to` and
@@ -201,7 +201,7 @@ def free_memory() -> int:
     """Bytes of available memory, file caches included; 0 if unknown."""
     try:
         if sys.platform == "darwin":
-            size, percent = said("sysctl", "-n", "hw.memsize", "kern.memorystatus_level").split()
+            size, percent = output_of("sysctl", "-n", "hw.memsize", "kern.memorystatus_level").split()
             return int(size) * int(percent) // 100
         known = _numbers(Path("/proc/meminfo"))
         return min(known["MemAvailable:"] << 10, _free_of_group(Path("/sys/fs/cgroup")))

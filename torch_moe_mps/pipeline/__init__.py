@@ -6,7 +6,7 @@
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
     peers     the processes: messages, time limits, and the errors of a failed process
-    handing   hidden states of a call, from each stage to the next
+    exchange  hidden states of a call, from each stage to the next
     running   calls of the model: equal inputs in all processes, and logits for all
     executor  steps of the engine, which runs in the first process
     orders    what the first process tells the others to do to their caches

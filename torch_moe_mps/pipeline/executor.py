@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..models.programs import BatchedCache, Beside, NotBatchable
+from ..models.programs import BatchedCache, NotBatchable, UntrackedState
 from ..serving.engine.abilities import Abilities
 from ..serving.engine.drafts import Drafts
 from ..serving.engine.executor import Executor
@@ -28,7 +28,7 @@ from .running import Running
 _LEADERS: "list[Leader]" = []
 
 
-class Leader(Beside):
+class Leader(UntrackedState):
     """Tells the other processes what to do: one for each model.
 
     Attributes:
@@ -57,7 +57,7 @@ class Leader(Beside):
         """Sends the queued orders. Returns: each process's reply to the last one."""
         self.send()
         peers = self.running.peers
-        limit = self.running.handing.limit(1)
+        limit = self.running.exchange.limit(1)
         return [from_bytes(*peers.receive(rank, "reply", "", limit)) for rank in range(1, peers.size)]
 
     @contextlib.contextmanager
@@ -79,7 +79,7 @@ class Leader(Beside):
         """Registers a new prefill, and drops ended ones."""
         number = self._numbers[prefill] = next(self._count)
         known, cached = sorted(self._numbers.values()), len(prefill.cached.ids)
-        self.queue(orders.Begin(inputs, number, known, prefix_numbers, cached, reads_whole))
+        self.queue(orders.StartPrefill(inputs, number, known, prefix_numbers, cached, reads_whole))
 
     def number(self, prefill: Prefill) -> int:
         return self._numbers[prefill]

@@ -22,7 +22,7 @@ class CacheOrder:
 
 
 @dataclass
-class Begin(CacheOrder):
+class StartPrefill(CacheOrder):
     """A new prefill.
 
     Attributes:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..models.programs import Beside
-from .handing import Handing, ModelCall, refuse
+from ..models.programs import UntrackedState
+from .exchange import ModelCall, StageExchange, refuse
 from .peers import Peers
 from .stages import Stage
 
@@ -19,21 +19,21 @@ _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits"
 _FOR_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "image_embeds")
 
 
-class Running(Beside):
+class Running(UntrackedState):
     """Joins the calls of a model in all processes. `model` is a stage, loaded and accelerated.
 
     Attributes:
         parts: of the model, in each process: {"layers", "bytes", "bytes_a_token"} and the bytes that are
             "free" there for sequences.
         calls: how many have begun.
-        handing: of hidden states.
+        exchange: passes hidden states to the next stage.
         executor: makes the engine's executor of the model.
         shares_logits: whether processes without the output head get the logits of a call.
     """
 
     def __init__(self, model: Any, stage: Stage, peers: Peers, parts: Sequence[dict[str, Any]] = ()):
         self.model, self.stage, self.peers, self.parts = model, stage, peers, parts
-        self.handing = Handing(stage, peers)
+        self.exchange = StageExchange(stage, peers)
         self.calls = self._ended = 0
         self.shares_logits = True
         self.executor: Callable[..., Any] = _refuse_engine
@@ -68,7 +68,7 @@ class Running(Beside):
         if ids is None:
             raise ValueError("moe_mps::pipeline: input_ids must be given, got None")
         self.calls += 1
-        self.handing.begin(ModelCall(self.calls, ids, named.get("attention_mask")))
+        self.exchange.start_call(ModelCall(self.calls, ids, named.get("attention_mask")))
         unused: tuple[str, ...] = () if self.stage.first else _FOR_TOWERS
         unused += () if self.stage.last else ("labels",)  # only the process with the output head has logits
         return args, {name: value for name, value in kwargs.items() if name not in unused}
@@ -79,7 +79,7 @@ class Running(Beside):
             refuse("return_dict", "True", False)
         if not self.shares_logits:
             return output
-        call, device = self.handing.call.digest, output.logits.device
+        call, device = self.exchange.call.digest, output.logits.device
         if self.stage.last:
             others = [rank for rank in range(self.peers.size) if rank != self.peers.rank]
             for rank in others:
@@ -87,7 +87,7 @@ class Running(Beside):
             for rank in others:  # logits still unsent when this process ends are lost
                 self.peers.flush(rank)
             return output
-        limit = self.handing.limit(self.stage.behind)
+        limit = self.exchange.limit(self.stage.behind)
         logits, loss = self.peers.receive(self.stage.head, "logits", call, limit)
         assert logits is not None
         output.logits = logits.to(device)
@@ -101,7 +101,7 @@ class Running(Beside):
         if output is None and error is not None and self.calls > self._ended:
             self.peers.failed(error)
         self._ended = self.calls
-        self.handing.end()
+        self.exchange.end()
 
 
 def _refuse_batching(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._environment import shown
-from ..macs import said
+from ..macs import output_of
 from .machine import late_before, machine
 
 PACKAGES = ("transformers", "mlx", "mlx-lm", "accelerate", "safetensors")
@@ -39,18 +39,18 @@ def _version(package: str) -> tuple[str, str] | None:
 
 def _of_macos() -> dict[str, Any]:
     """Facts printed by macOS programs, as bytes or text."""
-    power = said("pmset", "-g")
+    power = output_of("pmset", "-g")
     result: dict[str, Any] = {
-        "cores": _number(r'"gpu-core-count" = (\d+)', said("ioreg", "-rc", "AGXAccelerator", "-d1")),
-        "memory": _number(r"(\d+)", said("sysctl", "-n", "hw.memsize")),
-        "wired_limit_mb": _number(r"(\d+)", said("sysctl", "-n", "iogpu.wired_limit_mb")),
-        "memory_free_percent": _number(r"free percentage: (\d+)%", said("memory_pressure", "-Q")),
-        "swap": said("sysctl", "-n", "vm.swapusage"),
-        "displays": _displays(said("system_profiler", "SPDisplaysDataType", "-json")),
+        "cores": _number(r'"gpu-core-count" = (\d+)', output_of("ioreg", "-rc", "AGXAccelerator", "-d1")),
+        "memory": _number(r"(\d+)", output_of("sysctl", "-n", "hw.memsize")),
+        "wired_limit_mb": _number(r"(\d+)", output_of("sysctl", "-n", "iogpu.wired_limit_mb")),
+        "memory_free_percent": _number(r"free percentage: (\d+)%", output_of("memory_pressure", "-Q")),
+        "swap": output_of("sysctl", "-n", "vm.swapusage"),
+        "displays": _displays(output_of("system_profiler", "SPDisplaysDataType", "-json")),
         "low_power_mode": _number(r"lowpowermode\s+(\d)", power),
         "power_mode": _number(r"powermode\s+(\d)", power),
-        "power_source": _first(r"drawing from '([^']+)'", said("pmset", "-g", "batt")),
-        "speed_limit": _number(r"CPU_Speed_Limit\s*=\s*(\d+)", said("pmset", "-g", "therm")),
+        "power_source": _first(r"drawing from '([^']+)'", output_of("pmset", "-g", "batt")),
+        "speed_limit": _number(r"CPU_Speed_Limit\s*=\s*(\d+)", output_of("pmset", "-g", "therm")),
         "load": os.getloadavg()[0],
     }
     return {name: value for name, value in result.items() if value not in (None, "")}

@@ -15,12 +15,12 @@ import torch
 
 from .._environment import caches
 from .._extension import PACKAGE, SHADERS, host_library
-from ..macs import said
+from ..macs import output_of
 
 COMMAND = "torch-moe-mps check"
 SDPA, NO_CACHE = "sdpa", "no_cache"  # torch's attention for prompts; reads of experts past the page cache
 _KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # entries that a pass holds for
-_said = functools.cache(said)
+_output_of = functools.cache(output_of)
 
 
 def is_available() -> bool:
@@ -35,13 +35,13 @@ def machine() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "macos": _said("sw_vers", "-productVersion"),
-        "processor": _said("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine(),
+        "macos": _output_of("sw_vers", "-productVersion"),
+        "processor": _output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine(),
         "gpu": torch.ops.moe_mps._gpu_name() if is_available() else "",
         "code": _code(host_library()),
     }
     if sys.platform == "darwin":
-        described["macos"] += f" ({_said('sw_vers', '-buildVersion')})"
+        described["macos"] += f" ({_output_of('sw_vers', '-buildVersion')})"
     return described
 
 

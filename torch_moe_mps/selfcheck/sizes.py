@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops._checks import dtype_name
 from ..ops._sample import Changes, Sample
 from ..ops._samples import LINEAR_ATTENTION
-from ..ops.families.attention import turned
+from ..ops.families.attention import rope_attention_sample
 
 BEYOND_NORM = (9000, 8201)  # columns: rows of up to 8,192 stay in registers; read as vectors, and one by one
 BEYOND_SUM = (8000, 6151)  # a weighted sum with a norm has up to 6,144
@@ -477,9 +477,9 @@ SIZES: Changes = {
     "rope_heads": lambda s: [s.of(f"x[2, T, 4, {n}] cos[1, T, {n}]") for n in (264, 130)],
     "_rope_cache_": _cached,
     "_rope_attention_": lambda s: [
-        turned(s, 1, keys=300),
-        turned(s, 1, heads=34),
-        turned(s, 1) | {"cos": None, "sin": None},
+        rope_attention_sample(s, 1, keys=300),
+        rope_attention_sample(s, 1, heads=34),
+        rope_attention_sample(s, 1) | {"cos": None, "sin": None},
     ],
     "moe_router": _router,
     **dict.fromkeys(

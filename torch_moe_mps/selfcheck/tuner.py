@@ -56,7 +56,7 @@ _known: dict[str, Tuned] = {}  # by what `_listed_tunable` calls it
 _seconds_left = 0.0
 
 
-def begin() -> None:
+def start() -> None:
     """Apply what this machine remembers, and let first calls take SECONDS for timing."""
     global _seconds_left
     _seconds_left = SECONDS if is_on(TUNE) else 0.0

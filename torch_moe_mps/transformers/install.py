@@ -18,7 +18,7 @@ from ..models.basics.guards import Guards, Kept, holds, recording
 from ..models.basics.record import recording_code
 from ..models.basics.report import Done
 from ..models.basics.state import (
-    NOTHING,
+    EMPTY_STATE,
     REWRITTEN,
     STATE,
     Unsupported,
@@ -226,7 +226,7 @@ def _rewritten_class(
             return original.forward(self, *args, **kwargs)
         # A module without a state was restored, and a wrapper that a user put on before still calls this.
         # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
-        state = self.__dict__.get(STATE, NOTHING)
+        state = self.__dict__.get(STATE, EMPTY_STATE)
         if (
             type(self) is not cls
             or state.guards is None

@@ -66,8 +66,8 @@ def from_pretrained(
 
     Loading needs the memory of the quantised model and one layer: the dense model never exists as a whole.
     MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised. What compressed-tensors, AutoAWQ,
-    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries (docs/others.md);
-    8-bit floats stay in 8 bits, or are quantised as asked.
+    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries
+    (docs/third_party.md); 8-bit floats stay in 8 bits, or are quantised as asked.
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. Weights packed

@@ -20,7 +20,7 @@ from ..models.modules.loss import chunk_losses, restore_losses
 from ..models.modules.results import complete_results, restore_results
 from ..models.modules.rules.norms import warn_of_traces
 from ..models.modules.stacked_experts import restore_experts, run_operators
-from ..models.trials.untested import settle
+from ..models.trials.untested import verdict_of_small_model
 from .install import is_rewritten, restore_modules, rewrite
 from .self_check import is_wanted
 from .steps import Run, UndoableStep, undo
@@ -35,10 +35,12 @@ def compare_small_model(run: Run) -> None:
     """Compares a small model with its eager code, where this transformers was not tested."""
     quantizes = run.recipe is not None and run.recipe.experts is not None
     check = run.check and is_wanted()
-    verdict = settle("accelerate", run.model, check, quantizes, _replace_in_small_model, restore_replaced)
+    verdict = verdict_of_small_model(
+        "accelerate", run.model, check, quantizes, _replace_in_small_model, restore_replaced
+    )
     run.is_unmodified = verdict.reason is not None
     run.capture = run.capture if verdict.captures else False
-    run.report.small_model = verdict.said
+    run.report.small_model = verdict.report_line
 
 
 def _replace_in_small_model(model: nn.Module, report: Report, capture: bool) -> None:

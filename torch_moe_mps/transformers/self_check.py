@@ -202,7 +202,7 @@ def compare_replacements(run: Run) -> bool:
     result, late = _failing(Needs.of(run.model), named, formats, run.seconds)
     took = time.perf_counter() - started
     once.watch(True, run.seconds - took)
-    tuner.begin()
+    tuner.start()
     report.tuned = lambda: tuner.told(tuner.known())
     FAILED.clear()
     FAILED.update(result)

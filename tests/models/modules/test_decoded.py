@@ -221,11 +221,11 @@ def test_only_the_operators_of_the_layer_read_its_cache(decodings):
         product()
         thread = threading.Thread(target=product)
         thread.start(), thread.join()
-        _decoded.with_cache(product, other, *others)
+        _decoded.with_decoded_weights(product, other, *others)
         assert len(decodings) == 5
         return product()
 
-    _decoded.with_cache(call, layer, *weights)
+    _decoded.with_decoded_weights(call, layer, *weights)
     assert len(decodings) == 5
     product()
     assert len(decodings) == 6
@@ -238,7 +238,7 @@ def test_some_rows_of_each_head_are_rows_of_the_layer(decodings):
     del decodings[:]
     for _ in range(2):
         product = partial(torch.ops.moe_mps._heads_quantized, x, *rows, "affine4_64")
-        out = _decoded.with_cache(product, layer, *layer.weights()[:3])
+        out = _decoded.with_decoded_weights(product, layer, *layer.weights()[:3])
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     assert len(decodings) == 1
 

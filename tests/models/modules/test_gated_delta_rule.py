@@ -15,7 +15,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE
-from torch_moe_mps.models.basics.state import NOTHING, STATE
+from torch_moe_mps.models.basics.state import EMPTY_STATE, STATE
 from torch_moe_mps.models.basics.tensors import notes_on
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.modules.rules import gated_delta_rule as rules
@@ -286,7 +286,7 @@ def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     numbers = {"norm_eps": 1e-6, "norm_weight_offset": offset}
     names = ("hidden_states", "gate") if norm is qwen3_next.Qwen3NextRMSNormGated else ("x", "gate")
     expected = None if offset is None else NormCall("rms_norm_gated", names, ("weight",), (), numbers, True)
-    assert module.__dict__.get(STATE, NOTHING).formula == expected
+    assert module.__dict__.get(STATE, EMPTY_STATE).formula == expected
     assert torch.equal(module.weight, torch.ones(16))
 
 

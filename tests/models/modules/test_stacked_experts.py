@@ -21,14 +21,14 @@ EXPERTS, HIDDEN, INNER = 5, 64, 32
 class Stacked(nn.Module):
     """Loops over the experts that were chosen, as Step-3.7 and LongCat do."""
 
-    halves, turned, others, first, has_bias = 2, False, 0, "gate_up_proj", False
+    halves, transposed, others, first, has_bias = 2, False, 0, "gate_up_proj", False
 
     def __init__(self, experts=EXPERTS, hidden=HIDDEN, inner=INNER):
         super().__init__()
         self.num_experts, self.hidden_dim = experts, hidden
         shapes = (experts + self.others, self.halves * inner, hidden), (experts, hidden, inner)
         for name, (count, rows, columns) in zip((self.first, "down_proj"), shapes, strict=True):
-            shape = (columns, rows) if self.turned else (rows, columns)
+            shape = (columns, rows) if self.transposed else (rows, columns)
             setattr(self, name, nn.Parameter(torch.empty(count, *shape)))
             if self.has_bias:
                 setattr(self, f"{name}_bias", nn.Parameter(torch.empty(count, rows)))
@@ -36,7 +36,7 @@ class Stacked(nn.Module):
     def multiplied(self, name, rows, expert):
         weight = getattr(self, name)[expert]
         bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
-        return F.linear(rows, weight.T if self.turned else weight, bias)
+        return F.linear(rows, weight.T if self.transposed else weight, bias)
 
     def between(self, rows):
         gate, up = rows.chunk(2, -1)
@@ -60,7 +60,7 @@ class Stacked(nn.Module):
 
 
 class Transposed(Stacked):
-    turned, has_bias = True, True
+    transposed, has_bias = True, True
 
 
 class EveryOther(Stacked):
@@ -99,7 +99,7 @@ class Square(Stacked):
 class AllOnRows(Stacked):
     """Takes rows for each expert, as Llama 4's."""
 
-    turned = True
+    transposed = True
 
     def forward(self, hidden_states):
         rows = hidden_states.view(self.num_experts, -1, self.hidden_dim)
@@ -160,7 +160,7 @@ def test_quantised_experts(cls):
     for name, format in formats_of(module).items():
         parts = (getattr(module, f"{name}_{part}") for part in ("packed", "scales", "biases"))
         weight = dequantize(QuantizedWeight(*parts, format), torch.float32)
-        getattr(twin, name).data = weight.mT.contiguous() if module.turned else weight
+        getattr(twin, name).data = weight.mT.contiguous() if module.transposed else weight
     torch_moe_mps.restore(module)  # quantised experts stay
     with torch.no_grad():
         assert operators_of(lambda: module(*given)).get("_moe_experts_quantized") == 1

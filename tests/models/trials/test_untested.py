@@ -233,7 +233,7 @@ def test_small_models_have_all_kinds_of_layers(architecture):
     config = tiny_models.model_class(architecture).config_class()
     with torch.device("meta"):
         large = tiny_models.model_class(architecture)(config)
-    small = small_models.small_model(large, trial.said)
+    small = small_models.small_model(large, trial.results_of)
     assert sum(weight.numel() for weight in small.parameters()) < 3e7
     classes = [{type(module) for module in model.modules()} for model in (large, small)]
     assert classes[0] == classes[1]

@@ -314,9 +314,9 @@ def _rope(stated: Stated, width: int) -> dict[str, Any]:
     Raises: ValueError for a scaling that is not known.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": stated.get("rope.freq_base", 10000.0)}
-    turned = stated.get("rope.dimension_count", width)
-    if turned != width:
-        rope["partial_rotary_factor"] = turned / width
+    rotated = stated.get("rope.dimension_count", width)
+    if rotated != width:
+        rope["partial_rotary_factor"] = rotated / width
     kind = stated.get("rope.scaling.type", "none")
     stated.get("rope.scaling.finetuned")
     if kind == "none":

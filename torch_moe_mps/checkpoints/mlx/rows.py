@@ -102,8 +102,13 @@ class RowConverters:
                     joined = partial(joined_stacks, count) if is_apart else partial(torch.cat, dim=1)
                     first = [dequantized(formats, joined)]
                     weights = _matrices(weights, formats)
-                turned = [*first, *join[1:], *([Transpose(1, 2)] if is_transposed(module) else []), Cast()]
-                yield NamedConverter(weights, [f"{name}.{projection}"], turned)
+                transposed = [
+                    *first,
+                    *join[1:],
+                    *([Transpose(1, 2)] if is_transposed(module) else []),
+                    Cast(),
+                ]
+                yield NamedConverter(weights, [f"{name}.{projection}"], transposed)
             if getattr(module, f"{projection}_bias", None) is not None:
                 yield NamedConverter(_ends(modules, "bias"), [f"{name}.{projection}_bias"], [*join, Cast()])
 

@@ -121,12 +121,12 @@ class SlotPool : public torch::CustomClassHolder {
   c10::intrusive_ptr<SlotReading> ask(const at::Tensor& ids) {
     const auto result = std::make_shared<SlotReading::Result>();
     const auto* first = ids.const_data_ptr<int32_t>();
-    const std::shared_ptr<Asked> asked = pool_->ask(
+    const std::shared_ptr<SlotRequest> request = pool_->ask(
         {first, first + ids.numel()}, [result](const ReadFault& fault, const std::vector<int32_t>& slots) {
           result->set(fault, slots, nullptr);
         });
     auto reading = c10::make_intrusive<SlotReading>(result);
-    reading->give_up = [pool = pool_, asked] { pool->abandon(asked); };
+    reading->give_up = [pool = pool_, request] { pool->abandon(request); };
     return reading;
   }
 
@@ -143,7 +143,7 @@ class SlotPool : public torch::CustomClassHolder {
         if (stream != 0) wait_for_buffer(stream, buffer);
         staged->wait();
         const ReadFault fault = fill(*pool, staged, to, experts);
-        to.at(0).note_written();  // views of one memory
+        to.at(0).bump_version();  // views of one memory
         result->set(fault, {}, nullptr);
       } catch (...) {
         result->set({}, {}, std::current_exception());
@@ -160,7 +160,7 @@ class SlotPool : public torch::CustomClassHolder {
     counters.nanoseconds += static_cast<int64_t>(1e9 * seconds);
   }
 
-  // Reads of the disk that have ended, and those that were asked for.
+  // Reads of the disk that have ended, and those that were requested.
   std::tuple<int64_t, int64_t> reads() const {
     const int64_t ended = disk_->disk->ended();
     return {ended, disk_->disk->begun()};

@@ -43,7 +43,7 @@ class HostRows {
   HostRows(const at::Tensor& tensor, const at::Tensor& view);
   char* row(int64_t number) const { return first_ + number * size_; }
   // Tells torch that the tensor was written: what was computed from its content is not used any more.
-  void note_written() const {
+  void bump_version() const {
     if (version_.enabled()) version_.bump();
   }
 

@@ -21,7 +21,7 @@ namespace moe_mps {
 class Pool;
 
 // A request for slots.
-class Asked {
+class SlotRequest {
  public:
   using Done = std::function<void(const ReadFault&, const std::vector<int32_t>&)>;
 
@@ -44,9 +44,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Asks for slots of ids, which lie in int32; an id of no expert stays as it is. `done` may be called at
   // once, and is called by any thread.
-  std::shared_ptr<Asked> ask(std::vector<int64_t> ids, Asked::Done done);
+  std::shared_ptr<SlotRequest> ask(std::vector<int64_t> ids, SlotRequest::Done done);
   // From here on nothing is called for a request, and it keeps no slot; what was begun is read.
-  void abandon(const std::shared_ptr<Asked>& asked);
+  void abandon(const std::shared_ptr<SlotRequest>& request);
 
   // Copies those of some experts that are in slots to memory [experts, ...] of each tensor. `read_others` is
   // called with the others before that, so that the disk works meanwhile.
@@ -66,21 +66,21 @@ class Pool : public std::enable_shared_from_this<Pool> {
   };
   struct Loading {
     int32_t slot;
-    std::vector<std::shared_ptr<Asked>> waiting;
+    std::vector<std::shared_ptr<SlotRequest>> waiting;
   };
   // What follows from a change, done without the mutex.
-  struct Later {
+  struct DeferredWork {
     std::vector<std::shared_ptr<ExpertRead>> reads;
     std::vector<std::function<void()>> calls;
   };
 
-  bool begin(const std::shared_ptr<Asked>& asked, Later& later);
-  void finish(const std::shared_ptr<Asked>& asked, Later& later);
+  bool assign(const std::shared_ptr<SlotRequest>& request, DeferredWork& deferred);
+  void finish(const std::shared_ptr<SlotRequest>& request, DeferredWork& deferred);
   void hold(Entry& entry);
-  void release(Asked& asked);
-  void begin_waiting(Later& later);
+  void release(SlotRequest& request);
+  void assign_waiting(DeferredWork& deferred);
   void loaded(int64_t expert, const ReadFault& fault);
-  void act(Later& later);
+  void act(DeferredWork& deferred);
 
   std::shared_ptr<Disk> disk_;
   int64_t layer_;
@@ -91,7 +91,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::unordered_map<int64_t, Loading> loading_;
   std::list<int64_t> order_;  // experts, least recently used first
   std::vector<int32_t> free_;
-  std::vector<std::shared_ptr<Asked>> waiting_;  // for free slots
+  std::vector<std::shared_ptr<SlotRequest>> waiting_;  // for free slots
 };
 
 }  // namespace moe_mps

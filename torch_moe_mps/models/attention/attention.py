@@ -22,7 +22,7 @@ from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.families.attention import MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from ...selfcheck.units import chunks_run_sdpa
 from ..basics.configs import ATTENTION, plain_config
-from ..basics.state import NOTHING, STATE
+from ..basics.state import EMPTY_STATE, STATE
 from ..basics.tensors import Deferred
 from ..caches.quantized_states import QuantizedStates
 from .causal_mask import CausalMask, additive
@@ -98,7 +98,7 @@ def _sdpa(
     plain = options.get("is_causal") is not False and options.get("dropout", 0.0) == 0.0
     plain = plain and _are_none(_not_taken(sdpa, _SPECIAL), options)
     bias = options.get("position_bias")
-    if bias is not None and plain and query.is_mps and getattr(module, STATE, NOTHING).is_attention:
+    if bias is not None and plain and query.is_mps and getattr(module, STATE, EMPTY_STATE).is_attention:
         out = _attend_with_bias(module, query, key, value, attention_mask, bias, scaling)
         if out is not None:
             return out, None
@@ -151,7 +151,7 @@ def _attend_with_bias(
 
 def _is_operators(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:
     """True if a layer's attention is for the operator on MPS, if that takes it."""
-    if not getattr(module, STATE, NOTHING).is_attention:
+    if not getattr(module, STATE, EMPTY_STATE).is_attention:
         return False
     if isinstance(mask, CausalMask) and not _takes_bools(query, key, value, mask):
         return True

@@ -100,7 +100,7 @@ def _choice(
 def _into_cache(
     indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor]:
-    """The queries, turned; the keys k [B, T, D], normed and turned, behind the cached ones."""
+    """The queries, rotated; the keys k [B, T, D], normed and rotated, behind the cached ones."""
     norm, cache, dtype = indexer.k_norm, arguments.get(CACHE), k.dtype
     cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
     if form.turn is not None:
@@ -126,7 +126,7 @@ def _into_cache(
 
 
 def _queries(indexer: Any, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """[B, T, Hi, D], which have not turned."""
+    """[B, T, Hi, D], which have not rotated."""
     children = indexer._modules
     x = arguments["q_resid"] if "q_resid" in arguments else children["q_input_norm"](hidden)
     q: Tensor = indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))

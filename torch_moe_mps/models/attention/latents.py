@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops._checks import dtype_name
-from ...ops._decoded import with_cache
+from ...ops._decoded import with_decoded_weights
 from ..basics.guards import is_observed
 from ..basics.report import Done
-from ..basics.state import NOTHING, STATE, state_of
+from ..basics.state import EMPTY_STATE, STATE, state_of
 from ..basics.tensors import Deferred
 from ..basics.unmodified import refusal
 from ..caches.growing import latents_together
@@ -165,7 +165,7 @@ def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any
     packed, scales, biases, _ = layer.weights()
     weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
     compute = partial(ops._heads_quantized, x, *weight, layer.format.name, **options)
-    return with_cache(compute, layer, packed, scales, biases) if x.is_cpu else compute()
+    return with_decoded_weights(compute, layer, packed, scales, biases) if x.is_cpu else compute()
 
 
 def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
     packed, scales, biases, _ = layer.weights()
     weight = packed[rows], scales[rows], None if biases is None else biases[rows]
     compute = partial(ops.linear_quantized, x, *weight, format=layer.format.name)
-    return with_cache(compute, layer, packed, scales, biases) if x.is_cpu else compute()
+    return with_decoded_weights(compute, layer, packed, scales, biases) if x.is_cpu else compute()
 
 
 def _operator_for(layer: Any) -> str | None:
@@ -250,7 +250,7 @@ def lazy_expand_kv(eager: Callable) -> Callable:
     """Method `expand_kv` of rewritten layers: gives LazyLatents where a layer attends to latents."""
 
     def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
-        form = self.__dict__.get(STATE, NOTHING).expansion
+        form = self.__dict__.get(STATE, EMPTY_STATE).expansion
         if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(self, latents, rotated)
         source = Latents(self, eager, latents, rotated)

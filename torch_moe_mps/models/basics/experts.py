@@ -17,7 +17,7 @@ from ...ops.families.quantized import _moe_experts_quantized
 from ...quantization import Format
 from .report import Done
 from .stacks import PackedStack, Stack
-from .state import NOTHING, STATE
+from .state import EMPTY_STATE, STATE
 
 ops = torch.ops.moe_mps
 
@@ -320,7 +320,7 @@ class Experts(NamedTuple):
         """[T, K, R] of each part of a projection, with bias and adapters."""
         bias = getattr(module, f"{projection}_bias") if self.has_bias else None
         outs: list[Tensor] = self.stack(projection).multiply(module, self.number, x, ids, bias)
-        for a, b, experts, scaling in module.__dict__.get(STATE, NOTHING).adapters.get(projection, ()):
+        for a, b, experts, scaling in module.__dict__.get(STATE, EMPTY_STATE).adapters.get(projection, ()):
             pairs = {"pair_order": buckets[0], "offsets": buckets[1][: experts + 1]} if buckets else {}
             outs = [ops.expert_lora(outs[0], x, ids, a, b, num_experts=experts, scaling=scaling, **pairs)]
         return outs
@@ -337,7 +337,7 @@ def _halves(rows: Tensor, activation: Activation | None) -> list[Tensor]:
 
 def _buckets(module: nn.Module, ids: Tensor) -> tuple:
     """The pairs by expert, where adapters of many pairs read them."""
-    adapters = module.__dict__.get(STATE, NOTHING).adapters
+    adapters = module.__dict__.get(STATE, EMPTY_STATE).adapters
     if not adapters or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
         return ()
     most = max(adapter.experts for those in adapters.values() for adapter in those)

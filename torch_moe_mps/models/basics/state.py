@@ -119,7 +119,7 @@ class Unsupported(Exception):
     """A module cannot be replaced; the message says why."""
 
 
-class Beside:
+class UntrackedState:
     """An object in a model's attributes that changes with each call. No result depends on it."""
 
 
@@ -167,7 +167,7 @@ class State:
         return vars(self) | {"guards": None}
 
 
-NOTHING = State()  # for modules that have none
+EMPTY_STATE = State()  # for modules that have none
 
 
 def kv_bits_of(model: nn.Module) -> int | None:
@@ -187,11 +187,13 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def state_in(module: nn.Module) -> State:
-    """Read-only state of a module; `NOTHING` if it has none.
+    """Read-only state of a module; `EMPTY_STATE` if it has none.
 
     A token runs many modules, so their forwards look it up themselves: a call in Python counts there.
     """
-    state: State = module.__dict__.get(STATE, NOTHING)  # getattr of a missing attribute is slow on modules
+    state: State = module.__dict__.get(
+        STATE, EMPTY_STATE
+    )  # getattr of a missing attribute is slow on modules
     return state
 
 

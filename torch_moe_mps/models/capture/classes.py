@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..._extension import host_library
 from ..._limits import MOST_TOKENS
-from ..basics.state import NOTHING, STATE, made_as, restore_class, state_in, state_of, subclass
+from ..basics.state import EMPTY_STATE, STATE, made_as, restore_class, state_in, state_of, subclass
 from ..caches.cache import takes_cache
 from ..modules.sampling import OPERATOR
 from .candidates import DRAFTING
@@ -108,7 +108,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return eager(self, *args, **kwargs)
-        captures: Captures | None = getattr(self, STATE, NOTHING).captures
+        captures: Captures | None = getattr(self, STATE, EMPTY_STATE).captures
         if captures is None or len(args) > len(names):
             return eager(self, *args, **kwargs)
         if args:

@@ -12,6 +12,6 @@ class ExchangeError(RuntimeError):
 
 
 def exchange_of(model: nn.Module) -> Any:
-    """The `pipeline.handing.Handing` of a model that is spread over processes; None for any other."""
+    """The `pipeline.exchange.StageExchange` of a model that is spread over processes; None for any other."""
     running = pipeline_of(model)
-    return None if running is None else running.handing
+    return None if running is None else running.exchange

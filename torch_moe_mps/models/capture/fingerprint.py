@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import Cache
 
 from ..._extension import host_library
-from ..basics.state import Beside, State
+from ..basics.state import State, UntrackedState
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import RECORDERS, CacheLayerMixin, GeneralInterface
 from .user_code import is_of_library
@@ -58,7 +58,7 @@ _KNOWN_HOOKS = (
 _LEAVES = (
     str, bytes, bool, int, float, complex, type(None), type, property, Tensor, torch.dtype, torch.device,
     torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref, logging.Logger,
-    State, Beside,
+    State, UntrackedState,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, tuple)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")  # dictionaries in the attributes of each

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._limits import MOST_TOKENS
-from ...ops.families.slots import using
+from ...ops.families.slots import with_slots_locked
 from ..attention.causal_mask import padding_of
 from ..basics.residency import follow_moved
 from ..basics.unmodified import REFUSED
@@ -192,7 +192,7 @@ def record(
     return Capture(
         fingerprint=fingerprint,
         match=stand_ins.match(program, writes),
-        run=using(Bound.run) if _OPERATOR_OF_SLOTS in operators else Bound.run,
+        run=with_slots_locked(Bound.run) if _OPERATOR_OF_SLOTS in operators else Bound.run,
         make=make,
         exchange=exchange,
         handover=handover,

@@ -185,11 +185,11 @@ def linear_of(call: Any) -> tuple[Any, Any, Any] | None:
         return x, weight, bias
     if not is_call(call, aten.mm, aten.addmm):
         return None
-    *biases, x, turned = (value for value in arguments(call).values() if isinstance(value, fx.Node))
+    *biases, x, transposed = (value for value in arguments(call).values() if isinstance(value, fx.Node))
     is_scaled = any(arguments(call).get(name, 1) != 1 for name in ("alpha", "beta"))
-    if is_scaled or not is_call(turned, aten.t) or any(tensor_of(item).dim() != 1 for item in biases):
+    if is_scaled or not is_call(transposed, aten.t) or any(tensor_of(item).dim() != 1 for item in biases):
         return None
-    return x, turned.args[0], biases[0] if biases else None
+    return x, transposed.args[0], biases[0] if biases else None
 
 
 def called(form: ast.expr) -> str:

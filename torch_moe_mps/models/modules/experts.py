@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
-from ...ops._decoded import with_cache
-from ...ops.families.slots import using_slots
+from ...ops._decoded import with_decoded_weights
+from ...ops.families.slots import slots_lock
 from ..basics.configs import EXPERTS, plain_config
 from ..basics.experts import Experts, ExpertsCode
 from ..basics.guards import Kept, are_unchanged, collection, is_observed, recording
@@ -30,7 +30,7 @@ from ..basics.interface import (
 )
 from ..basics.report import Done
 from ..basics.state import (
-    NOTHING,
+    EMPTY_STATE,
     STATE,
     Unsupported,
     made_as,
@@ -379,7 +379,7 @@ def operator_call(
     if seen:
         require_heard(self)
         return OperatorCall(experts, (), True)
-    in_steps = bool(self.__dict__.get(STATE, NOTHING).adapters)
+    in_steps = bool(self.__dict__.get(STATE, EMPTY_STATE).adapters)
     if not in_steps and torch.is_grad_enabled():  # gradients reach the inputs of each of the steps
         in_steps = x.requires_grad or (weights is not None and weights.requires_grad)
     return OperatorCall(experts, activation or (), in_steps)
@@ -406,7 +406,7 @@ def _call_of_dense(
 def combined(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, call: OperatorCall) -> Tensor:
     """[T, H] -> [T, H]: the weighted sum of the experts' outputs, in memory or on the disk."""
     if (on_disk := self.__dict__.get(ON_DISK)) is not None:
-        with using_slots:
+        with slots_lock:
             module, ids = on_disk.ready(self, ids)
             return _in_memory(module, x, ids, weights, *call)
     return _in_memory(self, x, ids, weights, *call)
@@ -426,7 +426,9 @@ def _in_memory(
     if not x.is_cpu or not experts.is_packed:
         return experts.combine(self, x, ids, weights, activation, in_steps, dense)
     packed = [tensor for _, stack in experts.stacks for each in stack.tensors(self) for tensor in each]
-    return with_cache(partial(experts.combine, self, x, ids, weights, activation, in_steps), self, *packed)
+    return with_decoded_weights(
+        partial(experts.combine, self, x, ids, weights, activation, in_steps), self, *packed
+    )
 
 
 def multiplied(self: nn.Module, projection: str, x: Tensor, ids: Tensor) -> Tensor:
@@ -435,7 +437,7 @@ def multiplied(self: nn.Module, projection: str, x: Tensor, ids: Tensor) -> Tens
         return get_experts(self).multiply(self, projection, x, ids)
     if runs_eager(self, x):
         on_disk.refuse(_IN_MEMORY)
-    with using_slots:
+    with slots_lock:
         module, ids = on_disk.ready(self, ids)
         return get_experts(module).multiply(module, projection, x, ids)
 

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from ...disk.file import Layer, dtype_of
 from ...disk.pool import Counters, ExpertPool, Pools
-from ...ops.families.slots import using_slots
+from ...ops.families.slots import slots_lock
 from ..basics.interface import ON_DISK, experts_on_disk
-from ..basics.state import Beside
+from ..basics.state import UntrackedState
 from ..basics.tensors import ABOUT, Deferred
 from ..graphs.tracing import LeftAlone
 from ..upstream.reach import hold_reach
@@ -24,7 +24,7 @@ from .experts import NAME
 ops = torch.ops.moe_mps
 
 
-class OnDisk(Beside):
+class OnDisk(UntrackedState):
     """The pool of a module, whose weights are the pool's slots.
 
     Attributes:
@@ -56,7 +56,7 @@ class OnDisk(Beside):
         staging, number = self.pools.staging, self.pools.layers.index(self.pool)
         assert staging is not None
         staging.read(number, needed)
-        return _with_weights(module, turned(self.pool.about, staging.tensors[number])), ids
+        return _with_weights(module, transposed(self.pool.about, staging.tensors[number])), ids
 
     def refuse(self, why: str) -> NoReturn:
         """Raises: ValueError that names the module."""
@@ -80,7 +80,7 @@ class Unreadable(Deferred):
     @staticmethod
     def of(on_disk: OnDisk, name: str) -> Any:
         about, device = on_disk.pool.about, on_disk.pool.tensors[name].device
-        shape = turned(about, {name: on_disk.pool.tensors[name]})[name].shape[1:]
+        shape = transposed(about, {name: on_disk.pool.tensors[name]})[name].shape[1:]
         attributes: dict[str, Any] = {"on_disk": on_disk, "_is_hf_initialized": True}
         return Unreadable.made(
             (about.experts, *shape), dtype_of(about.tensors[name][0]), device, **attributes
@@ -105,9 +105,9 @@ def _refuse_to_save(
         state[f"{prefix}{name}"] = Unreadable.of(on_disk, name)
 
 
-def turned(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def transposed(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer in the layout of its module, or the other way round."""
-    return {n: t.mT if n in layer.turned else t for n, t in tensors.items()}
+    return {n: t.mT if n in layer.transposed else t for n, t in tensors.items()}
 
 
 def put_on_disk(module: nn.Module, on_disk: OnDisk) -> None:
@@ -132,7 +132,7 @@ def put_table_on_disk(module: nn.Module, on_disk: OnDisk) -> None:
 
     def gathered(ids: Tensor) -> Tensor:
         parts = ids.flatten().split(on_disk.pool.size)
-        with using_slots:
+        with slots_lock:
             rows = [forward(ops._expert_slots(part, on_disk.pool.number)) for part in parts]
         return torch.cat(rows).view(*ids.shape, rows[0].shape[-1])
 

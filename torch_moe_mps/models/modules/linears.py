@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...ops._decoded import with_cache
+from ...ops._decoded import with_decoded_weights
 from ...ops.families.linear import embedding_quantized, linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
@@ -232,7 +232,7 @@ class QuantizedLinear(QuantizedLayer):
         compute = partial(
             linear_quantized, x, packed, scales, biases, format=self.format.name, bias=bias, dtype=dtype
         )
-        return with_cache(compute, self, packed, scales, biases) if packed.is_cpu else compute()
+        return with_decoded_weights(compute, self, packed, scales, biases) if packed.is_cpu else compute()
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
@@ -292,7 +292,7 @@ class GroupedLinear(QuantizedLinear):
         rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         ids = self.group_ids.expand(len(rows), -1)
         compute = partial(ops.expert_qmm, rows, ids, *stacks, format=self.format.name)
-        out = with_cache(compute, self, *weights) if x.is_cpu else compute()
+        out = with_decoded_weights(compute, self, *weights) if x.is_cpu else compute()
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def extra_repr(self) -> str:

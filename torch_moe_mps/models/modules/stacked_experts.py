@@ -65,13 +65,15 @@ def recognise_stacks(module: nn.Module) -> Experts | None:
     if sum(len(shape) == 3 and min(shape) > 1 for _, shape in shapes) < 2:  # RWKV's factors are of [1, 1, H]
         return None
     first, takes_rows = _first_stack(shapes), _takes_rows(module)
-    layouts = [(turned, sizes) for turned in (False, True) if (sizes := sizes_of(shapes, first, turned))]
+    layouts = [
+        (transposed, sizes) for transposed in (False, True) if (sizes := sizes_of(shapes, first, transposed))
+    ]
     if not layouts:
         raise Unsupported("the shapes of its stacks do not follow each other")
     forms = [
-        recognised(activation, _stacks(first, turned), sizes.experts, shapes, has_identity, takes_rows)
+        recognised(activation, _stacks(first, transposed), sizes.experts, shapes, has_identity, takes_rows)
         for has_identity in ((False,) if takes_rows else (False, True))
-        for turned, sizes in layouts
+        for transposed, sizes in layouts
         for activation in (*_activations(module, first == FIRST[0]), *own_activation(module))
     ]
     form: Experts | None = first_form(module, forms, _begin, layouts[0][1], takes_rows)

@@ -19,10 +19,10 @@ from .replicas import ATTRIBUTES_OF_MODULES
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 
-Begin = Callable[..., Callable[[Any], bool] | None]
+Prepare = Callable[..., Callable[[Any], bool] | None]
 
 
-def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments: Any) -> Any:
+def first_form(module: nn.Module, forms: Sequence[Any], prepare: Prepare, *arguments: Any) -> Any:
     """The first form that a module computes, None for none: tried once for all modules that are alike.
 
     The module's forward then rests on what they have in common. Raises: Unsupported if no trial reached a
@@ -30,14 +30,14 @@ def first_form(module: nn.Module, forms: Sequence[Any], begin: Begin, *arguments
 
     Args:
         forms: tried in this order; modules that are alike have the same.
-        begin: (module, *arguments) -> (form -> whether the module computes so). It makes what all forms are
+        prepare: (module, *arguments) -> (form -> whether the module computes so). It makes what all forms are
             compared with, as a replica and its own results.
     """
 
-    key, index = (begin, class_before(module), arguments, _common(module)), vars(module).get("layer_idx")
+    key, index = (prepare, class_before(module), arguments, _common(module)), vars(module).get("layer_idx")
 
     def run() -> Callable[[Any], bool] | None:
-        return tried(begin, module, *arguments)
+        return tried(prepare, module, *arguments)
 
     result = recall_alike(key, module, lambda: Trial(*found_form(forms, run), index))
     found, missing = result.form, result.missing
@@ -65,22 +65,22 @@ class Trial(NamedTuple):
 
 
 def found_form(
-    forms: Sequence[Any], begin: Callable[[], Callable[[Any], bool] | None], count: int | None = None
+    forms: Sequence[Any], prepare: Callable[[], Callable[[Any], bool] | None], count: int | None = None
 ) -> tuple[int | None, str | None]:
     """(number of the first form that holds in each draw, None), or (None, why no trial shows it, if so).
 
     Args:
-        begin: runs eager code with a draw's numbers. Returns: form -> whether it gives the same; None if
+        prepare: runs eager code with a draw's numbers. Returns: form -> whether it gives the same; None if
             eager code cannot be run so.
         count: of draws; None: until each branch had its outcomes.
     """
     draws, missing = Draws(count), None
-    begun: dict[int, Callable[[Any], bool] | None] = {}
+    prepared: dict[int, Callable[[Any], bool] | None] = {}
 
     def holds(form: Any, draw: Draw) -> bool:
-        if draw.number not in begun:
-            begun[draw.number] = begin()
-        compare = begun[draw.number]
+        if draw.number not in prepared:
+            prepared[draw.number] = prepare()
+        compare = prepared[draw.number]
         return compare is not None and bool(tried(compare, form))
 
     for number, form in enumerate(forms):

@@ -44,14 +44,14 @@ class Verdict(NamedTuple):
         captures: True if tokens may be captured.
         reason: why everything runs unmodified, if it does.
         fault: the difference that was found, if there was one.
-        said: the report's line.
+        report_line: the report's line.
     """
 
     own: tuple[str, ...] = ()
     captures: bool = True
     reason: str | None = None
     fault: str | None = None
-    said: str | None = None
+    report_line: str | None = None
 
 
 def is_tested() -> bool:
@@ -59,7 +59,7 @@ def is_tested() -> bool:
     return untested(transformers.__version__) is None
 
 
-def settle(
+def verdict_of_small_model(
     function: str, model: nn.Module, check: bool, quantizes: bool, replace: Replace, restore: Restore
 ) -> Verdict:
     """Decides what of a module may run our code, and keeps the rest out; a warning says which.
@@ -93,12 +93,14 @@ def settle(
 def _of_all(verdicts: list[Verdict], names: str, begins: str) -> Verdict:
     """Merges the verdicts on the parts of a model. `begins` starts the report's line."""
     reason = next((verdict.reason for verdict in verdicts if verdict.reason is not None), None)
-    said = f"a small {names} agrees with its eager code"
+    report_line = f"a small {names} agrees with its eager code"
     if reason is not None:
-        said = f"{names} runs unmodified, {reason}"
+        report_line = f"{names} runs unmodified, {reason}"
     elif any(verdict.fault is not None for verdict in verdicts):
-        said = f"a part of {names} differs from its eager code, and runs unmodified"
-    return Verdict((), all(verdict.captures for verdict in verdicts), reason, said=begins + said)
+        report_line = f"a part of {names} differs from its eager code, and runs unmodified"
+    return Verdict(
+        (), all(verdict.captures for verdict in verdicts), reason, report_line=begins + report_line
+    )
 
 
 def _require_experts(function: str, model: PreTrainedModel, verdict: Verdict, quantizes: bool) -> None:
@@ -142,7 +144,7 @@ def _compared(model: PreTrainedModel, replace: Replace, restore: Restore) -> Ver
     with all_operators():
         try:
             torch.default_generator.manual_seed(0)
-            small = small_model(model, said)
+            small = small_model(model, results_of)
         except CannotBeShrunk as error:
             return Verdict(reason=f"a small model cannot be compared ({error})")
         compare = functools.partial(_difference, small, replace, restore)
@@ -190,13 +192,13 @@ def _difference(
     for seed in seeds:
         torch.default_generator.manual_seed(seed)
         fill(small)
-        expected = said(small)
+        expected = results_of(small)
         report = Report()
         try:
             with _unmodified(left_out):
                 replace(small, report, captures)
                 classes = _classes(small, report)
-                fault = _differs(said(small), expected)
+                fault = _differs(results_of(small), expected)
         except Exception as error:
             note_error(error)
             fault = f"it raises {type(error).__name__}: {first_line(error)}"
@@ -211,7 +213,7 @@ def _classes(model: nn.Module, report: Report) -> list[type]:
     return [*dict.fromkeys(class_before(model.get_submodule(row.name)) for row in report.replaced)]
 
 
-def said(model: PreTrainedModel) -> dict[str, Tensor]:
+def results_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """{what a model gives: its logits}: the tokens behind a prompt, one by one, and the last of padded rows.
 
     Of a model that says no tokens the first output of a prompt counts, and where rows cannot be padded, none.

@@ -387,15 +387,15 @@ def _attended(
     return out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
 
 
-# One token's heads, turned and written into the cache
+# One token's heads, rotated and written into the cache
 
 
 def _meta_rope_attention(check, q, k, v, keys_, values_, **given):
-    turned = check_rope_cache(check, q, k, v, keys_, values_, **given)
+    rotated = check_rope_cache(check, q, k, v, keys_, values_, **given)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
     none = dict.fromkeys((*SCALES, "attn_mask", "indices", "k_tail", "v_tail", "dtype"))
-    return _meta_cached_attention(check, turned, keys_, values_, **none, index_block=1, lookahead=0, **given)
+    return _meta_cached_attention(check, rotated, keys_, values_, **none, index_block=1, lookahead=0, **given)
 
 
 @operator(
@@ -447,7 +447,7 @@ def _rope_attention_(
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     norms = q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset
-    turned = _rope_cache_(
+    rotated = _rope_cache_(
         *(q, k, v, keys_, values_, cos, sin, *norms),
         pairs=pairs,
         rotary_dim=rotary_dim,
@@ -456,7 +456,7 @@ def _rope_attention_(
         v_norm_weight=v_norm_weight,
     )
     return _cached_attention(
-        turned,
+        rotated,
         keys_,
         values_,
         scale=scale,
@@ -601,7 +601,7 @@ def _written(s: Sample) -> dict[str, Any]:
     }
 
 
-def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, Any]:
+def rope_attention_sample(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, Any]:
     """Good arguments of _rope_attention_."""
     states = f"q[2, {tokens}, {heads}, D] k[2, {tokens}, 2, D] v[2, {tokens}, 2, V] q_norm_weight[D]"
     caches = f"keys_[2, 2, {keys}, D] values_[2, 2, {keys}, V]"
@@ -609,15 +609,15 @@ def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, 
 
 
 CALLS: Calls = {
-    "_rope_attention_": lambda s: turned(s, s.T),
+    "_rope_attention_": lambda s: rope_attention_sample(s, s.T),
     "_cached_attention": _attended_sample,
     "cached_attention": _attended_sample,
     "_write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
     "_rope_attention_": lambda s: [
-        turned(s, 1, heads=18),
-        turned(s, 1)
+        rope_attention_sample(s, 1, heads=18),
+        rope_attention_sample(s, 1)
         | s.of(
             "k_norm_weight[D] v_norm_weight[V] sinks[4] gate[2, 1, 4, 1]", pairs="interleaved", norm_v=True
         )

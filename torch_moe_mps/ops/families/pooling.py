@@ -88,7 +88,7 @@ def _pool_window_(
                 for x, nothing in ((values, 0.0), (logits, -torch.inf))
             )
         entries = normed((values * logits.softmax(2)).sum(2), norm_weight, norm_eps, 0.0)
-        entries_[:, first:closed] = _turned(entries, first, rate, inv_freq, rotary_scale).to(entries_.dtype)
+        entries_[:, first:closed] = _rotated(entries, first, rate, inv_freq, rotary_scale).to(entries_.dtype)
     kept = min(tokens, rows)
     places = torch.arange(position + tokens - kept, position + tokens) % rows
     state_[:, places] = new[:, tokens - kept :]
@@ -100,8 +100,8 @@ def _overlapped(x: Tensor) -> Tensor:
     return torch.cat((before[:, :-1], own[:, 1:]), 2)
 
 
-def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, rotary_scale: float) -> Tensor:
-    """The entries from number `first` on, with their last columns turned."""
+def _rotated(entries: Tensor, first: int, rate: int, inv_freq: Tensor, rotary_scale: float) -> Tensor:
+    """The entries from number `first` on, with their last columns rotated."""
     numbers = torch.arange(first, first + entries.shape[1], device=entries.device)
     angles = (numbers * rate)[:, None].to(wide_dtype(inv_freq)) * wide(inv_freq)
     cos, sin = angles.cos() * rotary_scale, angles.sin() * rotary_scale

@@ -80,7 +80,7 @@ def _rotated(
     rotary_dim: int | None,
     rotary_last: bool,
 ) -> Tensor:
-    """Heads of `x`, turned by cosines and sines, behind the norm with a weight, an eps and an offset."""
+    """Heads of `x`, rotated by cosines and sines, behind the norm with a weight, an eps and an offset."""
     y = wide(x) if weight is None else normed(x, weight, *norm)
     if cos is None or sin is None:
         return y.to(x.dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -91,15 +91,15 @@ def _rotated(
     cos, sin = (wide(table).unsqueeze(2) for table in (cos, sin))
     if pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
         first, second = y.chunk(2, -1)
-        turned = (y * cos).add_(torch.cat((-second, first), -1).mul_(sin))
+        rotated = (y * cos).add_(torch.cat((-second, first), -1).mul_(sin))
     else:
-        turned = _turned(y, cos, sin, pairs)
+        rotated = _pairs_rotated(y, cos, sin, pairs)
     if rotary < x.shape[-1]:
-        turned = torch.cat((before, turned, after), -1)
-    return turned.to(x.dtype).transpose(1, 2)
+        rotated = torch.cat((before, rotated, after), -1)
+    return rotated.to(x.dtype).transpose(1, 2)
 
 
-def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+def _pairs_rotated(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     interleaved, rotary = pairs != "half", y.shape[-1]
     first, second = _split(y, interleaved)
     (cos1, cos2), (sin1, sin2) = (
@@ -158,8 +158,8 @@ def rope(
 
     Example:
         >>> q, k = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[1.0, 0.0]]]])
-        >>> turned, _ = ops.rope(q, k, cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))
-        >>> turned.tolist()
+        >>> rotated, _ = ops.rope(q, k, cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))
+        >>> rotated.tolist()
         [[[[-4.0, 3.0]]]]
     """
     rest = (norm_eps, norm_weight_offset), cos, sin, pairs, rotary_dim, rotary_last

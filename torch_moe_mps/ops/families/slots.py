@@ -22,7 +22,7 @@ LIMIT = 3.5  # seconds that a GPU may wait for an answer: macOS ends one that wa
 MOST_ID = 2**31 - 1
 
 
-class Alone:
+class ForkSafeRLock:
     """A lock that a thread may take again. In a fork it is free: no other thread has come along."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Alone:
 
 # Held from a request of slots until what reads them is computed or encoded: the experts of another thread's
 # request may take their place.
-using_slots = Alone()
+slots_lock = ForkSafeRLock()
 
 
 class SlotPool(Protocol):
@@ -81,14 +81,14 @@ def _close_at_exit() -> None:
     atexit.register(torch.ops.moe_mps._close_slot_requests)
 
 
-def using(run: Callable[..., Any]) -> Callable[..., Any]:
+def with_slots_locked(run: Callable[..., Any]) -> Callable[..., Any]:
     """A function that asks for slots and uses them before another thread asks."""
 
-    def run_alone(*arguments: Any) -> Any:
-        with using_slots:
+    def run_locked(*arguments: Any) -> Any:
+        with slots_lock:
             return run(*arguments)
 
-    return run_alone
+    return run_locked
 
 
 def release_pool(number: int) -> None:

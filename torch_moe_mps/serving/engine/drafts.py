@@ -49,7 +49,7 @@ class Drafts:
         ids = sequence.job.inputs["input_ids"][0].tolist()
         return DraftedSequence(ids, len(ids))
 
-    def begin(self, group: BatchedGroup, sequence: Sequence, reads_whole: bool) -> None:
+    def start(self, group: BatchedGroup, sequence: Sequence, reads_whole: bool) -> None:
         """Sets up drafting after a sequence was added to a batch."""
         if self.drafting is None:
             return

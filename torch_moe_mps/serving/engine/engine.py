@@ -215,12 +215,12 @@ class Engine:
     def _begin(self, sequence: Sequence) -> None:
         """Starts or restarts the prefill of a sequence."""
         if sequence.prefill is not None:
-            sequence.prefill = self.executor.begin_again(sequence)
+            sequence.prefill = self.executor.prefill_again(sequence)
             self.drafts.left(sequence)
             sequence.row = self.drafts.row_of(sequence)
             return self.pool.enter(sequence, "prefill")
         job, usage, whole = sequence.job, sequence.job.usage, sequence.prompt_tokens
-        prefill = self.executor.begin(job, self.prefix_cache)
+        prefill = self.executor.prefill_of_job(job, self.prefix_cache)
         cached = len(prefill.cached.ids)
         usage.cached_tokens, usage.disk_tokens = cached, min(usage.disk_tokens, cached)
         self.counts.cached += cached
@@ -303,7 +303,7 @@ class Engine:
             self.abilities.say_alone(str(error))
             self.pool.groups.append(Single(sequence))
             return
-        self.drafts.begin(self.pool.batch, sequence, self.abilities.reads_whole)
+        self.drafts.start(self.pool.batch, sequence, self.abilities.reads_whole)
 
     def _measure(self, cached: CachedPrefix) -> None:
         """Records the bytes of a sequence for the budget."""

@@ -11,12 +11,12 @@ from torch import Tensor
 from ...models.programs import BatchedCache, cache_argument, pipeline_of, wide_logits
 from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 from .abilities import Abilities
-from .between import Between
 from .drafts import Drafts
+from .encoder_hook import EncoderHook
 from .groups import BatchedGroup, Group, Single
 from .inputs import images_of, is_one_prompt
 from .job import Job
-from .prefill import Prefill, turned, turning
+from .prefill import Prefill, modules_with_rope_deltas, with_rope_deltas
 from .sequence import Sequence
 
 
@@ -30,7 +30,7 @@ class Executor:
     def __init__(self, model: Any, abilities: Abilities, states: Callable[[], tuple[int, ...]]):
         self._model, self._abilities, self._states = model, abilities, states
         self.device: torch.device = model.device
-        self._turning: Mapping[str, Any] = turning(model)
+        self._rope_modules: Mapping[str, Any] = modules_with_rope_deltas(model)
 
     def room(self, memory: int | None) -> int | None:
         """Bytes of a budget that sequences and cached prefixes may take; None is no limit."""
@@ -45,13 +45,13 @@ class Executor:
         if prefill.prefix_cache is not None:
             prefill.prefix_cache.put(prefix)
 
-    def begin(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
+    def prefill_of_job(self, job: Job, prefix_cache: PrefixCache | None) -> Prefill:
         """Prefill of a job, after its cached prefix."""
         is_cached = self._abilities.caches_prefixes and is_one_prompt(job.inputs)
         images = job.images or images_of(self._model, job.inputs)
         return self._begun(job.inputs, prefix_cache if is_cached else None, images)
 
-    def begin_again(self, sequence: Sequence) -> Prefill:
+    def prefill_again(self, sequence: Sequence) -> Prefill:
         """Prefill of a preempted sequence; its generated tokens become part of the prompt."""
         assert sequence.prefill is not None
         return self._begun({"input_ids": sequence.computed_ids()}, sequence.prefill.prefix_cache)
@@ -60,7 +60,7 @@ class Executor:
         self, inputs: Mapping[str, Tensor], prefix_cache: PrefixCache | None, images: Images | None = None
     ) -> Prefill:
         whole = self._abilities.reads_whole
-        return prefill_of(self._model, inputs, prefix_cache, images, self._turning, whole)
+        return prefill_of(self._model, inputs, prefix_cache, images, self._rope_modules, whole)
 
     def prefill(self, prefill: Prefill, chunk: int, beside: Callable[[], None]) -> Any:
         """Computes the next prefill chunk. Returns: the model output.
@@ -68,8 +68,8 @@ class Executor:
         Args:
             beside: called between the modules of an encoder of images or sound; its exceptions end the call.
         """
-        between = self._between.calling(self._unturned(beside)) if prefill.has_new_images else nullcontext()
-        with between:
+        function = self._without_rope_deltas(beside)
+        with self._encoder_hook.calling(function) if prefill.has_new_images else nullcontext():
             return prefill.compute(self._call, chunk)
 
     def step(self, group: Group, ids: Tensor) -> Any:
@@ -82,12 +82,12 @@ class Executor:
         return out
 
     @functools.cached_property
-    def _between(self) -> Between:
-        return Between(self._model)
+    def _encoder_hook(self) -> EncoderHook:
+        return EncoderHook(self._model)
 
-    def _unturned(self, function: Callable[[], None]) -> Callable[[], None]:
+    def _without_rope_deltas(self, function: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
-            with turned(self._turning, {}):
+            with with_rope_deltas(self._rope_modules, {}):
                 function()
 
         return call

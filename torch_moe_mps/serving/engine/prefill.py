@@ -18,17 +18,17 @@ from ..prefix_cache.memory import CachedPrefix, Images, PrefixCache
 END, _EVERY, _FIRST, _LAST = 32, 4 * LARGEST_CHUNK, 2, 2
 
 
-def turning(model: Any) -> dict[str, Any]:
+def modules_with_rope_deltas(model: Any) -> dict[str, Any]:
     """{name: module} of the modules that keep M-RoPE offsets of the last prompt in `rope_deltas`."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "rope_deltas")}
 
 
 @contextmanager
-def turned(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[None]:
+def with_rope_deltas(modules: Mapping[str, Any], moved: Mapping[str, Any]) -> Iterator[None]:
     """Context where modules use a prompt's M-RoPE offsets.
 
     Args:
-        modules: from `turning`; their offsets are restored on exit.
+        modules: from `modules_with_rope_deltas`; their offsets are restored on exit.
         moved: {name: offsets}; missing names get None.
     """
     before = {name: module.rope_deltas for name, module in modules.items()}
@@ -49,7 +49,7 @@ class Prefill:
         prefix_cache: None for a prompt that is not cached.
         images: of the prompt.
         beside: model inputs of the images. Without them, the caller computes a prompt with uncached images.
-        modules: from `turning`.
+        modules: from `modules_with_rope_deltas`.
         reads_whole: True if the model must compute a prompt in one call.
 
     Attributes:
@@ -100,11 +100,11 @@ class Prefill:
         return 0 if delta is None else int(delta.reshape(-1)[0])
 
     @contextmanager
-    def turning(self) -> Iterator[None]:
+    def own_rope_deltas(self) -> Iterator[None]:
         """Context of a model call that uses and records the prompt's M-RoPE offsets."""
         if self.has_new_images:
             self.cached.images = self.images
-        with turned(self._modules, self._deltas):
+        with with_rope_deltas(self._modules, self._deltas):
             yield
             self._deltas = {name: module.rope_deltas for name, module in self._modules.items()}
         if self.cached.images is not None:
@@ -141,7 +141,7 @@ class Prefill:
         if self._tells_positions:
             inputs["position_ids"] = torch.arange(start, start + ids.shape[1])[None]
         more |= {name: value.to(self._device) for name, value in inputs.items()}
-        with self.turning():
+        with self.own_rope_deltas():
             out = call(self.cached.cache, **more, use_cache=True)
         self.cached.cache = cache_among(out, self.cached.cache)
         return out

@@ -166,7 +166,7 @@ class Items:
     """Parses the text of an answer into text, reasoning and tool calls.
 
     Args:
-        begin: makes the parser; None if everything is text.
+        new_reader: makes the parser; None if everything is text.
         prompt: start of the answer that is part of the prompt.
         has_tools: False to show the arguments of calls as text.
         ends_at: ends the answer behind its first tool call, or at text after tool calls; None does neither.
@@ -180,7 +180,7 @@ class Items:
 
     def __init__(
         self,
-        begin: Callable[[Sink], Reader] | None = None,
+        new_reader: Callable[[Sink], Reader] | None = None,
         prompt: str = "",
         has_tools: bool = True,
         ends_at: Literal["call", "text"] | None = None,
@@ -194,7 +194,7 @@ class Items:
         self._kind, self._has_begun = "", False  # the part that goes on, and whether blanks belong to it
         self._blanks: list[str] = []  # at the end of what is shown so far, if it goes on
         self._is_of_prompt = True
-        self._reader = None if begin is None else begin(self)
+        self._reader = None if new_reader is None else new_reader(self)
         if self._reader is not None:
             self._reader.feed(prompt)
         self._is_of_prompt = False

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.requests import Request as Asked
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -95,12 +95,12 @@ class Server:
 
     # Answers
 
-    def _counted(self, path: str, answer: Callable[[Asked], Awaitable[Response]]) -> Route:
+    def _counted(self, path: str, answer: Callable[[HTTPRequest], Awaitable[Response]]) -> Route:
         """Wraps a route so that its requests are counted by status, protocol errors included."""
 
-        async def counted(asked: Asked) -> Response:
+        async def counted(http_request: HTTPRequest) -> Response:
             try:
-                response, status = await answer(asked), 200
+                response, status = await answer(http_request), 200
             except Exception as error:
                 refused = refused_by(error)
                 response, status = refusal(protocol_path, refused), refused.status
@@ -110,12 +110,12 @@ class Server:
         protocol_path = path if path.startswith("/v1") else f"/v1{path}"
         return Route(path, counted, methods=["POST"])
 
-    async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
+    async def _answer(self, protocol: Protocol, http_request: HTTPRequest) -> Response:
         self._check_memory()
         coming = _Coming()
         read = functools.partial(protocol.read, served=self.served)
-        async with self.reading.place(asked) as client:
-            kind, request = await self._requested(asked, client, read)
+        async with self.reading.place(http_request) as client:
+            kind, request = await self._requested(http_request, client, read)
             if request.form is not None or request.forced is not None:
                 kind = "grammar"
             coming.answers = await client.run(kind, prepare, self.served, request, coming.show)
@@ -124,13 +124,15 @@ class Server:
             return self._streamed(protocol, request, coming)
         return await self._whole(protocol, request, coming)
 
-    async def _requested(self, asked: Asked, client: Client, read: Reads) -> tuple[Kind, Request]:
+    async def _requested(
+        self, http_request: HTTPRequest, client: Client, read: Reads
+    ) -> tuple[Kind, Request]:
         """(kind of thread that prepares it, parsed request). Raises: Refused."""
         context = self.served.context
         limit = limits.TEXT_BYTES + limits.TOKEN_BYTES * context
         if self.served.reads_media:
             limit = limits.MEDIA_BYTES
-        data = await client.body(asked, min(limit, 2 * limits.MEDIA_BYTES))
+        data = await client.body(http_request, min(limit, 2 * limits.MEDIA_BYTES))
         kind = kind_of(len(data))
         request = await client.run(kind, lambda: read(object_of(data, context)))
         chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
@@ -154,7 +156,7 @@ class Server:
             writer = protocol.writer(request, coming.answers, self.served)
             try:
                 coming.answers.submit(self.served.generator)
-                yield writer.begin()
+                yield writer.opening()
                 while True:
                     try:
                         part = await coming.next(PING)
@@ -192,16 +194,16 @@ class Server:
         if memory is not None and memory.level is Level.CRITICAL:
             raise _no_memory()
 
-    async def _count(self, asked: Asked) -> Response:
-        async with self.reading.place(asked) as client:
+    async def _count(self, http_request: HTTPRequest) -> Response:
+        async with self.reading.place(http_request) as client:
             read = functools.partial(Messages().read_prompt, served=self.served)
-            kind, request = await self._requested(asked, client, read)
+            kind, request = await self._requested(http_request, client, read)
             count = await client.run(kind, count_tokens, self.served, request)
         return JSONResponse({"input_tokens": count})
 
     # The server itself
 
-    async def _health(self, asked: Asked) -> Response:
+    async def _health(self, http_request: HTTPRequest) -> Response:
         generator = self.served.generator
         counts = generator.counts
         load = "full" if counts.waiting else "busy" if counts.active else "ready"
@@ -210,13 +212,13 @@ class Server:
             return JSONResponse({"status": "died", "reason": first_line(death), **rows}, status_code=503)
         return JSONResponse({"status": "ok", "load": load, **rows})
 
-    async def _models(self, asked: Asked) -> Response:
+    async def _models(self, http_request: HTTPRequest) -> Response:
         entry = self._entry()
         ends = {"first_id": entry["id"], "last_id": entry["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": [entry], **ends})
 
-    async def _model(self, asked: Asked) -> Response:
-        name = asked.path_params["name"]
+    async def _model(self, http_request: HTTPRequest) -> Response:
+        name = http_request.path_params["name"]
         if name != self.served.name:
             message = f"The model must be {self.served.name}, got {name}."
             raise Refused(message, "model", "model_not_found", 404)
@@ -234,7 +236,7 @@ class Server:
             "context_length": None if self.served.context == LONGEST else self.served.context,
         }
 
-    async def _metrics(self, asked: Asked) -> Response:
+    async def _metrics(self, http_request: HTTPRequest) -> Response:
         return PlainTextResponse(self.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
@@ -312,5 +314,5 @@ def refusal(path: str, refused: Refused) -> Response:
     return JSONResponse(form(refused), status_code=refused.status, headers=headers)
 
 
-async def _handled(asked: Asked, error: Exception) -> Response:
-    return refusal(asked.url.path, refused_by(error))
+async def _handled(http_request: HTTPRequest, error: Exception) -> Response:
+    return refusal(http_request.url.path, refused_by(error))

@@ -159,14 +159,14 @@ def _function(number: int) -> dict[str, Any]:
 def _probe(content: str, thinks: bool) -> list[Message]:
     """A conversation whose last turn has two calls and their results, and perhaps content and reasoning."""
 
-    def said(role: str, **more: Any) -> Message:
+    def message(role: str, **more: Any) -> Message:
         return {"role": role, "content": [{"type": "text", "text": "a"}]} | more
 
     calls = [{"id": call_id, "type": "function", "function": _function(n)} for call_id, n in _PROBE.items()]
-    results = [said("tool", tool_call_id=call_id) for call_id in _PROBE]
+    results = [message("tool", tool_call_id=call_id) for call_id in _PROBE]
     answer: Message = {"role": "assistant", "content": [], "tool_calls": calls}
     if content:
         answer["content"] = [{"type": "text", "text": content}]
     if thinks:
         answer["reasoning_content"] = "a"
-    return [said("user"), answer, *results]
+    return [message("user"), answer, *results]

@@ -45,7 +45,7 @@ class Prompt:
     Args:
         stops: stop strings of the request and its settings.
         begun: start of the answer that is part of the prompt.
-        begin: makes the parser of reasoning and tool calls; None if answers are plain text.
+        new_reader: makes the parser of reasoning and tool calls; None if answers are plain text.
     """
 
     inputs: dict[str, Any]
@@ -53,7 +53,7 @@ class Prompt:
     stops: tuple[str, ...]
     begun: str
     images: Images | None
-    begin: Callable[[Sink], Reader] | None
+    new_reader: Callable[[Sink], Reader] | None
 
 
 def prepare(served: Served, request: Request, show: Show) -> Answers:
@@ -109,13 +109,13 @@ def _prompt(served: Served, prompt: Chat | str | list[int], request: Request) ->
     if (token := unknown_token(served.model, read["input_ids"])) is not None:
         raise wrong(request.prompt_field, f"of tokens below {vocabulary_of(served.model)}", token)
     inputs = {name: tensor(value) for name, value in read.items()}
-    form, begin = served.template.form, None
+    form, new_reader = served.template.form, None
     if isinstance(prompt, Chat) and form is not None:
         schemas = {tool.name: tool.schema for tool in prompt.tools}
         if not schemas:  # marks of calls are text
             form = dataclasses.replace(form, begins=(), opens=(), closes=())
-        begin = functools.partial(Reader, form, schemas=schemas)
-    return Prompt(inputs, config, _stops(request, config), begun, images_of(served.model, inputs), begin)
+        new_reader = functools.partial(Reader, form, schemas=schemas)
+    return Prompt(inputs, config, _stops(request, config), begun, images_of(served.model, inputs), new_reader)
 
 
 def _inputs(served: Served, prompt: Chat | str | list[int], field: str) -> tuple[dict[str, Any], str]:
@@ -266,11 +266,11 @@ def _job(served: Served, request: Request, prompt: Prompt, number: int, show: Sh
     processors, logprobs = _processors(served, request, prompt)
     last = prompt.config.eos_token_id
     ends = set(last) if isinstance(last, list) else {last}
-    step = text_stream(served.template.tokenizer, skips_special=prompt.begin is None)
+    step = text_stream(served.template.tokenizer, skips_special=prompt.new_reader is None)
     is_constrained = request.forced is not None or request.form is not None
     ends_at: Literal["call", "text"] | None = "text" if is_constrained else None
     items = Items(
-        prompt.begin,
+        prompt.new_reader,
         prompt.begun,
         bool(request.tools),
         ends_at if request.is_parallel else "call",

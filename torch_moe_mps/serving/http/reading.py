@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from starlette.requests import Request as Asked
+from starlette.requests import Request as HTTPRequest
 
 from ..._text import first_line
 from . import limits
@@ -53,15 +53,15 @@ class RequestReading:
         self.clients = dict[str, Client]()
 
     @contextlib.asynccontextmanager
-    async def place(self, asked: Asked) -> AsyncIterator["Client"]:
+    async def place(self, http_request: HTTPRequest) -> AsyncIterator["Client"]:
         """Context of parsing a request. Raises: Refused with status 429 for too many from one address."""
-        address = client_of(asked.client.host if asked.client is not None else "")
+        address = client_of(http_request.client.host if http_request.client is not None else "")
         if (client := self.clients.get(address)) is None:
             forget = functools.partial(self.clients.pop, address, None)
             client = self.clients[address] = Client(self.pools, forget)
         if client.requests >= MOST_OF_CLIENT and not client.end_pause():
             with contextlib.suppress(Refused, TimeoutError):
-                await asyncio.wait_for(body_of(asked, 0), _DRAINS)
+                await asyncio.wait_for(body_of(http_request, 0), _DRAINS)
             raise _too_many()
         client.requests += 1
         try:
@@ -90,7 +90,7 @@ class Client:
         if not (self.requests or self.threads):
             self._forget()
 
-    async def body(self, asked: Asked, limit: int) -> bytes:
+    async def body(self, http_request: HTTPRequest, limit: int) -> bytes:
         """Body of a request, see `body_of`. Raises: Refused if it pauses too long."""
         now = asyncio.get_running_loop().time
 
@@ -102,7 +102,7 @@ class Client:
         try:
             async with asyncio.timeout(None) as pause:
                 go_on()
-                return await body_of(asked, limit, go_on)
+                return await body_of(http_request, limit, go_on)
         except TimeoutError:
             if pause not in self._pauses:
                 raise _too_many() from None
@@ -168,7 +168,7 @@ def client_of(address: str) -> str:
     return str(ipaddress.IPv6Network((int(place), 64), strict=False))
 
 
-async def body_of(asked: Asked, limit: int, go_on: Callable[[], object] = lambda: None) -> bytes:
+async def body_of(http_request: HTTPRequest, limit: int, go_on: Callable[[], object] = lambda: None) -> bytes:
     """Body of a request. Raises: Refused with status 413 for more than `limit` bytes.
 
     The rest of a larger body is read and dropped, because many clients send all before they read a response.
@@ -176,9 +176,9 @@ async def body_of(asked: Asked, limit: int, go_on: Callable[[], object] = lambda
     Args:
         go_on: called with each part.
     """
-    declared, count, parts = int(asked.headers.get("content-length") or 0), 0, list[bytes]()
+    declared, count, parts = int(http_request.headers.get("content-length") or 0), 0, list[bytes]()
     if declared <= _DROPPED * limits.MEDIA_BYTES:
-        async for part in asked.stream():
+        async for part in http_request.stream():
             go_on()
             parts.append(part)
             count += len(part)

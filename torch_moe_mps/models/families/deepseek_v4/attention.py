@@ -129,7 +129,7 @@ def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, cache_layer: Gr
 
 
 def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str, Any]) -> Tensor:
-    """The layer's output from what its heads have read [B, T, H, D], turned back first."""
+    """The layer's output from what its heads have read [B, T, H, D], rotated back first."""
     batch, tokens, heads, width = out.shape
     tables = (table.expand(batch, -1, -1).reshape(batch * tokens, 1, -1) for table in (cos, sin))
     out = ops.rope_heads(out.view(batch * tokens, 1, heads, width), *tables, **turn)

@@ -82,7 +82,7 @@ def _chosen(
     slots = None if layer is None else layer.index_slots(k)
     index_keys = k.new_empty(k.shape) if slots is None else slots
     keys = k.unsqueeze(2), None, index_keys.unsqueeze(1), None
-    turned = ops._rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
+    rotated = ops._rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
     if layer is not None:
         index_keys = (
             layer.take_index(index_keys)
@@ -93,7 +93,7 @@ def _chosen(
         return None
     arguments = {"reduce": "keys", "tail": min(indexer.local_blocks, indexer.topk_blocks)}
     return Choice(
-        turned.transpose(1, 2), index_keys, None, indexer.topk_blocks, 1.0, indexer.block_size, arguments
+        rotated.transpose(1, 2), index_keys, None, indexer.topk_blocks, 1.0, indexer.block_size, arguments
     )
 
 

@@ -83,27 +83,27 @@ def _choice(indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer:
 def _turned_beside(
     indexer: Any, turn: Turn, q: Tensor, keys: Tensor, tables: Any, layer: Any
 ) -> tuple[Tensor, Tensor]:
-    """The queries [B, T, H, D], normed and turned; the new keys [B, T, D] behind the cached ones."""
+    """The queries [B, T, H, D], normed and rotated; the new keys [B, T, D] behind the cached ones."""
     norm, tokens = _norms(indexer)[0], keys.shape[1]
     cos, sin, options = tables_and_options(turn, *(table[:, -tokens:] for table in tables))
     slots = None if layer is None else layer.index_slots(keys)
     if slots is None:
-        turned = ops.rope_heads(
+        rotated = ops.rope_heads(
             q, cos, sin, norm.weight, norm_eps=norm.eps, norm_weight_offset=1.0, **options
         )
         keys = keys if layer is None else layer.update_indexer(keys)
-    else:  # one dispatch: the queries are turned as keys, and the new keys, which do not turn, are values
-        turned = q.new_empty(q.shape[0], q.shape[2], tokens, q.shape[3])
-        written = turned, slots.unsqueeze(1)
+    else:  # one dispatch: the queries are rotated as keys, and the new keys, which do not turn, are values
+        rotated = q.new_empty(q.shape[0], q.shape[2], tokens, q.shape[3])
+        written = rotated, slots.unsqueeze(1)
         ops._rope_cache_(
             *(None, q, keys.unsqueeze(2), *written, cos, sin, None, norm.weight, norm.eps, 1.0), **options
         )
         keys = layer.take_index(slots)
-    return turned.transpose(1, 2), keys
+    return rotated.transpose(1, 2), keys
 
 
 def _means(indexer: Any, turn: Turn, keys: Tensor, tables: Any, first: int, last: int) -> Tensor:
-    """The means of the keys of pools, normed and turned as their first keys are."""
+    """The means of the keys of pools, normed and rotated as their first keys are."""
     norm, rate = _norms(indexer)[1], indexer.compress_ratio
     rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
     pooled = ops._pointwise(rows, "to a f32", dtype_name(keys.dtype), mean=True).unsqueeze(2)

@@ -83,8 +83,8 @@ def repeats_as_tokens(graph: fx.Graph) -> None:
         rows = in_shape(q, [batch, count, heads // count, width], call)
         if rows is None:
             continue
-        turned = put(call, aten.transpose.int, tensor_of(rows).transpose(1, 2), rows, 1, 2)
-        new = {"q": turned, "k": keys, "v": values}
+        rotated = put(call, aten.transpose.int, tensor_of(rows).transpose(1, 2), rows, 1, 2)
+        new = {"q": rotated, "k": keys, "v": values}
         if mask is None:
             new["lookahead"] = count - 1
         else:

@@ -317,8 +317,8 @@ def _consists_of(source: fx.Node, swap: bool, part: Tensor, beside: Tensor, is_l
     if swap:
         rows = rows.transpose(1, 2)
     first, second = rows.split_with_sizes([kept, width] if is_last else [width, kept], -1)
-    turned, passed = (second, first) if is_last else (first, second)
-    return _alike(turned, part) and _alike(passed.transpose(1, 2), beside)
+    rotated, passed = (second, first) if is_last else (first, second)
+    return _alike(rotated, part) and _alike(passed.transpose(1, 2), beside)
 
 
 def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
@@ -392,32 +392,32 @@ def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _W
         yield (left, right) if first is result else (right, left)
 
 
-def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
+def _write(call: fx.Node, name: str, rotated: _Write, other: _Write) -> bool:
     """Lets the operator do two writes, the first one of a result of `rope`. Returns: whether it can."""
     queries = "q" if name == "k" else "k"
     v, reader, options = _values_of(call, other)
     behind = max(call, memory_of(v)).next  # early: readers of the queries come later
     q = _results(call).get(queries)
     if not (
-        _fit(turned, other, v)
-        and _are_written_once(turned, other, [*call.all_input_nodes, v])
+        _fit(rotated, other, v)
+        and _are_written_once(rotated, other, [*call.all_input_nodes, v])
         and (q is None or all(user >= behind for user in q.users))
         and all(is_unchanged(node, call, behind) for node in call.all_input_nodes)
         and is_same(v, reader, behind)
-        and all(is_same(one.place, one.call, behind, read=False) for one in (turned, other))
+        and all(is_same(one.place, one.call, behind, read=False) for one in (rotated, other))
     ):
         return False
     passed = arguments(call)
     new_call = put(
         behind, ours._rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
-        q=passed[queries], k=passed[name], v=v, keys_=turned.place, values_=other.place,
+        q=passed[queries], k=passed[name], v=v, keys_=rotated.place, values_=other.place,
         q_norm_weight=passed[f"{queries}_norm_weight"], k_norm_weight=passed[f"{name}_norm_weight"],
         **options,
     )  # fmt: skip
     for item in new_call.all_input_nodes:
         hoist(item, new_call)
     new_call.update_kwarg("v", _swapped(v, new_call))
-    for item in {turned.call, other.call}:
+    for item in {rotated.call, other.call}:
         call.graph.erase_node(item)
     if q is not None:
         q.replace_all_uses_with(new_call)
@@ -438,13 +438,13 @@ def _values_of(call: fx.Node, write: _Write) -> tuple[fx.Node, fx.Node, dict[str
     return norm.x, norm.call, options | shared | of_values
 
 
-def _are_written_once(turned: _Write, other: _Write, read: list[fx.Node]) -> bool:
+def _are_written_once(rotated: _Write, other: _Write, read: list[fx.Node]) -> bool:
     """True if two writes go into buffers of a call's arguments, and nothing else reads these."""
-    memories = {memory_of(turned.place), memory_of(other.place)}
+    memories = {memory_of(rotated.place), memory_of(other.place)}
     return (
-        not turned.call.users
+        not rotated.call.users
         and not other.call.users
-        and len(memories) == (1 if turned.call is other.call else 2)
+        and len(memories) == (1 if rotated.call is other.call else 2)
         and all(memory.op == "placeholder" for memory in memories)
         and not any(memory_of(one) in memories for one in read)
     )
@@ -476,9 +476,9 @@ def _write_alone(call: fx.Node) -> None:
         call.graph.erase_node(write)
 
 
-def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:
+def _fit(rotated: _Write, other: _Write, v: fx.Node) -> bool:
     """True if the operator can do two writes, the second of rows v [B, H, T, D]."""
-    tensors = [tensor_of(item) for item in (turned.source, turned.place, other.place, v)]
+    tensors = [tensor_of(item) for item in (rotated.source, rotated.place, other.place, v)]
     k, keys, values, rows = tensors
     if any(tensor.dim() != 4 or (tensor.dtype, tensor.device) != (k.dtype, k.device) for tensor in tensors):
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...basics.guards import is_observed
-from ...basics.state import NOTHING, STATE, state_of
+from ...basics.state import EMPTY_STATE, STATE, state_of
 from ...basics.tensors import WEIGHTS, joined_rows
 from ...graphs.patterns import Bound
 from ..linears import QuantizedLinear
@@ -73,7 +73,7 @@ def join(*layers: nn.Module) -> bool:
     """
     if is_observed(*layers):
         return False
-    result: JoinedWeights | None = layers[0].__dict__.get(STATE, NOTHING).joined
+    result: JoinedWeights | None = layers[0].__dict__.get(STATE, EMPTY_STATE).joined
     if result is not None and result.is_current(layers):
         return True
     if not _can_join(layers):

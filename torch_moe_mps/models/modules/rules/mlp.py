@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....ops._activations import Activation
-from ....ops._decoded import with_cache
+from ....ops._decoded import with_decoded_weights
 from ....ops.families.linear import _mlp_quantized
 from ...basics.experts import activation_arguments
 from ...basics.report import Done
@@ -143,7 +143,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     compute = partial(_mlp_quantized, x, *matrices, format=first.format.name, **options)
     if not x.is_cpu:
         return compute()
-    return with_cache(compute, module, *first.parts, down_packed, down_scales, down_biases)
+    return with_decoded_weights(compute, module, *first.parts, down_packed, down_scales, down_biases)
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ....ops.families.norms import layer_norm, rms_norm, rms_norm_gated
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, state_of
+from ...basics.state import EMPTY_STATE, STATE, state_of
 from ...graphs.fusion import Fusion
 from ...graphs.nodes import beneath, is_node, name_of, tensor_of
 from ...graphs.passes.simplify import drop_unused
@@ -257,7 +257,7 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     Args:
         x: as wide as the rows that are normed, and of their dtype.
     """
-    call: NormCall | None = norm.__dict__.get(STATE, NOTHING).formula
+    call: NormCall | None = norm.__dict__.get(STATE, EMPTY_STATE).formula
     weights = None if call is None or call.groups > 1 else weights_of(norm, call, (x,))
     if call is None or weights is None:
         return None

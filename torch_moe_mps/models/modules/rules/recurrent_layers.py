@@ -81,7 +81,7 @@ def scan(
     return out
 
 
-def with_cache(run: Callable) -> Callable:
+def layer_forward(run: Callable) -> Callable:
     """The forward of a layer. `run` gets the input without what a mask hides, the cache and the mask."""
 
     def forward(layer: Any, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None) -> Tensor:
@@ -96,7 +96,7 @@ def with_cache(run: Callable) -> Callable:
 # The layers
 
 
-@with_cache
+@layer_forward
 def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Kimi's delta attention: a decay for each channel of the keys."""
     heads, width, forget = layer.num_heads, layer.head_dim, layer.forget_gate
@@ -169,7 +169,7 @@ def mamba_scan(layer: Any, projected: Tensor, cache: Any, mask: Tensor | None) -
     return out.flatten(2), gate
 
 
-@with_cache
+@layer_forward
 def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-2."""
     out, gate = mamba_scan(layer, layer.in_proj(x), cache, mask)
@@ -198,7 +198,7 @@ def own_selective_layer(
 
 
 @with_eager(own_selective_layer)
-@with_cache
+@layer_forward
 def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-1, which goes on from the state of a cache for any number of tokens."""
     states = layer.ssm_state_size

@@ -127,8 +127,8 @@ def _trial(
 
     def agrees_with(turn: Turn) -> bool:
         *tables_of_turn, settings = tables_and_options(turn, cos, sin)
-        turned = _TURNS[call.tensors](*inputs, *tables_of_turn, **settings)
-        return all(map(agrees, turned if call.tensors == 2 else [turned], expected))
+        rotated = _TURNS[call.tensors](*inputs, *tables_of_turn, **settings)
+        return all(map(agrees, rotated if call.tensors == 2 else [rotated], expected))
 
     return agrees_with
 
@@ -209,7 +209,7 @@ def _rotated_without_batch(
 
 
 def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """The inputs turned, with heads where the form has them; None where the operator does not apply."""
+    """The inputs rotated, with heads where the form has them; None where the operator does not apply."""
     q = inputs[0]
     if q.dtype is torch.float64 or any(x.dtype is not q.dtype for x in inputs):
         return None
@@ -221,6 +221,6 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
     rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
     if rows[-1].shape[1] != rows[0].shape[1]:  # an assistant's keys are of more tokens
         return None
-    turned = _TURNS[len(rows)](*rows, cos, sin, **options)
-    turned = turned if len(rows) == 2 else [turned]
-    return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]
+    rotated = _TURNS[len(rows)](*rows, cos, sin, **options)
+    rotated = rotated if len(rows) == 2 else [rotated]
+    return rotated if form.heads_dim == 1 else [x.transpose(1, 2) for x in rotated]

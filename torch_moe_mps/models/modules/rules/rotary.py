@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES, dtype_name
 from ....ops.families.pointwise import INPUTS
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, Unsupported, original_class, state_of
+from ...basics.state import EMPTY_STATE, STATE, Unsupported, original_class, state_of
 from ...basics.tensors import constant
 from ...trials.branches import Branches, in_words
 from ...trials.comparing import agrees, tried
@@ -61,7 +61,7 @@ def rotary_forward(
     rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
-    form: Tables | None = (rotary.__dict__.get(STATE, NOTHING).formula or {}).get(layer_type)
+    form: Tables | None = (rotary.__dict__.get(STATE, EMPTY_STATE).formula or {}).get(layer_type)
     if form is None:
         return NotImplemented
     layout, scaling, axes, fixed = form

@@ -113,15 +113,15 @@ def _before_bias(choice: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 def _scored(chosen: Any, choice: Any, bias: Any, ids: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     """The logits behind the chosen scores, and the scoring."""
-    of_ids = _rows_of(ids)
+    ids_node = _rows_of(ids)
 
     def source(value: Any) -> Any:
         """Source of the selected values: the scores that select, or the gathered ones."""
         value = _rows_of(value)
         if value.target is ITEM:
-            return choice if bias is None and value.args == (of_ids.args[0], 0) else None
+            return choice if bias is None and value.args == (ids_node.args[0], 0) else None
         result = match("gather(FROM, -1, IDS)", value)
-        return result["FROM"] if result and uncast(result["IDS"]) is of_ids else None
+        return result["FROM"] if result and uncast(result["IDS"]) is ids_node else None
 
     for name, form in _SCORES.items():
         scores = source(chosen)

@@ -164,11 +164,11 @@ def _sound(sound: Any, file: MediaFile, limits: Limits) -> Any:
     """Mono samples at the model's rate; decodes no more than the header's length."""
     import soundfile
 
-    blocks, frames, said = [], 0, sound.frames
+    blocks, frames, announced = [], 0, sound.frames
     try:
         for block in sound.blocks(_BLOCK, dtype="float32", always_2d=True):
             frames += len(block)
-            if frames > said:
+            if frames > announced:
                 break
             blocks.append(block.mean(axis=1))
     except soundfile.SoundFileError:

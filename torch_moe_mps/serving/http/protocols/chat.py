@@ -131,7 +131,7 @@ class _ChatChunks(Chunks):
         super().__init__(*parts)
         self._calls = [-1] * len(self.answers.answers)  # index of the last call of each answer
 
-    def begin(self) -> str:
+    def opening(self) -> str:
         first, plain = {"role": "assistant", "content": ""}, self.envelope
         self.envelope = plain | self.served.warning(self.request)
         begun = "".join(self._chunk(number, first) for number in range(len(self.answers.answers)))

@@ -55,7 +55,7 @@ class Completions(Protocol):
 class _CompletionChunks(Chunks):
     prefix, kind = "cmpl-", "text_completion"
 
-    def begin(self) -> str:
+    def opening(self) -> str:
         return ""
 
     def item(self, number: int, item: Item) -> str:

@@ -98,7 +98,7 @@ class _MessageEvents(AnswerWriter):
         super().__init__(*parts)
         self._index, self._open = 0, ""  # the kind of the block that is being written
 
-    def begin(self) -> str:
+    def opening(self) -> str:
         usage = _usage(self.answers) | {"output_tokens": 1}
         started = _message(self.request, self.served) | {"usage": usage}
         return self._event("message_start", {"message": started}) + self.ping()
@@ -267,8 +267,8 @@ def _of_user(reader: _Content, values: list[Any], where: str) -> list[dict[str, 
             results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_parts})
         elif (part := reader.part(block, inside)) is not None:
             parts.append(part)
-    said = [{"role": reader.role, "content": parts}] if parts or not results else []
-    return [*results, *said]
+    turn = [{"role": reader.role, "content": parts}] if parts or not results else []
+    return [*results, *turn]
 
 
 def _tools(values: Any, served: Served) -> list[Tool]:

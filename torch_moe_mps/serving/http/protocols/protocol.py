@@ -18,7 +18,7 @@ class AnswerWriter(ABC):
         self.request, self.answers, self.served = request, answers, served
 
     @abstractmethod
-    def begin(self) -> str: ...
+    def opening(self) -> str: ...
 
     @abstractmethod
     def item(self, number: int, item: Item) -> str:

@@ -479,11 +479,11 @@ class Reader(_Scanner):
             if found not in (tags.key_end, tags.value):
                 yield from self._until((tags.end,), _nobody, self._form.ends)
                 return self._end(False)
-            key_name, said = "".join(key).strip(), "".join(about).strip()
+            key_name, attributes = "".join(key).strip(), "".join(about).strip()
             self._show(f"{comma}{in_json(key_name)}: ")
             comma = ", "
             # a tag may say whether it is a text
-            kind = (TEXT if "true" in said else OTHER) if said else kind_of(schema, key_name)
+            kind = (TEXT if "true" in attributes else OTHER) if attributes else kind_of(schema, key_name)
             mark = yield from self._tag_value(tags, kind)
             if mark is None:
                 return self._end(False)

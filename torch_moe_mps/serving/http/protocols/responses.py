@@ -111,7 +111,7 @@ class _ResponseEvents(AnswerWriter):
         self._open: Text | ToolCall | None = None
         self._id = ""
 
-    def begin(self) -> str:
+    def opening(self) -> str:
         started = {"response": self._response}
         return self._event("response.created", started) + self._event("response.in_progress", started)
 

@@ -58,7 +58,7 @@ class Handover(NamedTuple):
     present: list[bool]  # whether each thing that arrives is a tensor
 
 
-class Handing:
+class StageExchange:
     """The exchange of a stage with its neighbours, by hooks in its model's modules.
 
     While a call is recorded, these exchange nothing.
@@ -79,7 +79,7 @@ class Handing:
         if not stage.first:
             stage.layers[stage.own.start - 1].arrives = self._receive  # the stand-in in front of its layers
 
-    def begin(self, call: ModelCall) -> None:
+    def start_call(self, call: ModelCall) -> None:
         self.call, self._arrived = call, None
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from ..models.programs import BatchedCache, NotBatchable
 from ..serving.engine.executor import call_model, prefill_of, step_of
 from ..serving.engine.inputs import images_of
-from ..serving.engine.prefill import Prefill, turning
+from ..serving.engine.prefill import Prefill, modules_with_rope_deltas
 from ..serving.prefix_cache.memory import PrefixCache
 from ..transformers.deferrable import deferrable_layers
 from . import orders
@@ -21,7 +21,7 @@ from .running import Running
 _FOREVER = 1e9  # seconds
 
 
-class Following:
+class Follower:
     """The state of a process that follows: its prefills by number, its rows, and its prefix cache."""
 
     def __init__(self, running: Running):
@@ -30,7 +30,8 @@ class Following:
         self._rows = BatchedCache(self._model)
         self._copy: Any = None
         self._prefix_cache = PrefixCache(sys.maxsize)  # the first process decides what is evicted
-        self._turning, self._call = turning(self._model), functools.partial(call_model, self._model)
+        self._rope_modules = modules_with_rope_deltas(self._model)
+        self._call = functools.partial(call_model, self._model)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -51,13 +52,13 @@ class Following:
             HANDLERS[type(order)](self, order)
         return True
 
-    def _begin(self, order: orders.Begin) -> None:
+    def _start_prefill(self, order: orders.StartPrefill) -> None:
         self._prefills = {n: prefill for n, prefill in self._prefills.items() if n in order.known}
         prefix_cache = None if order.held is None else self._prefix_cache
         if order.held is not None:
             self._evict(order.held)
         images = images_of(self._model, order.inputs)
-        how = prefix_cache, images, self._turning, order.reads_whole
+        how = prefix_cache, images, self._rope_modules, order.reads_whole
         prefill = prefill_of(self._model, order.inputs, *how)
         if len(prefill.cached.ids) != order.cached:
             here = f"{len(prefill.cached.ids)} tokens here, {order.cached} in the first process"
@@ -129,18 +130,18 @@ class Following:
 
 
 # The handler of each kind of order; `End` ends the loop.
-HANDLERS: dict[type[orders.CacheOrder], Callable[[Following, Any], None]] = {
-    orders.Begin: Following._begin,
-    orders.Chunk: Following._chunk,
-    orders.StepSingle: Following._single,
-    orders.Step: Following._step,
-    orders.NewRows: Following._new_rows,
-    orders.Admit: Following._admit,
-    orders.Unadmit: Following._unadmit,
-    orders.Finish: Following._finish,
-    orders.CopyRow: Following._alone,
-    orders.Reserve: Following._reserve,
-    orders.HoldStates: Following._hold,
-    orders.TakeBack: Following._take_back,
-    orders.Keep: Following._keep,
+HANDLERS: dict[type[orders.CacheOrder], Callable[[Follower, Any], None]] = {
+    orders.StartPrefill: Follower._start_prefill,
+    orders.Chunk: Follower._chunk,
+    orders.StepSingle: Follower._single,
+    orders.Step: Follower._step,
+    orders.NewRows: Follower._new_rows,
+    orders.Admit: Follower._admit,
+    orders.Unadmit: Follower._unadmit,
+    orders.Finish: Follower._finish,
+    orders.CopyRow: Follower._alone,
+    orders.Reserve: Follower._reserve,
+    orders.HoldStates: Follower._hold,
+    orders.TakeBack: Follower._take_back,
+    orders.Keep: Follower._keep,
 }

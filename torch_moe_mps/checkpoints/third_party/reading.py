@@ -75,7 +75,7 @@ class _Part(NamedTuple):
 _Found = tuple[str, _Place, Stored | StackedExperts]  # for the parameter of this name
 
 
-class OthersLayout(StreamingLayout):
+class ThirdPartyLayout(StreamingLayout):
     """Layout of a checkpoint that another library quantised.
 
     Args:
@@ -146,14 +146,14 @@ class OthersLayout(StreamingLayout):
             first = ("gate_proj", "up_proj") if hasattr(module, "gate_up_proj") else ("up_proj",)
             join = [Concatenate(1)] if len(first) > 1 else []
             join += [Interleave(1, inverse=True)] if is_interleaved(module) else []
-            turn = [Transpose(1, 2)] if _is_turned(module) else []
+            turn = [Transpose(1, 2)] if _is_transposed(module) else []
             for target, sources, joined in (
                 ("gate_up_proj" if len(first) > 1 else "up_proj", first, join),
                 ("down_proj", ("down_proj",), []),
             ):
-                for part, parameter, turned in (("weight", target, turn), ("bias", f"{target}_bias", [])):
+                for part, parameter, transposed in (("weight", target, turn), ("bias", f"{target}_bias", [])):
                     patterns = [rf"{re.escape(end)}.*.{source}.{part}$" for source in sources]
-                    operations = [MergeModulelist(0), *joined, *turned]
+                    operations = [MergeModulelist(0), *joined, *transposed]
                     target_name = f"{end}.{parameter}"
                     converters[target_name] = WeightConverter(patterns, target_name, operations)
         return [*converters.values()]
@@ -242,19 +242,19 @@ class OthersLayout(StreamingLayout):
             weight = state.get(name)
             if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # a weight is a module's own
                 continue
-            turned = self._is_turned(name)
-            experts, rows, columns = (weight.mT if turned else weight).shape
+            transposed = self._is_transposed(name)
+            experts, rows, columns = (weight.mT if transposed else weight).shape
             shape, scheme = (experts, rows, columns), schemes.of((key, name))
-            yield name, _Place(name, None), StackedExperts(self.files, key, shape, scheme, turned)
+            yield name, _Place(name, None), StackedExperts(self.files, key, shape, scheme, transposed)
 
-    def _is_turned(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:
         """True if a parameter of stacked experts is transposed."""
-        return _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+        return _is_transposed(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
         """Shape of a module's matrix: gate and up of experts are halves of a parameter."""
-        turned = weight.dim() == 3 and self._is_turned(name)
-        rows, columns = (weight.mT if turned else weight).shape[-2:]
+        transposed = weight.dim() == 3 and self._is_transposed(name)
+        rows, columns = (weight.mT if transposed else weight).shape[-2:]
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
@@ -328,7 +328,7 @@ class OthersLayout(StreamingLayout):
         """{parameter: tensor} that transformers makes of tensors, or of one as it is."""
         if places[0].pattern is None:
             tensor, *_ = tensors
-            return {name: tensor.mT if tensor.dim() == 3 and self._is_turned(name) else tensor}
+            return {name: tensor.mT if tensor.dim() == 3 and self._is_transposed(name) else tensor}
         converter = copy.deepcopy(self._of[places[0].pattern])
         for place, tensor in zip(places, tensors, strict=True):
             assert place.pattern is not None
@@ -345,7 +345,7 @@ class OthersLayout(StreamingLayout):
         })  # fmt: skip
 
 
-def _is_turned(experts: Any) -> bool:
+def _is_transposed(experts: Any) -> bool:
     """True if experts are stacked as [experts, columns, rows]."""
     if is_experts(experts):
         return is_transposed(experts)

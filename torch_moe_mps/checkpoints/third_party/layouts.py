@@ -324,13 +324,18 @@ class StackedExperts:
     Args:
         parameter: "experts.gate_up_proj" of "experts.gate_up_proj_scale".
         shape: [experts, rows, columns] of the dense parameter.
-        turned: whether the tensors are [experts, columns, rows], as ModelOpt writes gpt-oss and Llama 4.
+        transposed: whether the tensors are [experts, columns, rows], as ModelOpt writes gpt-oss and Llama 4.
 
     Raises: ValueError as `Stored`.
     """
 
     def __init__(
-        self, files: TensorFiles, parameter: str, shape: tuple[int, int, int], scheme: Scheme, turned: bool
+        self,
+        files: TensorFiles,
+        parameter: str,
+        shape: tuple[int, int, int],
+        scheme: Scheme,
+        transposed: bool,
     ):
         self.parameter = parameter
         self.sources = {
@@ -338,10 +343,10 @@ class StackedExperts:
             for name in files.shapes
             if name == parameter or name.startswith(f"{parameter}_")
         }
-        if turned and f"{parameter}_packed" in files.shapes:
+        if transposed and f"{parameter}_packed" in files.shapes:
             expected = "of [experts, rows, columns], with scales along columns"
-            _CHECK.fail(f"{parameter}_packed", expected, "experts that are turned")
-        self.experts = [_Expert(files, self.sources, (shape[0], e, turned)) for e in range(shape[0])]
+            _CHECK.fail(f"{parameter}_packed", expected, "experts that are transposed")
+        self.experts = [_Expert(files, self.sources, (shape[0], e, transposed)) for e in range(shape[0])]
         self.each = [Stored(expert, parameter, shape[1:], scheme) for expert in self.experts]
         self.shape = shape
 
@@ -371,12 +376,12 @@ class _Expert(TensorFiles):
 
     Args:
         sources: {name of a module's tensor: name of the stacked one}.
-        place: the number of experts, which one this is, and whether its matrices are turned.
+        place: the number of experts, which one this is, and whether its matrices are transposed.
     """
 
     def __init__(self, files: TensorFiles, sources: Mapping[str, str], place: tuple[int, int, bool]):
         self._all, self._sources = files, sources
-        self._experts, self._expert, self._turned = place
+        self._experts, self._expert, self._transposed = place
         empty = {name: torch.empty(files.shapes[stacked], device="meta") for name, stacked in sources.items()}
         self.shapes = {name: tuple(self.part(tensor).shape) for name, tensor in empty.items()}
         self.dtypes = {name: files.dtypes[stacked] for name, stacked in sources.items()}
@@ -397,7 +402,7 @@ class _Expert(TensorFiles):
         return self._as_rows(self._all.read(stacked, self._expert if is_stacked else None))
 
     def _as_rows(self, tensor: Tensor) -> Tensor:
-        return tensor.mT.contiguous() if self._turned and tensor.dim() == 2 else tensor
+        return tensor.mT.contiguous() if self._transposed and tensor.dim() == 2 else tensor
 
 
 def _floats(scales: Tensor) -> Tensor:

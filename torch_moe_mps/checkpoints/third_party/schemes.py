@@ -34,7 +34,7 @@ class Scheme(NamedTuple):
         bits: of a code.
         block: the rows and columns that have one scale; None is all of them.
         symmetric: whether no zero points are stored, or in GPTQ all are half the range; None if that is
-            not said.
+            not stated.
         codes, scale: the names of tensors.
         exponents: whether scales may be uint8, the exponents of powers of two; None if they must be.
         less: what zero points are stored less.
@@ -299,12 +299,12 @@ def _awq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
 
 def _gptq_of(stored: Stored) -> Iterator[tuple[str, Scheme]]:
     """GPTQ's integers, by module where `dynamic` says so. Raises: ValueError for an unknown version."""
-    said = {key: stored[key] for key in ("checkpoint_format", "format") if stored.get(key)}
-    for key, version in said.items():
+    stated = {key: stored[key] for key in ("checkpoint_format", "format") if stored.get(key)}
+    for key, version in stated.items():
         _one_of(key, ("gptq", "gptq_v2"), str(version).lower())
-    versions = {str(version).lower() for version in said.values()}
+    versions = {str(version).lower() for version in stated.values()}
     if len(versions) > 1:
-        _fail("checkpoint_format", "the same as format", " and ".join(map(str, said.values())))
+        _fail("checkpoint_format", "the same as format", " and ".join(map(str, stated.values())))
 
     def scheme(entry: Stored) -> Scheme:
         bits = _one_of("bits", (2, 3, 4, 8), entry.get("bits"))

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 
-class Between:
+class EncoderHook:
     """Calls a function between the modules of a model's image or audio encoder.
 
     An encoder computes all images of a prompt at once, which takes seconds; other sequences must not wait. It
