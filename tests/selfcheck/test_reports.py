@@ -184,7 +184,7 @@ def test_the_machine_of_a_report(simulated, monkeypatch):
     def said(*command):
         return next((text for key, text in SAID.items() if " ".join(command).startswith(key)), "")
 
-    monkeypatch.setattr(facts, "said", said)
+    monkeypatch.setattr(facts, "output_of", said)
     monkeypatch.setattr(facts.sys, "platform", "darwin")
     monkeypatch.setenv("MOE_MPS_COMMIT_EVERY", "64")
     monkeypatch.setenv("MOE_MPS_API_KEY", "a secret of the user")
@@ -195,7 +195,7 @@ def test_the_machine_of_a_report(simulated, monkeypatch):
     assert about["switches"].items() >= {"MOE_MPS_COMMIT_EVERY": "64", "MOE_MPS_RESIDENCY": None}.items()
     assert "transformers" in about["versions"]
     assert "a secret of the user" not in str(about)
-    monkeypatch.setattr(facts, "said", lambda *command: "")  # of a system without these programs
+    monkeypatch.setattr(facts, "output_of", lambda *command: "")  # of a system without these programs
     assert "cores" not in facts.facts()
 
 

@@ -172,7 +172,7 @@ def test_torch_and_macos_that_do_not_go_together(simulated, monkeypatch, version
     ("said", "version"), [("26.1", (26, 1)), ("15", (15, 0)), ("14.7.1", (14, 7, 1)), ("", None)]
 )
 def test_the_version_of_macos(monkeypatch, said, version):
-    monkeypatch.setattr(macs, "said", lambda *command: said)
+    monkeypatch.setattr(macs, "output_of", lambda *command: said)
     assert macs.macos.__wrapped__() == version
 
 
