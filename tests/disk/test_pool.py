@@ -325,10 +325,15 @@ def test_whole_layers_of_a_late_disk(file, simulated, monkeypatch):
 
 
 class Clock:
-    """The clock of pools, which goes on while they wait, and a disk whose reads take so many seconds."""
+    """The clock of pools, and a disk whose reads take so many seconds of it.
+
+    A second passes where a pool that waits reads the clock while the disk reads. A thread that a busy machine
+    makes late takes none.
+    """
 
     def __init__(self, monkeypatch, seconds: float):
         self.now, self._seconds, self._changed, self._end = 0, seconds, threading.Condition(), 0.0
+        self._answers = False
         own = SimpleNamespace(monotonic=self._monotonic, perf_counter=time.perf_counter)
         monkeypatch.setattr(module, "time", own)
         monkeypatch.setattr(module, "TICK", 0.001)
@@ -336,15 +341,22 @@ class Clock:
 
     def _monotonic(self) -> int:
         with self._changed:
-            self.now += 1
+            self.now += self.now < self._end
             self._changed.notify_all()
         return self.now
 
     def read(self, fd: int, offset: int, size: int) -> int:
+        """One read at a time: DEPTH is 1."""
         with self._changed:
-            self._end = max(self._end, self.now) + self._seconds
-            assert self._changed.wait_for(lambda: self.now >= self._end, 60)
+            self._end = self.now + self._seconds
+            assert self._changed.wait_for(lambda: self._answers or self.now >= self._end, 60)
         return size
+
+    def answer(self) -> None:
+        """All reads end from here on."""
+        with self._changed:
+            self._answers = True
+            self._changed.notify_all()
 
 
 def test_a_disk_that_answers_steadily_is_not_late(file, simulated, monkeypatch):
@@ -360,13 +372,13 @@ def test_a_disk_that_answers_steadily_is_not_late(file, simulated, monkeypatch):
 
 
 def test_a_disk_that_is_silent_is_late(file, simulated, monkeypatch):
-    clock, answers = Clock(monkeypatch, 0.0), threading.Event()
-    with simulated.reads(lambda fd, offset, size: size * answers.wait(60)):
+    clock = Clock(monkeypatch, float("inf"))
+    with simulated.reads(clock.read):
         pools = Pools(file[0], 4, CPU)
         with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 20 s"):
             pools.layers[0].slots(torch.tensor([5]))
         assert 20 <= clock.now <= 2 * 21  # the clock is read twice at most while nothing ends
-        answers.set()
+        clock.answer()
         check(pools, file[1], 0, [5])
 
 
