@@ -171,6 +171,24 @@ def test_reads_that_give_less_than_was_asked(file, simulated):
         check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_reads_that_stall(file, simulated, seed):
+    """Requests of three layers at once, whose reads pass those that stall; then a whole layer."""
+    pools, tensors = Pools(file[0], 3, CPU), file[1]
+    stalls, begun = simulated.Stalls(seed, share=0.2), threading.Barrier(LAYERS)
+
+    def ask(layer: int) -> None:
+        begun.wait()
+        for _, ids in steps(30, 2, seed=10 * seed + layer):
+            check(pools, tensors, layer, ids)
+        pools.staging.read(layer) if layer == 0 else None
+
+    with simulated.reads(stalls), ThreadPoolExecutor(LAYERS) as threads:
+        [*threads.map(ask, range(LAYERS))]
+    assert stalls.count > 0 and stalls.passed > 0
+    assert all(same(own, tensors[0][name]) for name, own in pools.staging.tensors[0].items())
+
+
 def test_a_late_disk(file, simulated, monkeypatch):
     """A step ends in time with one error; its slots are used again only once its reads have ended."""
     monkeypatch.setattr(module, "SILENT", 0.05)
