@@ -31,6 +31,12 @@ def jobs(path) -> dict[str, dict]:
     return yaml.safe_load(path.read_text())["jobs"]
 
 
+def needs_of(job) -> list[str]:
+    """The jobs that must end before."""
+    needs = job.get("needs", [])
+    return [needs] if isinstance(needs, str) else needs
+
+
 def commands(job: dict) -> str:
     return "\n".join(step["run"] for step in job["steps"] if "run" in step)
 
@@ -65,7 +71,7 @@ def test_what_jobs_name_exists(path):
         assert (REPOSITORY / file).exists(), file
         assert not test or f"\ndef {test}(" in (REPOSITORY / file).read_text(), test
     for name, job in jobs(path).items():
-        assert {*([job["needs"]] if "needs" in job else [])} <= jobs(path).keys(), name
+        assert {*needs_of(job)} <= jobs(path).keys(), name
         assert job["timeout-minutes"] <= 120 and job["runs-on"], name
         used = set(re.findall(r"matrix\.(\w+)", str(job)))
         assert used == {key for row in of_matrix(job) for key in row}, name
@@ -254,11 +260,29 @@ def test_a_night_opens_one_issue_or_updates_it(tmp_path, number, result, last):
 
 
 def test_what_is_expected_to_be_red_makes_no_push_red():
-    """Registers on M3 and M4. What Apple's compiler makes of a first check's libraries is known first."""
+    """Registers on M3 and M4."""
     test = jobs(FOLDER / "test.yml")
     assert test["registers"]["continue-on-error"] is True
     assert "continue-on-error" not in test["shaders-first"] | test["shaders"]
-    assert test["shaders"]["needs"] == test["registers"]["needs"] == "shaders-first"
+    for late in ("shaders", "registers"):
+        assert needs_of(test[late]) == ["sources", "shaders-first"]
+    for name in test:  # the artifact of each job that compiles is of a job that it waits for
+        taken = [step["with"]["name"] for step in test[name]["steps"] if "download" in step.get("uses", "")]
+        written = [
+            step["with"]["name"]
+            for needed in needs_of(test[name])
+            for step in test[needed]["steps"]
+            if "upload" in step.get("uses", "")
+        ]
+        assert {*taken} <= {*written}, name
+
+
+def test_what_a_first_check_compiles_is_known_first():
+    """It waits for the sources of these libraries, and not for all sources."""
+    test = jobs(FOLDER / "test.yml")
+    assert [*test][:2] == ["sources-first", "shaders-first"]
+    assert needs_of(test["sources-first"]) == [] and needs_of(test["shaders-first"]) == ["sources-first"]
+    assert "shader_sources build/shaders --quick" in commands(test["sources-first"])
     assert "compile_shaders build/shaders --quick" in commands(test["shaders-first"])
     assert "check --first" in commands(test["gpu"])
 

@@ -2,3 +2,6 @@
 
 MOST_TOKENS = 8  # new ones of a sequence in a decode step; a call with more is a prompt
 LARGEST_CHUNK = 2048  # tokens of a prompt that are computed at once
+# The same for experts on the SSD, on a GPU on which no check has passed. A kernel that takes ten times as
+# long as planned still ends within the 5 s after which macOS stops it.
+CAUTIOUS_CHUNK = 256

@@ -63,12 +63,14 @@ def write(folder: Path, every: list[str]) -> None:
     (folder / LIST).write_text(json.dumps(entries, indent=1) + "\n")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shader_sources", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("build/shaders"))
-    folder = parser.parse_args().folder
+    parser.add_argument("--quick", action="store_true", help="only those of `torch-moe-mps check --quick`")
+    options = parser.parse_args(arguments)
+    folder = options.folder
     simulated.install()
-    every = names()
+    every = [name for name in names() if not options.quick or name in quick_names()]
     write(folder, every)
     print(f"{len(every)} libraries in {folder}")
     return 0

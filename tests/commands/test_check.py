@@ -21,7 +21,7 @@ from torch_moe_mps.commands import check, first_check, main, sources
 from torch_moe_mps.models.basics.report import Report
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import FORMATS, Format
-from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once, variants
+from torch_moe_mps.selfcheck import calls, compare, journal, libraries, machine, once, variants
 from torch_moe_mps.selfcheck.control import control
 
 ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
@@ -40,6 +40,7 @@ def few(simulated, monkeypatch, tmp_path):
             yield from itertools.islice(every, 1)  # none of what only calls at real sizes have
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no other test's machine passes by it
     monkeypatch.setattr(once, "calls", one_call)
     monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setattr(check, "never_launched", lambda kernels: [])
@@ -179,6 +180,29 @@ def test_the_report_is_written_behind_each_phase(few, monkeypatch):
     assert [failure["kind"] for failure in written["failures"]] == ["does not compile"]
 
 
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (["--quick"], True),
+        (["--quick", "--format", "q4_k"], True),
+        ([], True),
+        (["--dtype", "float32"], False),
+        (["--large"], False),
+    ],
+)
+def test_a_machine_has_passed_by_its_last_check(few, monkeypatch, options, counts):
+    """Of all that most models run: not of one dtype, and not of large calls alone."""
+    found = list[list[compare.Finding]]()
+
+    monkeypatch.setattr(check, "check_all", lambda d, f, r, s, findings, o, **_: findings.extend(found.pop()))
+    monkeypatch.setattr(check, "check_large", lambda d, f, r, findings: findings.extend(found.pop()))
+    assert not machine.has_passed()
+    for wrong, passes in (([], counts), ([compare.Finding("norms_bf16", "does not compile")], False)):
+        found.append(wrong)
+        assert main(["check", *options]) == bool(wrong)
+        assert machine.has_passed() is passes
+
+
 def test_quick(few, capsys, monkeypatch, refused):
     asked = []
     monkeypatch.setattr(check, "check_all", lambda *arguments, **_: asked.append(arguments[:2]))
@@ -204,6 +228,7 @@ def test_first(few, capsys):
     )
     assert re.fullmatch(pattern, out[-1])
     assert found["captured"] > 0 and found["module by module"] > 0 and found["libraries"] == 15
+    assert machine.has_passed()
 
 
 def test_first_says_what_is_wrong(few, capsys, monkeypatch):
@@ -219,7 +244,7 @@ def test_first_says_what_is_wrong(few, capsys, monkeypatch):
     assert "FAILED: norms_bf16 does not compile: error: no such type" in out
     assert "  repeat it: torch-moe-mps check --first" in out
     assert " | 1 failures, first: norms_bf16 does not compile: error: no such type | " in out[-1]
-    assert out[-1].endswith(" | 15 libraries in 2.0 s")
+    assert out[-1].endswith(" | 15 libraries in 2.0 s") and not machine.has_passed()
 
 
 def test_first_judges_the_tokens(simulated, monkeypatch):

@@ -106,6 +106,18 @@ def test_refused_source(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "norms_f16.air").exists()
 
 
+def test_sources_of_the_quick_ones(sources, tmp_path, monkeypatch, capsys):
+    """Those that `check --quick` compiles, among them all of `check --first`; or every library."""
+    asked = {}
+    monkeypatch.setattr(sources, "write", lambda folder, every: asked.update({folder: every}))
+    assert sources.main([str(tmp_path), "--quick"]) == sources.main([str(tmp_path / "all")]) == 0
+    quick, every = asked[tmp_path], asked[tmp_path / "all"]
+    few = {"norms_bf16", "bucket_i64", "quantized_affine4_64_bf16", "quantized_prompts_mxfp4_bf16"}
+    assert few < {*quick} and not any(name.endswith("_f16") or "tensor" in name for name in quick)
+    assert every == sources.names() and {*quick} < {*every}
+    assert capsys.readouterr().out.splitlines()[0] == f"{len(quick)} libraries in {tmp_path}"
+
+
 def test_parts_and_the_quick_ones(tmp_path, capsys, monkeypatch):
     """Parts have all libraries once; a part that is none is refused."""
     tool = tmp_path / "tool.py"

@@ -171,6 +171,24 @@ def test_reads_that_give_less_than_was_asked(file, simulated):
         check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_reads_that_stall(file, simulated, seed):
+    """Requests of three layers at once, whose reads pass those that stall; then a whole layer."""
+    pools, tensors = Pools(file[0], 3, CPU), file[1]
+    stalls, begun = simulated.Stalls(seed, share=0.2), threading.Barrier(LAYERS)
+
+    def ask(layer: int) -> None:
+        begun.wait()
+        for _, ids in steps(30, 2, seed=10 * seed + layer):
+            check(pools, tensors, layer, ids)
+        pools.staging.read(layer) if layer == 0 else None
+
+    with simulated.reads(stalls), ThreadPoolExecutor(LAYERS) as threads:
+        [*threads.map(ask, range(LAYERS))]
+    assert stalls.count > 0 and stalls.passed > 0
+    assert all(same(own, tensors[0][name]) for name, own in pools.staging.tensors[0].items())
+
+
 def test_a_late_disk(file, simulated, monkeypatch):
     """A step ends in time with one error; its slots are used again only once its reads have ended."""
     monkeypatch.setattr(module, "SILENT", 0.05)
@@ -325,10 +343,15 @@ def test_whole_layers_of_a_late_disk(file, simulated, monkeypatch):
 
 
 class Clock:
-    """The clock of pools, which goes on while they wait, and a disk whose reads take so many seconds."""
+    """The clock of pools, and a disk whose reads take so many seconds of it.
+
+    A second passes where a pool that waits reads the clock while the disk reads. A thread that a busy machine
+    makes late takes none.
+    """
 
     def __init__(self, monkeypatch, seconds: float):
         self.now, self._seconds, self._changed, self._end = 0, seconds, threading.Condition(), 0.0
+        self._answers = False
         own = SimpleNamespace(monotonic=self._monotonic, perf_counter=time.perf_counter)
         monkeypatch.setattr(module, "time", own)
         monkeypatch.setattr(module, "TICK", 0.001)
@@ -336,15 +359,22 @@ class Clock:
 
     def _monotonic(self) -> int:
         with self._changed:
-            self.now += 1
+            self.now += self.now < self._end
             self._changed.notify_all()
         return self.now
 
     def read(self, fd: int, offset: int, size: int) -> int:
+        """One read at a time: DEPTH is 1."""
         with self._changed:
-            self._end = max(self._end, self.now) + self._seconds
-            assert self._changed.wait_for(lambda: self.now >= self._end, 60)
+            self._end = self.now + self._seconds
+            assert self._changed.wait_for(lambda: self._answers or self.now >= self._end, 60)
         return size
+
+    def answer(self) -> None:
+        """All reads end from here on."""
+        with self._changed:
+            self._answers = True
+            self._changed.notify_all()
 
 
 def test_a_disk_that_answers_steadily_is_not_late(file, simulated, monkeypatch):
@@ -360,13 +390,13 @@ def test_a_disk_that_answers_steadily_is_not_late(file, simulated, monkeypatch):
 
 
 def test_a_disk_that_is_silent_is_late(file, simulated, monkeypatch):
-    clock, answers = Clock(monkeypatch, 0.0), threading.Event()
-    with simulated.reads(lambda fd, offset, size: size * answers.wait(60)):
+    clock = Clock(monkeypatch, float("inf"))
+    with simulated.reads(clock.read):
         pools = Pools(file[0], 4, CPU)
         with pytest.raises(TimeoutError, match=r"the disk of .*experts is silent for 20 s"):
             pools.layers[0].slots(torch.tensor([5]))
         assert 20 <= clock.now <= 2 * 21  # the clock is read twice at most while nothing ends
-        answers.set()
+        clock.answer()
         check(pools, file[1], 0, [5])
 
 

@@ -20,6 +20,7 @@ from torch_moe_mps import _environment, from_pretrained
 from torch_moe_mps._faults import release_cache, synchronize
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.source import Source
+from torch_moe_mps.disk import pool as disk_pool
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.capture.replay import Captures
 from torch_moe_mps.models.graphs import passes
@@ -202,10 +203,24 @@ class Walk:
             self._prompt()
 
 
-def own_gpu(device: str, seed: int):
-    """In the simulator the GPU runs beside the host, as drawn by the seed."""
-    is_simulated = device == "mps" and sys.platform != "darwin"
-    return simulator.own_gpu(seed) if is_simulated else contextlib.nullcontext()
+@contextlib.contextmanager
+def simulated_machine(device: str, seed: int):
+    """In the simulator some reads stall, and the GPU runs beside the host, as drawn by the seed."""
+    if sys.platform == "darwin":
+        yield
+        return
+    own_gpu = simulator.own_gpu(seed) if device == "mps" else contextlib.nullcontext()
+    with own_gpu, simulator.reads(simulator.Stalls(seed)):
+        yield
+
+
+@pytest.fixture
+def keeps_warm(device, monkeypatch):
+    """A GPU that waits for experts gets small kernels, at once and each millisecond."""
+    monkeypatch.setenv(_environment.KEEP_WARM, "1")
+    monkeypatch.setattr(disk_pool, "BEAT", (1e-3, 1))
+    yield
+    torch.ops.moe_mps._keep_warm(0.0, 1)
 
 
 FEW = 8  # tokens of a call that is captured
@@ -215,8 +230,8 @@ SEEDS = [(0, 30), *((seed, 50) for seed in range(1, 101))]
 
 @pytest.mark.slow("loads four models, and captures their tokens")
 @pytest.mark.parametrize(("seed", "steps"), rows_in_sweep(SEEDS, SEEDS[:1]))
-def test_random_steps(device, seed, steps, tmp_path, monkeypatch):
-    """Tokens, prompts, freed memory and files that end early, by random numbers of slots.
+def test_random_steps(device, keeps_warm, seed, steps, tmp_path, monkeypatch):
+    """Tokens, prompts, freed memory, reads that stall and files that end early, by random numbers of slots.
 
     The second walk runs module by module: captured calls of a few tokens, which the resident model alone
     has, round otherwise.
@@ -225,7 +240,7 @@ def test_random_steps(device, seed, steps, tmp_path, monkeypatch):
     dtype = torch.float16 if device == "mps" else torch.float32
     tiny("qwen3_moe", dtype=dtype, num_hidden_layers=3).save_pretrained(tmp_path)
     load = partial(from_pretrained, str(tmp_path), device_map=device, bits=4, group_size=32)
-    ended = misses = 0
+    ended, misses, beats = 0, 0, torch.ops.moe_mps._beats()[0]
     for shortest in (FEW + 1, 1):
         random, is_captured = Random(seed + shortest / 10), shortest > FEW
         monkeypatch.setenv(_environment.CAPTURE, str(int(is_captured)))
@@ -233,13 +248,15 @@ def test_random_steps(device, seed, steps, tmp_path, monkeypatch):
         slots = random.randrange(TOP_K, resident.config.num_experts)
         monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory, slots=slots: slots)
         model = load(experts_memory="1GB")
-        with torch.no_grad(), own_gpu(device, 2 * seed + is_captured):
+        with torch.no_grad(), simulated_machine(device, 2 * seed + is_captured):
             walk = Walk(resident, model, random, shortest, is_captured)
             walk.run(steps)
         ended, misses = ended + walk.ended, misses + expert_pools(model).counters.misses
         assert bool(captures_of(model) and captures_of(model).programs) == is_captured
-    print(f"seed {seed}: {misses} misses, {ended} ended by the file")
+    beats = torch.ops.moe_mps._beats()[0] - beats
+    print(f"seed {seed}: {misses} misses, {ended} ended by the file, {beats} beats")
     assert misses > 0 and (ended > 0 or seed)
+    assert (beats > 0) == (device == "mps") or sys.platform == "darwin"  # whose disk may be too fast
 
 
 GROWN = """

@@ -130,17 +130,18 @@ def test_no_more_buffers_than_a_queue_holds(simulated, schedule):
 
 
 @SCHEDULES
-def test_a_slow_disk_keeps_no_buffer_waiting_for_long(simulated, schedule):
-    """50 ms a layer: macOS would end a buffer of a hundred layers."""
+@pytest.mark.parametrize(("seconds", "layers"), [(0.05, 200), (2.0, 12)])
+def test_a_slow_disk_keeps_no_buffer_waiting_for_long(simulated, schedule, seconds, layers):
+    """50 ms a layer, or 2 s where reads stall: macOS would end a buffer of all layers."""
     simulated.set_schedule(schedule)
     pool, ids = Pool(slots=1), [ids_on("mps", 1), ids_on("mps", 2)]
     with simulated.timeline(lambda dispatch: 1e-3, a_command=1e-6) as clock:
-        pool.before = lambda: clock.answer(0.05)
-        for step in range(200):
+        pool.before = lambda: clock.answer(seconds)
+        for step in range(layers):
             slots = expert_slots(ids[step % 2], pool.number)
         torch_moe_mps.synchronize()
-        assert clock.waited == pytest.approx(200 * 0.05)
-    assert slots.tolist() == [[0]]
+        assert clock.waited == pytest.approx(layers * seconds)
+    assert pool.holds(slots, [2])
 
 
 def test_a_buffer_that_waits_too_long_says_so(simulated):

@@ -17,6 +17,7 @@ from simulator import apple, shaderlib
 from support import tiny_models
 from support.expert_layers import layer
 from support.launches import captured_call
+from support.models import tiny
 from support.quantized_layers import EVERY_FORMAT, bits_of, place, random_matrix, random_quantized
 from support.sweep import in_sweep
 from support.values import DTYPES
@@ -28,7 +29,7 @@ from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops.families.quantized import MATRICES
 from torch_moe_mps.selfcheck import machine, once, tuner
-from torch_moe_mps.transformers import self_check
+from torch_moe_mps.transformers import compiling, self_check
 
 ops = torch.ops.moe_mps
 NUMBERS = [2, 1, 4, 8]
@@ -244,6 +245,7 @@ def new_machine(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "BUFFER_SECONDS", 1e-9)
     monkeypatch.setattr(tuner, "ROUNDS", 2)
     monkeypatch.setattr(tuner, "MOST_COPIES", 2)
+    machine.remember_check(True)
     yield simulated
     self_check.reset()
     forget()
@@ -362,6 +364,26 @@ def test_switched_off(new_machine, monkeypatch, linear):
     assert first_call(linear) == {}
     monkeypatch.setenv(_environment.TUNE, "1")
     assert first_call(linear) == {name: tuner.Tuned(8, 2, 0.1)}
+
+
+def test_nothing_is_timed_until_a_check_has_passed(new_machine, monkeypatch, linear, capsys):
+    """It is said once in a process, with the command; what was timed before a check failed is not used."""
+    machine.say_what_waits.cache_clear()
+    name = "matmul_rows_affine4_64_f32 1x64x64 by 1"
+    machine.remember_tuned({name: tuner.Tuned(8, 2, 0.1)})
+    model = tiny("qwen3_moe", dtype=torch.float32, num_hidden_layers=1).to("mps")
+    quantized = torch_moe_mps.accelerate(model, bits=4, group_size=32, check=False).operators()
+    has_variants = []
+    for passed in (False, True):
+        machine.remember_check(passed)
+        tuner.begin()  # of one model more
+        assert first_call(linear) == ({name: tuner.Tuned(8, 2, 0.1)} if passed else {})
+        assert ("of 256x1x1" in traced(new_machine, linear)[0]) is passed
+        names = compiling.libraries_of(model, quantized)
+        has_variants.append(any("variants" in each for each in names))
+    assert has_variants == [False, True]
+    said = [line for line in capsys.readouterr().err.splitlines() if "no check has passed" in line]
+    assert len(said) == 1 and "matmuls are not timed" in said[0] and "torch-moe-mps check --first" in said[0]
 
 
 def test_the_time_ends(new_machine, monkeypatch, linear):

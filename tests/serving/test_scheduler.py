@@ -145,6 +145,7 @@ def test_a_chunk_takes_as_long_as_some_steps():
     assert times.chunk(is_decoding=True) == 100
     times.step = 1e-6
     assert times.chunk(is_decoding=True) == 64
+    assert StepTimes(largest=128).chunk(is_decoding=False) == StepTimes(largest=128).chunk(True) == 128
 
 
 def test_chunks_double_once_nobody_decodes():

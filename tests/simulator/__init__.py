@@ -32,6 +32,7 @@ from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
     Ssd,
+    Stalls,
     called_aten,
     clocked,
     commit_unseen,
@@ -67,6 +68,7 @@ __all__ = [
     "DispatchCounters",
     "SimulatorError",
     "Ssd",
+    "Stalls",
     "called_aten",
     "clocked",
     "commit_unseen",

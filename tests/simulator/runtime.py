@@ -7,6 +7,7 @@ import functools
 import heapq
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -483,6 +484,44 @@ def reads(intercept: Callable[[int, int, int], int]) -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_intercept_reads(_Read())
+
+
+class Stalls:
+    """For `reads`: a disk on which some reads stall, as under memory pressure.
+
+    A read that stalls ends once no other read has begun for a while: all reads that somebody wants meanwhile
+    pass it.
+
+    Args:
+        seed: draws which reads stall.
+        share: of the reads.
+        quiet: seconds of the real clock without a new read.
+
+    Attributes:
+        count: reads that have stalled.
+        passed: reads that have passed one that stalled.
+    """
+
+    def __init__(self, seed: int, share: float = 0.1, quiet: float = 2e-3) -> None:
+        self._random, self._share, self._quiet = random.Random(seed), share, quiet
+        self._began, self._stalled, self._changed = 0, 0, threading.Condition()
+        self.count = self.passed = 0
+
+    def __call__(self, file: int, offset: int, size: int) -> int:
+        with self._changed:
+            self._began += 1
+            self.passed += self._stalled > 0
+            self._changed.notify_all()
+            if self._random.random() >= self._share:
+                return size
+            self.count += 1
+            self._stalled += 1
+            while True:
+                began = self._began
+                if not self._changed.wait_for(lambda began=began: self._began > began, self._quiet):
+                    break
+            self._stalled -= 1
+        return size
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from ..selfcheck.control import control
 from ..selfcheck.facts import anonymous, facts
 from ..selfcheck.journal import noted, stopped
 from ..selfcheck.libraries import UNCOMMON, compile_side_by_side, libraries, pipelines
-from ..selfcheck.machine import COMMAND, is_available
+from ..selfcheck.machine import COMMAND, is_available, remember_check
 from ..selfcheck.once import checks_of, first_fault
 from . import first_check
 from .results import check_writable, written_whole
@@ -117,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(verdict_of_formats(findings, formats)))
     print(f"{_last_words(findings, optional)} Report: {path}")
     save("all", findings)
+    if options.first or options.quick or not (options.large or options.dtype or options.format):
+        remember_check(not findings)
     if options.first:
         print(first_check.line(about, report, findings))
     return 1 if findings else 0

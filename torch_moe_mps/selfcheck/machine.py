@@ -15,9 +15,11 @@ import torch
 
 from .._environment import caches
 from .._extension import PACKAGE, SHADERS, host_library
+from .._limits import CAUTIOUS_CHUNK
 from ..macs import output_of
 
 COMMAND = "torch-moe-mps check"
+PASSED = "check_has_passed"  # True once `check` has, False once it has failed
 SDPA, NO_CACHE = "sdpa", "no_cache"  # torch's attention for prompts; reads of experts past the page cache
 _KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # entries that a pass holds for
 _output_of = functools.cache(output_of)
@@ -119,6 +121,27 @@ def remember(passed: Collection[str], late: Collection[str] = ()) -> None:
 def remember_tuned(tuned: Mapping[str, Any]) -> None:
     """The same of what was timed."""
     _keep(tuned=tuned)
+
+
+def has_passed() -> bool:
+    """True if the last `check` on this machine has passed: see `remember_check`."""
+    return _kept().get(PASSED) is True
+
+
+def remember_check(passed: bool) -> None:
+    """Writes the result of a check of all that most models run."""
+    _keep(**{PASSED: passed})
+
+
+@functools.cache
+def say_what_waits() -> None:
+    """Tells the user, once in a process, what this package leaves out until a check has passed."""
+    print(
+        f"torch_moe_mps: no check has passed on this machine ({where()}), so matmuls are not timed, and "
+        f"prompts of models with experts on the SSD are computed {CAUTIOUS_CHUNK} tokens at a time. "
+        f"`{COMMAND} --first` or `{COMMAND} --quick` lifts both",
+        file=sys.stderr,
+    )
 
 
 def was_faster(way: str) -> bool:

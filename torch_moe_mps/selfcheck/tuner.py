@@ -24,7 +24,7 @@ from .._extension import setting
 from .._faults import fault_of, synchronize
 from .compare import OutOfTime
 from .journal import noted
-from .machine import remember_tuned, tuned_before
+from .machine import has_passed, remember_tuned, say_what_waits, tuned_before
 from .probe import no_commits
 
 SECONDS = 0.5  # for a model; what is left is timed the next time
@@ -56,10 +56,17 @@ _known: dict[str, Tuned] = {}  # by what `_listed_tunable` calls it
 _seconds_left = 0.0
 
 
+def is_wanted() -> bool:
+    """True if matmuls are timed: a check has passed on this machine, and MOE_MPS_TUNE is not 0."""
+    return is_on(TUNE) and has_passed()
+
+
 def start() -> None:
     """Apply what this machine remembers, and let first calls take SECONDS for timing."""
     global _seconds_left
-    _seconds_left = SECONDS if is_on(TUNE) else 0.0
+    _seconds_left = SECONDS if is_wanted() else 0.0
+    if is_on(TUNE) and not has_passed():
+        say_what_waits()
     if _seconds_left:
         for name, result in remembered().items():
             _known[name] = result

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
-from .._environment import TUNE, is_on
 from .._extension import host_library, torch_version
 from .._versions import TORCH
 from ..macs import refusal
@@ -26,6 +25,7 @@ from ..models.basics.state import kv_bits_of
 from ..models.modules.linears import formats_in
 from ..ops._samples import FAMILY_OF
 from ..ops.families.attention import CACHE_BITS
+from ..selfcheck import tuner
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
 
@@ -124,7 +124,7 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
     """
     files, found = _files_of(model, operators), set[str]()
     parts = ["", "joined_", "few_", "prompts_", *(["heads_"] if "heads" in files else [])]
-    parts += ["variants_"] if is_on(TUNE) else []
+    parts += ["variants_"] if tuner.is_wanted() else []
     for module, dtype in _on_mps(model):
         weights = {*_libraries_of_weights(module, dtype, parts)}
         if not weights:

@@ -6,7 +6,9 @@ import logging
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from ...models.programs import hands_cache_on, keeps_prompts, reason_against_rows
+from ..._limits import CAUTIOUS_CHUNK, LARGEST_CHUNK
+from ...models.programs import hands_cache_on, keeps_prompts, reads_of, reason_against_rows
+from ...selfcheck.machine import has_passed, say_what_waits
 from ...transformers.deferrable import forgets_states
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,15 @@ class Abilities:
     def caches_prefixes(self) -> bool:
         """True if prefix caching works for the model."""
         return not self.reads_whole and keeps_prompts(self._model)
+
+    @functools.cached_property
+    def largest_chunk(self) -> int:
+        """Tokens of a prefill chunk at most."""
+        is_streamed = self._model.device.type == "mps" and "experts" in reads_of(self._model)
+        if not is_streamed or has_passed():
+            return LARGEST_CHUNK
+        say_what_waits()
+        return CAUTIOUS_CHUNK
 
     @functools.cached_property
     def not_batchable(self) -> str | None:

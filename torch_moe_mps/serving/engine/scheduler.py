@@ -37,19 +37,24 @@ class Candidate(Protocol):
 
 @dataclass
 class StepTimes:
-    """Measured seconds: the last decoding step, one prompt token, and the time at which the step ended."""
+    """Measured seconds: the last decoding step, one prompt token, and the time at which the step ended.
+
+    Args:
+        largest: tokens of a prefill chunk at most.
+    """
 
     step: float = 0.0
     token: float = 0.0
     ended: float = 0.0
+    largest: int = LARGEST_CHUNK
 
     def chunk(self, is_decoding: bool) -> int:
         """Size of a prefill chunk in tokens, so that it takes about `STEPS` decoding steps."""
         if not is_decoding:
-            return LARGEST_CHUNK
+            return self.largest
         if self.token == 0.0:
-            return LARGEST_CHUNK // 8
-        return max(_LEAST_CHUNK, min(LARGEST_CHUNK, int(STEPS * self.step / self.token)))
+            return min(self.largest, LARGEST_CHUNK // 8)
+        return max(_LEAST_CHUNK, min(self.largest, int(STEPS * self.step / self.token)))
 
 
 @dataclass
