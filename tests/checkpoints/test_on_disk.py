@@ -44,9 +44,12 @@ def in_safetensors(architecture: str, **overrides):
     return write
 
 
-def of_gguf(folder: Path) -> str:
-    folder.mkdir()
-    return str(gguf_files.write_file(folder / "model.gguf", "qwen3moe", ("q4_k", "q6_k", "q5_k"), up="q5_k"))
+def of_gguf(architecture: str, *kinds: str, up: str | None = None):
+    def write(folder: Path) -> str:
+        folder.mkdir()
+        return str(gguf_files.write_file(folder / "model.gguf", architecture, kinds, up=up))
+
+    return write
 
 
 def of_mlx(folder: Path) -> str:
@@ -87,7 +90,13 @@ CHECKPOINTS = {
     "stacked": (in_safetensors("gpt_oss"), {}),
     "ours in another dtype": (of_ours, {"dtype": torch.float16}),
     "mlx": (of_mlx, {}),
-    "gguf": (of_gguf, {"device_map": "cpu"}),
+    "gguf": (of_gguf("qwen3moe", "q4_k", "q6_k", "q5_k", up="q5_k"), {"device_map": "cpu"}),
+    "gguf with biases": (of_gguf("gpt-oss", "mxfp4", "mxfp4", "q8_0"), {"device_map": "cpu"}),
+    "gguf in 32 bits": (
+        of_gguf("qwen3moe", "f32", "f32", "f32"),
+        {"dtype": torch.bfloat16, "device_map": "cpu"},
+    ),
+    "gguf, quantised again": (of_gguf("qwen3moe", "q8_0", "q8_0", "q8_0"), BITS),
     "mxfp4": (of_mxfp4, {}),
     "fp8": (of_fp8, {}),
     "step3p7": (as_published("step3p7"), {}),
@@ -127,6 +136,8 @@ def same_answers(resident, model, tokens: int = 3) -> None:
             "ours in another dtype",
             "longcat_flash",
             "longcat_flash of transformers",
+            "gguf in 32 bits",
+            "gguf, quantised again",
         ],
     ),
 )
@@ -137,6 +148,7 @@ def test_the_resident_model(name, tmp_path, few_slots):
     path = write(tmp_path / "model")
     model = from_pretrained(path, experts_memory="1GB", **options)
     own_files = name in ("ours", "mxfp4", "stacked", "ours in another dtype", "jetmoe, dense")
+    own_files |= name in ("gguf", "gguf with biases", "gguf in 32 bits")
     assert isinstance(expert_pools(model).layers[0].reader.file, StoredExperts) == own_files
     assert own_files == (not [*tmp_path.rglob(f"*{on_disk.NAME}")])
     with torch.no_grad():
@@ -150,6 +162,23 @@ def test_the_resident_model(name, tmp_path, few_slots):
         counters.layers == reads * layers and counters.hits + counters.misses >= 3 * layers
     )  # of the two for a token, ids may mean no expert
     assert counters.misses > 0 and counters.bytes_read > 0
+
+
+@pytest.mark.slow("loads two models")
+def test_a_gguf_file_on_mps(tmp_path, few_slots, simulated):
+    """Captured tokens, a prompt and the tokens behind it, with two orders of the simulator's threads."""
+    path = of_gguf("qwen3moe", "q4_k", "q6_k", "q4_k")(tmp_path / "model")
+    resident, model = (
+        from_pretrained(path, device_map="mps", dtype=torch.float16, **options)
+        for options in ({}, {"experts_memory": "1GB"})
+    )
+    before = prompt(1, 4).to("mps")
+    expected = generate(resident, before, max_new_tokens=3)
+    for schedule in range(2):
+        simulated.set_schedule(schedule)
+        assert torch.equal(generate(model, before, max_new_tokens=3), expected)
+    assert expert_pools(model).counters.misses > 0
+    assert [*(tmp_path / "model").iterdir()] == [tmp_path / "model" / "model.gguf"]
 
 
 def load(folder: Path, **options):

@@ -5,6 +5,7 @@ import copy
 import peft
 import pytest
 import torch
+from support import gguf_files
 from support.experts_on_disk import NGRAMS, same
 from support.models import Conversation, prompt, tiny
 
@@ -72,6 +73,19 @@ def test_the_resident_model(tmp_path, few, options):
         assert fingerprint(model) == before
         adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
         assert same(adapted.eval()(prompt()).logits, resident(prompt()).logits)
+
+
+def test_rows_of_a_gguf_file(tmp_path, few):
+    """Its blocks become rows as they are read, in place of experts' matrices."""
+    path = str(gguf_files.write_file(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q6_k", "q5_k")))
+    model = from_pretrained(path, experts_memory="1GB", device_map="cpu")
+    (table,) = tables_of(model).values()
+    assert (table.pool.about.experts, table.pool.size) == (gguf_files.VOCABULARY, 40)
+    assert [*tmp_path.iterdir()] == [tmp_path / "model.gguf"]
+    with torch.no_grad():
+        resident = from_pretrained(path, device_map="cpu")
+        ids = torch.arange(gguf_files.VOCABULARY).unsqueeze(0)
+        assert same(model.get_input_embeddings()(ids), resident.get_input_embeddings()(ids))
 
 
 def test_tables_alone(tmp_path, monkeypatch, capsys):

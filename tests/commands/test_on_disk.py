@@ -12,6 +12,7 @@ import openai
 import peft
 import pytest
 import torch
+from support import gguf_files
 from support.disk import files_of
 from support.models import tiny
 from support.serving import QUANTISED, client_of, said
@@ -19,7 +20,7 @@ from support.serving import QUANTISED, client_of, said
 from torch_moe_mps import commands
 from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
-from torch_moe_mps.commands import experts_memory, main
+from torch_moe_mps.commands import experts_memory, fit, main
 from torch_moe_mps.commands.residency import hits_of
 from torch_moe_mps.disk.file import Layer, written
 
@@ -134,6 +135,21 @@ def test_fit(tmp_path, capsys):
     assert own["bound"] == pytest.approx(1 / seconds)
     assert "22GB" in capsys.readouterr().out
     assert not any(row["mac"] == "512 GB" for row in rows)
+
+
+def test_fit_of_a_gguf_file(tmp_path, capsys, monkeypatch):
+    """Where it does not fit by a byte, what is read is the file itself."""
+    monkeypatch.setattr(gguf_files, "LAYERS", 6)
+    path = gguf_files.write_file(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q4_k", "q4_k"))
+    monkeypatch.setattr(sizes, "_BESIDE", 0)
+    assert run("fit", path, "--json", tmp_path / "fit.json") == 0
+    assert "the GGUF file itself" not in capsys.readouterr().out
+    found = json.loads((tmp_path / "fit.json").read_text())
+    stored = next(size["bytes"] for size in found["sizes"] if size["name"] == "as it is")
+    limit = found["prompt"]["bytes"] + stored - 1
+    monkeypatch.setattr(fit, "_limits", lambda mac: [("small", limit)])
+    assert run("fit", path) == 0
+    assert "experts are read from the GGUF file itself, and no other file" in capsys.readouterr().out
 
 
 def test_a_pipeline_is_refused(refused, monkeypatch):

@@ -19,7 +19,7 @@ from .._progress import with_progress
 from .._text import bytes_in, shown
 from ..disk.file import ExpertsFile, Layer, written
 from ..disk.pool import Pools, least_memory, most_experts, slots_in
-from ..disk.stored import StoredExperts
+from ..disk.stored import BlockExperts, StoredExperts
 from ..macs import memory_for_models
 from ..models.basics.interface import (
     count_of,
@@ -40,6 +40,7 @@ from ..models.modules.experts_on_disk import (
 )
 from ..models.modules.stacked_experts import run_operators
 from .cutting import cutting
+from .gguf.in_files import blocks_of
 from .quantize.sizes import (
     bytes_of_experts,
     large_tables,
@@ -81,9 +82,9 @@ def experts_file(
     Raises: ValueError for a file of another checkpoint or recipe, or without space on the disk; OSError.
     """
     path, key, named = path_of(source), _key(source, model), _named(model, layers)
+    if (stored := _stored(source, recipe, layers, key)) is not None:
+        return stored
     if not path.exists():
-        if (stored := _stored(source, recipe, layers, key)) is not None:
-            return stored
         _write_file(path, key, source, recipe, layers, named)
     if (file := ExpertsFile(path, key, source.files)).layers != named:
         raise ValueError(f"{path} has its experts for another device or class: remove it")
@@ -128,9 +129,13 @@ def _stored(
     source: Source, recipe: Mapping[str, Any] | None, layers: list[Layer], key: str
 ) -> StoredExperts | None:
     """Layers in the checkpoint's own files; None where these have other bytes than the model will."""
-    if source.gguf is not None or any(layer.transposed for layer in layers):
+    is_gguf = source.gguf is not None
+    if (is_gguf and recipe is not None) or (not is_gguf and any(layer.transposed for layer in layers)):
         return None
     model, quantizer = _dense(source, recipe)
+    if is_gguf:
+        blocks = blocks_of(quantizer.layout, layers)
+        return None if blocks is None else BlockExperts(Path(source.file), key, layers, blocks)
     if quantizer is None and source.stored:
         return None
     rows = rows_of(model, quantizer, source.conversions(model, quantizer), source.files, layers)

@@ -230,7 +230,11 @@ class Source:
     def settle_dtype(self) -> None:
         """Takes the dtype of the weights, as transformers does, where neither caller nor config has one."""
         asked = self.others.get("dtype") or "auto"
-        if asked == "auto" and getattr(self.config, "dtype", None) is None and self.gguf is None:
+        if asked != "auto" or getattr(self.config, "dtype", None) is not None:
+            return
+        if self.gguf is not None:
+            self.others["dtype"] = torch.get_default_dtype()  # whatever the types in the file
+        else:
             names = (dtype for _, _, dtype, _ in tensors_in(self.files[:1]))
             if (dtype := next((_FLOATS[name] for name in names if name in _FLOATS), None)) is not None:
                 self.others["dtype"] = dtype

@@ -55,6 +55,12 @@ _WIDE, _DENSE, _STORED = "32 bit", "16 bit", "as it is"
 _CHECK = Check("fit")
 
 
+_READ_IN_PLACE = (
+    "With --experts-memory the experts are read from the GGUF file itself, and no other file is written; "
+    "with --bits or --recipe they need a file of their own."
+)
+
+
 @dataclass
 class Size:
     """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
@@ -93,6 +99,8 @@ def run(options: argparse.Namespace) -> None:
     else:
         name = options.model
         text, data = report(name, model, sizes, options.context, mac, options.kv_bits, cache, with_mtp)
+        if source.gguf is not None and "on_disk" in data:
+            text = f"{text}\n\n{_in_terminal([_READ_IN_PLACE])}"
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +103,23 @@ class _Places:
         """Offset and bytes of a layer's checksums."""
         count = self.first[layer + 1] - self.first[layer]
         return self.checksums + _ENTRY.size * self.first[layer], _ENTRY.size * count
+
+
+class Places(NamedTuple):
+    """Where the experts of a layer lie in files.
+
+    Attributes:
+        dtypes: of the layer's tensors in the files.
+        rows: [number of a tensor, number of a file, offset, bytes to the next expert, experts].
+        checksums: of the experts; none for files without them.
+        blocks: of matrices that are converted as they are read: ggml's type, and the numbers of a
+            `StoredBlocks` of csrc/slots/disk.h.
+    """
+
+    dtypes: list[torch.dtype]
+    rows: list[list[int]]
+    checksums: Sequence[int] = ()
+    blocks: Sequence[tuple[str, list[int]]] = ()
 
 
 class NewFile:
@@ -335,11 +353,8 @@ class ExpertsFile:
             finally:
                 os.close(file)
 
-    def places(self) -> Iterator[tuple[list[torch.dtype], list[list[int]], list[int]]]:
-        """Yields the dtypes of each layer's tensors in the file, where these lie, and the experts' checksums.
-
-        A tensor lies in [its number, the number of a file, offset, bytes to the next expert, experts].
-        """
+    def places(self) -> Iterator[Places]:
+        """Yields where each layer lies."""
         for number, layer in enumerate(self.layers):
             rows, offset = [], self._places.starts[number]
             for tensor, size in enumerate(layer.sizes):
@@ -347,7 +362,7 @@ class ExpertsFile:
                 offset += size
             first = self._places.first[number]
             dtypes = [dtype_of(dtype) for dtype, _ in layer.tensors.values()]
-            yield dtypes, rows, self._checksums[first : first + layer.experts]
+            yield Places(dtypes, rows, self._checksums[first : first + layer.experts])
 
     def read(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
         """Reads an expert into views of bytes, and compares it with its checksum.

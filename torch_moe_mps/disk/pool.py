@@ -17,10 +17,11 @@ from .._faults import Mark, follow_stream
 from ..ops.families.slots import LIMIT, host_view, new_number, register_pool
 from . import reference
 from .file import ALIGNMENT, ExpertsFile, Layer, dtype_of
-from .stored import StoredExperts
+from .stored import BlockExperts, StoredExperts
 
 DEPTH = 16  # reads at once. Untuned: SSDs of Macs are said to want 8 to 32
 PIECE = 2 << 20  # bytes of a read: a block is several reads at once. Untuned
+CONVERTED = 512 << 10  # the same for blocks of GGUF, which a core converts at some GB/s. Untuned
 TABLE_ROWS, TABLE_MEMORY = 1 << 16, 1 << 28  # rows and bytes of a table in memory, at most
 SILENT = 20.0  # seconds without a read that ends: the disk is late
 BEAT = 0.5e-3, 64  # seconds between beats for a GPU that waits, steps of their kernel. Untuned
@@ -76,12 +77,15 @@ class ExpertReader:
             self.disk: Any = reference.Disk(file)
         else:
             names, files = zip(*file.opened.items(), strict=True)
-            self.disk = torch.classes.moe_mps.ExpertDisk(str(file.path), [*names], [*files], DEPTH, PIECE)
-            for layer, (stored, places, checksums) in zip(file.layers, file.places(), strict=True):
+            piece = CONVERTED if isinstance(file, BlockExperts) else PIECE
+            self.disk = torch.classes.moe_mps.ExpertDisk(str(file.path), [*names], [*files], DEPTH, piece)
+            for layer, places in zip(file.layers, file.places(), strict=True):
                 like = [torch.empty(s, dtype=dtype_of(d), device="meta") for d, s in layer.tensors.values()]
-                types = [torch.empty(0, dtype=dtype) for dtype in stored]
+                stored = [torch.empty(0, dtype=dtype) for dtype in places.dtypes]
+                rows, checksums = _integers(places.rows), _integers(places.checksums)
+                types, blocks = [kind for kind, _ in places.blocks], [place for _, place in places.blocks]
                 self.disk.add_layer(
-                    layer.name, layer.experts, like, types, *map(_integers, (places, checksums))
+                    layer.name, layer.experts, like, stored, rows, checksums, types, _integers(blocks)
                 )
         self.counters = Counters(self.disk.counters)
 

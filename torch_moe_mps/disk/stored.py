@@ -1,4 +1,8 @@
-"""Experts where a checkpoint's own files have them: each of their tensors is rows behind each other."""
+"""Experts where a checkpoint's own files have them, and are read without a file of their own.
+
+Each of their tensors is rows one after the other, or is made of the blocks of a GGUF file: those of a matrix
+of one expert are contiguous there, and become rows of the tensors of its format as they are read.
+"""
 
 import hashlib
 import os
@@ -8,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from .file import Layer, dtype_of, fill, opened, stamp_of
+from ..quantization.gguf import block_size, from_blocks
+from .file import Layer, Places, dtype_of, fill, opened, stamp_of
+
+# Values that are not quantised, by ggml's names.
+VALUES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,44 @@ class StoredTensor:
         raise IndexError(row)
 
 
+@dataclass(frozen=True)
+class FileBlocks:
+    """Rows of a matrix of each expert of a layer in a GGUF file.
+
+    Attributes:
+        kind: ggml's type, in lower case. A block of values that are not quantised is one value.
+        offset: bytes before the rows of the first expert.
+        stride: bytes from one expert to the next.
+        rows, in_row: rows of an expert, and blocks of a row.
+        tensors: names of the tensors of the layer that hold the codes, scales and zeros, as far as there are.
+        first, step: row n of an expert becomes row `first + n * step` of each of these tensors.
+    """
+
+    kind: str
+    path: str
+    offset: int
+    stride: int
+    rows: int
+    in_row: int
+    tensors: tuple[str, ...]
+    first: int = 0
+    step: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows of one expert."""
+        dtype = VALUES.get(self.kind)
+        return self.rows * self.in_row * (block_size(self.kind) if dtype is None else dtype.itemsize)
+
+    def converted(self, data: bytearray, dtype: torch.dtype) -> list[Tensor]:
+        """The rows of one expert, of codes, scales and zeros. Values become those of a dtype."""
+        if (stored := VALUES.get(self.kind)) is not None:
+            values = torch.frombuffer(data, dtype=stored).float().to(dtype)
+            return [values.view(self.rows, -1)]
+        blocks = torch.frombuffer(data, dtype=torch.uint8).view(self.rows, -1)
+        return [tensor for tensor in from_blocks(blocks, self.kind) if tensor is not None]
+
+
 class StoredExperts:
     """The experts of a checkpoint's files, for reading as those of an `ExpertsFile`.
 
@@ -54,19 +101,22 @@ class StoredExperts:
     def __init__(
         self, path: Path, key: str, layers: Sequence[Layer], tensors: Sequence[Mapping[str, StoredTensor]]
     ):
-        self.path, self.layers = path, list(layers)
         self._tensors = [
             [of_layer[name] for name in layer.tensors]
             for layer, of_layer in zip(layers, tensors, strict=True)
         ]
         names = {part.path for of_layer in self._tensors for rows in of_layer for part in rows.parts}
+        self._open(path, key, layers, names)
+
+    def _open(self, path: Path, key: str, layers: Sequence[Layer], names: set[str]) -> None:
+        self.path, self.layers = path, list(layers)
         self.opened = {name: opened(name) for name in sorted(names)}
         for file in self.opened.values():
             weakref.finalize(self, os.close, file)
         stamps = b"".join(map(stamp_of, self.opened))
         self.fingerprint = hashlib.sha256(key.encode() + stamps).hexdigest()
 
-    def places(self) -> Iterator[tuple[list[torch.dtype], list[list[int]], list[int]]]:
+    def places(self) -> Iterator[Places]:
         """Yields as `ExpertsFile.places`; checkpoints have no checksums of experts."""
         files = [*self.opened]
         for layer, tensors in zip(self.layers, self._tensors, strict=True):
@@ -75,7 +125,7 @@ class StoredExperts:
                 for number, (tensor, size) in enumerate(zip(tensors, layer.sizes, strict=True))
                 for part in tensor.parts
             ]
-            yield [tensor.dtype for tensor in tensors], rows, []
+            yield Places([tensor.dtype for tensor in tensors], rows)
 
     def read(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
         """Reads an expert as `ExpertsFile.read` does, and gives it its layer's dtypes."""
@@ -87,3 +137,42 @@ class StoredExperts:
                 raise ValueError(f"{part.path}: expert {expert} of {about.name} is truncated")
             if rows.dtype != dtype and dtype.is_floating_point:
                 torch.frombuffer(view, dtype=dtype).copy_(torch.frombuffer(view, dtype=rows.dtype).clone())
+
+
+class BlockExperts(StoredExperts):
+    """The experts of a GGUF file, whose blocks are converted as they are read.
+
+    Args:
+        blocks: of each layer.
+    """
+
+    def __init__(self, path: Path, key: str, layers: Sequence[Layer], blocks: Sequence[Sequence[FileBlocks]]):
+        self._blocks = blocks
+        self._open(path, key, layers, {part.path for of_layer in blocks for part in of_layer})
+
+    def places(self) -> Iterator[Places]:
+        """Yields as `ExpertsFile.places`, with blocks in place of tensors."""
+        files = [*self.opened]
+        for layer, of_layer in zip(self.layers, self._blocks, strict=True):
+            names, blocks = [*layer.tensors], []
+            for part in of_layer:
+                tensors = [names.index(name) for name in part.tensors]
+                tensors += [-1] * (3 - len(tensors))
+                place = [files.index(part.path), part.offset, part.stride, part.rows, part.in_row]
+                blocks.append((part.kind, [*place, *tensors, part.first, part.step]))
+            yield Places([dtype_of(dtype) for dtype, _ in layer.tensors.values()], [], blocks=blocks)
+
+    def read(self, layer: int, expert: int, views: Sequence[memoryview]) -> None:
+        """Reads an expert as `ExpertsFile.read` does, and converts its blocks."""
+        about = self.layers[layer]
+        into = dict(zip(about.tensors, views, strict=True))
+        for part in self._blocks[layer]:
+            data = bytearray(part.size)
+            if not fill(self.opened[part.path], [memoryview(data)], part.offset + expert * part.stride):
+                raise ValueError(f"{part.path}: expert {expert} of {about.name} is truncated")
+            converted = part.converted(data, dtype_of(about.tensors[part.tensors[0]][0]))
+            rows = part.first + part.step * torch.arange(part.rows)
+            for name, tensor in zip(part.tensors, converted, strict=True):
+                of_rows = tensor.contiguous().view(torch.uint8).view(part.rows, -1)
+                whole = torch.frombuffer(into[name], dtype=torch.uint8)
+                whole.view(-1, of_rows.shape[1])[rows] = of_rows

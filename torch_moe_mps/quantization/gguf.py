@@ -230,6 +230,11 @@ def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, l
         yield rows, [tensor[rows] for tensor in flat]
 
 
+def block_size(name: str) -> int:
+    """Bytes of a block of ggml's type `name`."""
+    return sum(_BLOCKS[name.lower()][0])
+
+
 def block_values(format: Format) -> int:
     """Number of values in a block."""
     return 64 if format.name == "nvfp4" else max(32, format.multiple)
@@ -254,7 +259,7 @@ def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
         check.fail("name", f"one of {', '.join(_BLOCKS)}", repr(name))
     if blocks.dim() == 0:
         check.fail("blocks", "of one dimension or more", ())
-    size = sum(_BLOCKS[name.lower()][0])
+    size = block_size(name)
     if blocks.shape[-1] % size != 0:
         check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
     rows = blocks.reshape(-1, blocks.shape[-1])

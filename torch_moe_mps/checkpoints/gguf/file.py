@@ -28,7 +28,14 @@ from ...models.upstream.weights import (
     rename_source_key,
 )
 from ...quantization import Format, QuantizedWeight
-from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks, from_blocks
+from ...quantization.gguf import (
+    VALUES_AT_ONCE,
+    block_size,
+    block_values,
+    blocks_of,
+    format_of_blocks,
+    from_blocks,
+)
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
 from .architectures import ARCHITECTURES, config_of
@@ -53,12 +60,14 @@ _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of a file: `data` is a map of its bytes, uint8 [..., bytes of a row]."""
+    """A tensor of a file: `data` is a map of its bytes, uint8 [..., bytes of a row], from `offset` on."""
 
     name: str
     kind: str  # ggml's name of the type
     shape: tuple[int, ...]
     data: np.ndarray
+    path: str = ""
+    offset: int = 0
 
     @property
     def is_quantized(self) -> bool:
@@ -72,6 +81,11 @@ class GgufTensor(NamedTuple):
     @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a block of a quantised tensor."""
+        return block_size(self.kind)
 
     def values(self, data: np.ndarray | None = None) -> np.ndarray:
         """Dequantised float32 values of all rows, or of the given bytes.
@@ -123,7 +137,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
                 raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
             places.append((name, offset, end - first))
             data = blob[first:end].reshape(*shape[:-1], row)
-            result.append(GgufTensor(name, type_name, shape, data))
+            result.append(GgufTensor(name, type_name, shape, data, path, first))
         if len({tensor.name for tensor in result}) < len(result):
             raise ValueError("two tensors have one name")
         check_offsets(places, alignment, len(blob) - start)
@@ -280,12 +294,13 @@ class GgufWeight:
         order: index of each row of the parameter among all rows of `tensors`.
 
     Attributes:
+        tensors, order: as given.
         inputs: input permutation of the weight; None for the identity, or where whole blocks were permuted
             instead.
     """
 
     def __init__(self, target: Target, tensors: list[GgufTensor], order: Tensor, inputs: Tensor | None):
-        self.tensors, self.inputs = tensors, inputs
+        self.tensors, self.inputs, self.order = tensors, inputs, order
         self._shape = order.shape if target.kind == "experts" else order.shape[1:]
         rows = order.flatten().numpy()
         self._order = None if (rows == np.arange(len(rows))).all() else rows
@@ -295,6 +310,11 @@ class GgufWeight:
             whole = columns[:, :1] + torch.arange(columns.shape[1])
             if torch.equal(columns, whole) and not bool((columns[:, 0] % columns.shape[1]).any()):
                 self._blocks, self.inputs = (columns[:, 0] // columns.shape[1]).numpy(), None
+
+    @property
+    def moves_columns(self) -> bool:
+        """True if columns of the parameter are not in the order of the file."""
+        return self.inputs is not None or self._blocks is not None
 
     @property
     def format(self) -> Format:
@@ -446,6 +466,24 @@ class GgufFile:
         if key not in _ORDERS:
             _ORDERS[key] = self.learned_order(name)
         return _ORDERS[key]
+
+    def order_of_values(self, name: str) -> Tensor | None:
+        """Number of each value of a parameter among those of its tensors; None where they are not these.
+
+        For small parameters, such as biases: the numbers are float32 in part of transformers' code.
+        """
+        stands, first = [], 0
+        for tensor in self.parts[name]:
+            end = first + math.prod(tensor.shape)
+            stands.append((tensor, np.arange(float(first), float(end)).reshape(tensor.shape)))
+            first = end
+        try:
+            placed = self._placing.value(name, stands) if first < 1 << 24 else None
+        except (ValueError, IndexError, KeyError, RuntimeError):
+            return None
+        if placed is None or not torch.equal(placed.flatten().sort().values.long(), torch.arange(first)):
+            return None
+        return placed.long()
 
     def learned_order(self, name: str) -> RowOrder | None:
         """Result of `order`, by a run of transformers' code.

@@ -54,6 +54,7 @@ class GgufLayout(Layout):
     """Layout of the weights that stay packed.
 
     Attributes:
+        sources: {parameter: its packed weight in the file}.
         report: the packed weights; `skipped` lists the others, with reasons.
 
     Raises: ValueError for a file that has not what its metadata declares, or that cannot be read.
@@ -65,7 +66,7 @@ class GgufLayout(Layout):
         super().__init__()
         self.model, self.file = model, checked_file(file, model)
         self.report, self.dense_bytes = QuantizationReport(), bytes_a_token(model)
-        self._sources: dict[str, GgufWeight] = {}
+        self.sources: dict[str, GgufWeight] = {}
         reasons, every = Reasons(model), quantizable(model)
         for target in every.values():
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
@@ -106,12 +107,12 @@ class GgufLayout(Layout):
         for parameter, source in (pair for sources in result if all(result) for pair in sources.items()):
             target.formats[parameter] = source.format
             target.has_order = source.inputs is not None
-            self._sources[f"{target.name}.{parameter}"] = source
+            self.sources[f"{target.name}.{parameter}"] = source
 
     def _leave_dense(self, name: str) -> None:
         target = self.targets.pop(name)
         for parameter in target.formats:
-            del self._sources[f"{name}.{parameter}"]
+            del self.sources[f"{name}.{parameter}"]
         target.formats.clear()
 
     def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
@@ -129,15 +130,15 @@ class GgufLayout(Layout):
 
     def state(self) -> dict[str, Any]:
         """{name of a parameter: its packed or dense source}, as transformers' loader takes a state dict."""
-        state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self._sources
-        for name, weight in self._sources.items():
+        state: dict[str, Any] = {name: Dense(self.file, name) for name in self.file.parts} | self.sources
+        for name, weight in self.sources.items():
             if weight.inputs is not None:
                 state[f"{name.rpartition('.')[0]}.order"] = weight.inputs.int()
         return state
 
     def conversions(self, others: list) -> list[NamedConverter]:
         """Converters of packed weights alone: all other names of `state` are the model's."""
-        return [*map(self._unpacked, self._sources)]
+        return [*map(self._unpacked, self.sources)]
 
     def _unpacked(self, name: str) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
@@ -152,7 +153,7 @@ class GgufLayout(Layout):
         """Adds the weights of the `loaded` modules that stayed packed to the report."""
         for name in filter(loaded, self.targets):
             for parameter in self.targets[name].formats:
-                source = self._sources.get(f"{name}.{parameter}")
+                source = self.sources.get(f"{name}.{parameter}")
                 if source is not None:
                     add_stored(self.report, self.targets[name], parameter, source.format)
 
@@ -164,15 +165,14 @@ class DequantizedGguf(StreamingLayout):
 
     def __init__(self, model: Any, file: str):
         super().__init__(model)
-        self.file = file
+        self.file = checked_file(file, model)  # before parts are cut out of the model
 
     def conversions(self, others: list) -> list:
         return []
 
     def state(self) -> dict[str, Any]:
         """{name of a parameter: its values}, as transformers' loader takes a state dict."""
-        whole = checked_file(self.file, self.model)
-        return {name: Dense(whole, name, self.wanted.get(name)) for name in whole.parts}
+        return {name: Dense(self.file, name, self.wanted.get(name)) for name in self.file.parts}
 
 
 def _tensors(weights: list[Any]) -> list[Tensor]:

@@ -78,11 +78,11 @@ class ExpertDisk : public torch::CustomClassHolder {
   ~ExpertDisk() override { disk->close(); }
 
   // `like` are tensors of an expert, `stored` have the dtypes in the files; rows of `places` are the number
-  // of a tensor, and its `StoredRows`.
+  // of a tensor, and its `StoredRows`. Rows of `blocks` are a `StoredBlocks` whose type is in `types`.
   void add_layer(std::string name, int64_t experts, const std::vector<at::Tensor>& like,
-                 const std::vector<at::Tensor>& stored, const at::Tensor& places,
-                 const at::Tensor& checksums) {
-    StoredLayer layer{std::move(name), experts, {}, {}, nullptr};
+                 const std::vector<at::Tensor>& stored, const at::Tensor& places, const at::Tensor& checksums,
+                 const std::vector<std::string>& types, const at::Tensor& blocks) {
+    StoredLayer layer{std::move(name), experts, {}, {}, {}, nullptr};
     for (size_t n = 0; n < like.size(); ++n)
       layer.tensors.push_back({static_cast<int64_t>(like[n].nbytes()),
                                like[n].scalar_type(),
@@ -92,6 +92,14 @@ class ExpertDisk : public torch::CustomClassHolder {
     for (int64_t row = 0; row < places.size(0); ++row, place += 5)
       layer.tensors.at(static_cast<size_t>(place[0]))
           .parts.push_back({place[1], place[2], place[3], place[4]});
+    const auto* row = blocks.const_data_ptr<int64_t>();
+    for (const std::string& type : types) {
+      const BlockType* found = block_type(type, like.at(static_cast<size_t>(row[5])).scalar_type());
+      TORCH_CHECK(found != nullptr, "moe_mps: ", layer.name, " must be of known blocks, got ", type);
+      layer.blocks.push_back(
+          {found, row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9]});
+      row += 10;
+    }
     const auto* sums = checksums.const_data_ptr<int64_t>();
     for (int64_t n = 0; n < checksums.numel(); ++n) layer.checksums.push_back(static_cast<uint32_t>(sums[n]));
     layer.is_checked = std::make_unique<std::atomic<bool>[]>(static_cast<size_t>(experts));

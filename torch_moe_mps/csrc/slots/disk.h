@@ -3,6 +3,7 @@
 // tensor that Python has: the last but one owner of that takes the lock.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <sys/uio.h>
 
 #include <atomic>
 #include <chrono>
@@ -14,6 +15,8 @@
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "blocks.h"
 
 namespace moe_mps {
 
@@ -34,6 +37,14 @@ struct StoredTensor {
   int64_t size;
   c10::ScalarType dtype, stored;
   std::vector<StoredRows> parts;
+};
+
+// A matrix of a layer's experts, or some of its rows, in blocks of a GGUF file. Row n becomes row
+// first + n * step of the tensors with these numbers, -1 for none.
+struct StoredBlocks {
+  const BlockType* type;
+  int64_t file, offset, stride, rows, in_row;  // bytes to the next expert; blocks
+  int64_t codes, scales, zeros, first, step;
 };
 
 // Memory of a tensor on the host, with rows behind each other.
@@ -57,7 +68,8 @@ class HostRows {
 struct StoredLayer {
   std::string name;
   int64_t experts;
-  std::vector<StoredTensor> tensors;
+  std::vector<StoredTensor> tensors;  // without parts where blocks become them
+  std::vector<StoredBlocks> blocks;
   std::vector<uint32_t> checksums;  // of each expert; none where the files have none
   std::unique_ptr<std::atomic<bool>[]> is_checked;
 };
@@ -109,6 +121,8 @@ class Disk : public std::enable_shared_from_this<Disk> {
     int64_t file, offset;
     char* to;
     int64_t size;
+    const StoredBlocks* blocks = nullptr;  // which are converted; none for bytes that are read in place
+    int64_t first = 0;                     // number of the first block
   };
   using Extents = std::vector<Extent>;
   struct Calls {
@@ -121,6 +135,9 @@ class Disk : public std::enable_shared_from_this<Disk> {
   void run(Calls& calls);
   Extents extents(const ExpertRead& read) const;
   ReadFault fill(const ExpertRead& read, const Extents& extents) const;
+  ReadFault fill_blocks(const ExpertRead& read, const Extent& extent) const;
+  ReadFault fill_memory(const ExpertRead& read, int64_t file, int64_t offset, int64_t needed,
+                        std::vector<iovec> rest) const;
   void finish_piece(ExpertRead& read, const ReadFault& fault);
   ReadFault checked(const ExpertRead& read);
   std::string of(const ExpertRead& read, int64_t file) const;

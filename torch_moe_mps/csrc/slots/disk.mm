@@ -2,12 +2,12 @@
 
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <system_error>
 #include <thread>
@@ -42,6 +42,31 @@ struct Crc {
     for (; size > 0; ++bytes, --size) crc = crc >> 8 ^ table[0][(crc ^ static_cast<uint8_t>(*bytes)) & 0xFF];
     return ~crc;
   }
+};
+
+constexpr int64_t kPage = 1 << 14;  // bytes: a page of Apple silicon
+
+// Memory that begins with a page, and grows.
+class PageMemory {
+ public:
+  PageMemory() = default;
+  PageMemory(const PageMemory&) = delete;
+  PageMemory& operator=(const PageMemory&) = delete;
+  ~PageMemory() { std::free(first_); }
+
+  // So many bytes; null where there are not so many.
+  char* of(int64_t size) {
+    if (size <= size_) return static_cast<char*>(first_);
+    std::free(std::exchange(first_, nullptr));
+    size_ = 0;
+    if (posix_memalign(&first_, kPage, static_cast<size_t>(size)) != 0) return nullptr;
+    size_ = size;
+    return static_cast<char*>(first_);
+  }
+
+ private:
+  void* first_ = nullptr;
+  int64_t size_ = 0;
 };
 
 using SharedMemory = std::shared_ptr<const c10::DataPtr>;
@@ -157,34 +182,83 @@ Disk::Extents Disk::extents(const ExpertRead& read) const {
       row -= part.rows;
     }
   }
+  for (const StoredBlocks& blocks : layer(read.layer).blocks)
+    result.push_back({blocks.file, blocks.offset + read.expert * blocks.stride, nullptr,
+                      blocks.rows * blocks.in_row * blocks.type->bytes, &blocks});
   return result;
 }
 
 ReadFault Disk::fill(const ExpertRead& read, const Extents& extents) const {
   for (size_t first = 0; first < extents.size();) {
-    const int64_t file = extents[first].file;
-    int64_t offset = extents[first].offset, end = offset;
-    std::vector<iovec> rest;
-    for (; first < extents.size() && extents[first].file == file && extents[first].offset == end; ++first) {
-      rest.push_back({extents[first].to, static_cast<size_t>(extents[first].size)});
-      end += extents[first].size;
+    ReadFault fault;
+    if (extents[first].blocks != nullptr) {
+      fault = fill_blocks(read, extents[first++]);
+    } else {
+      const int64_t file = extents[first].file, offset = extents[first].offset;
+      int64_t end = offset;
+      std::vector<iovec> rest;
+      for (; first < extents.size() && extents[first].blocks == nullptr && extents[first].file == file &&
+             extents[first].offset == end;
+           ++first) {
+        rest.push_back({extents[first].to, static_cast<size_t>(extents[first].size)});
+        end += extents[first].size;
+      }
+      fault = fill_memory(read, file, offset, end - offset, std::move(rest));
     }
-    for (size_t begun = 0; offset < end;) {
-      ssize_t count = preadv(files_[static_cast<size_t>(file)], rest.data() + begun,
-                             static_cast<int>(rest.size() - begun), offset);
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0) {
-        const int error = errno;
-        return {c10::str(of(read, file), ": ", std::generic_category().message(error)), error};
-      }
-      if (count == 0) return {of(read, file) + " is truncated"};
-      offset += count;
-      while (begun < rest.size() && static_cast<size_t>(count) >= rest[begun].iov_len)
-        count -= static_cast<ssize_t>(rest[begun++].iov_len);
-      if (count > 0) {
-        rest[begun].iov_base = static_cast<char*>(rest[begun].iov_base) + count;
-        rest[begun].iov_len -= static_cast<size_t>(count);
-      }
+    if (!fault.why.empty()) return fault;
+  }
+  return {};
+}
+
+// Reads whole pages, as a read past the page cache needs them, into memory of this thread, and converts the
+// blocks in it.
+ReadFault Disk::fill_blocks(const ExpertRead& read, const Extent& extent) const {
+  static thread_local PageMemory memory;
+  const int64_t before = extent.offset % kPage, needed = before + extent.size;
+  char* from = memory.of((needed + kPage - 1) / kPage * kPage);
+  if (from == nullptr)
+    return {of(read, extent.file) + ": " + std::generic_category().message(ENOMEM), ENOMEM};
+  const ReadFault fault = fill_memory(read, extent.file, extent.offset - before, needed,
+                                      {{from, static_cast<size_t>((needed + kPage - 1) / kPage * kPage)}});
+  if (!fault.why.empty()) return fault;
+  const StoredBlocks& blocks = *extent.blocks;
+  const BlockType& type = *blocks.type;
+  const auto to = [&read](int64_t tensor, int64_t offset) {
+    return tensor < 0 ? nullptr : read.to[static_cast<size_t>(tensor)] + offset;
+  };
+  from += before;
+  for (int64_t number = extent.first, left = extent.size / type.bytes; left > 0;) {
+    const int64_t row = number / blocks.in_row, column = number % blocks.in_row;
+    const int64_t count = blocks.step == 1 ? left : std::min(left, blocks.in_row - column);
+    const int64_t block = (blocks.first + row * blocks.step) * blocks.in_row + column;
+    type.convert(from, count, to(blocks.codes, block * type.codes), to(blocks.scales, block * type.scales),
+                 to(blocks.zeros, block * type.zeros));
+    from += count * type.bytes;
+    number += count;
+    left -= count;
+  }
+  return {};
+}
+
+// Reads into memory, which may be larger than what is needed where the file ends before.
+ReadFault Disk::fill_memory(const ExpertRead& read, int64_t file, int64_t offset, int64_t needed,
+                            std::vector<iovec> rest) const {
+  const int64_t end = offset + needed;
+  for (size_t begun = 0; offset < end;) {
+    ssize_t count = preadv(files_[static_cast<size_t>(file)], rest.data() + begun,
+                           static_cast<int>(rest.size() - begun), offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      const int error = errno;
+      return {c10::str(of(read, file), ": ", std::generic_category().message(error)), error};
+    }
+    if (count == 0) return {of(read, file) + " is truncated"};
+    offset += count;
+    while (begun < rest.size() && static_cast<size_t>(count) >= rest[begun].iov_len)
+      count -= static_cast<ssize_t>(rest[begun++].iov_len);
+    if (count > 0) {
+      rest[begun].iov_base = static_cast<char*>(rest[begun].iov_base) + count;
+      rest[begun].iov_len -= static_cast<size_t>(count);
     }
   }
   return {};
@@ -237,14 +311,19 @@ void Disk::read(const std::vector<std::shared_ptr<ExpertRead>>& reads) {
     std::vector<Extents> pieces(1);
     int64_t room = piece_;
     for (Extent rest : extents(*read)) {
+      const int64_t unit = rest.blocks == nullptr ? 1 : rest.blocks->type->bytes;
       while (rest.size > 0) {
-        const int64_t taken = std::min(rest.size, room);
-        pieces.back().push_back({rest.file, rest.offset, rest.to, taken});
-        rest.offset += taken;
-        rest.to += taken;
-        rest.size -= taken;
-        room -= taken;
-        if (room == 0) {
+        int64_t taken = std::min(rest.size, room) / unit * unit;
+        if (taken == 0 && pieces.back().empty()) taken = unit;  // a block that is larger than a piece
+        if (taken > 0) {
+          pieces.back().push_back({rest.file, rest.offset, rest.to, taken, rest.blocks, rest.first});
+          rest.offset += taken;
+          if (rest.to != nullptr) rest.to += taken;
+          rest.first += taken / unit;
+          rest.size -= taken;
+          room -= taken;
+        }
+        if (room < unit) {
           pieces.emplace_back();
           room = piece_;
         }
