@@ -264,7 +264,7 @@ def decoded(model: Any, texts: Tensor, formats: list[Format], marks: list[int]) 
 def numbers(
     model: Any, tokens: Tensor, statements: Statements, formats: list[Format], count: int
 ) -> list[int]:
-    """Of `count` numbers in one text, how many each format copies exactly, at any distance."""
+    """How many of `count` numbers in one text each format copies exactly, at any distance."""
     generator = torch.Generator().manual_seed(2)
     begins, answers = statements.draw(count, generator)
     whole = torch.cat((begins, answers, statements.end.expand(count, -1)), 1).to(tokens)

@@ -352,10 +352,10 @@ class GgufWeight:
 
 
 class RowOrder(NamedTuple):
-    """Indices of a file's rows that make up a parameter; `is_turned`: its last dimensions are transposed."""
+    """Indices of a file's rows that make up a parameter; `is_transposed`: its last dimensions are transposed."""
 
     rows: Tensor
-    is_turned: bool
+    is_transposed: bool
 
 
 # {what decides it: the order of a parameter}, of all files that this process has read
@@ -398,7 +398,7 @@ class GgufFile:
         tensors = self.parts[name]
         if (order := self.order(name)) is not None:
             rows, columns = order.rows.shape, tensors[0].shape[-1]
-            return (*rows[:-1], columns, rows[-1]) if order.is_turned else (*rows, columns)
+            return (*rows[:-1], columns, rows[-1]) if order.is_transposed else (*rows, columns)
         stands = [(tensor, np.broadcast_to(np.float32(-1), tensor.shape)) for tensor in tensors]
         try:
             return tuple(self._placing.value(name, stands).shape)
@@ -508,12 +508,12 @@ class GgufFile:
             placed = self._placing.value(name, stands)
         except (ValueError, IndexError, KeyError, RuntimeError):
             return None
-        for is_turned in (False, True):
-            whole = placed.mT if is_turned and placed.dim() > 1 else placed
+        for is_transposed in (False, True):
+            whole = placed.mT if is_transposed and placed.dim() > 1 else placed
             rows = whole[..., :1] / columns
             expected = (rows * columns + torch.arange(columns)).to(whole.dtype)
             if bool(((rows >= 1) & (rows == rows.round())).all()) and torch.equal(whole, expected):
-                return RowOrder(rows[..., 0].long() - 1, is_turned)
+                return RowOrder(rows[..., 0].long() - 1, is_transposed)
         return None
 
 

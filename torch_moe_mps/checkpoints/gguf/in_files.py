@@ -60,8 +60,8 @@ def _dense(layout: GgufLayout, layer: Layer, name: str) -> list[FileBlocks]:
         return []
     order = layout.file.order(path)
     if order is not None and order.rows.dim() > 1:
-        is_turned = order.is_turned == (name in layer.turned)
-        return _blocks(tensors, order.rows, layer.experts, (name,)) if is_turned else []
+        is_transposed = order.is_transposed == (name in layer.transposed)
+        return _blocks(tensors, order.rows, layer.experts, (name,)) if is_transposed else []
     values = layout.file.order_of_values(path)  # a bias has no rows
     return [] if values is None else _blocks(tensors, values, layer.experts, (name,), by_value=True)
 
