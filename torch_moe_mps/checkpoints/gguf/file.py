@@ -352,7 +352,7 @@ class GgufWeight:
 
 
 class RowOrder(NamedTuple):
-    """Indices of a file's rows that make up a parameter; `is_transposed`: its last dimensions are transposed."""
+    """Indices of a file's rows that make up a parameter; `is_transposed`: its last dimensions are swapped."""
 
     rows: Tensor
     is_transposed: bool
