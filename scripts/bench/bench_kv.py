@@ -7,8 +7,8 @@
 
 A model answers a text by its own samples, and a row of the batch for each format of the cache reads these
 tokens. Each row's next token is compared with that of a cache in float32: the KL divergence in nats, and how
-often the likeliest token is the same, over the last 256 tokens before each mark. Errors accumulate as they do
-in a conversation, since each row's keys and values come from what it read in its own cache.
+often the likeliest token is the same, over the last quarter of the tokens before each mark. Errors accumulate
+as they do in a conversation, since each row's keys and values come from what it read in its own cache.
 
 `--outliers` multiplies channels of the keys by factors of up to --outliers, and divides those of the queries:
 the same model in float32, with keys as the norms of published models make them.
@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicLayer
 
 TILE = 128
-LAST = 256  # tokens before a mark
+PROMPT = 256  # tokens
 SCALE_BITS = 16
 LEAST_DEVIATION = 0.01  # of a tile's root mean square: a channel that all tokens have alike is no unit
 
@@ -156,6 +156,10 @@ FORMATS = {
     "tiles 4/4, not rotated": in_tiles((4, 4), 16, turn=False),
     "tiles 4/4, no sinks": in_tiles((4, 4), 16, sinks=0),
     "tiles 4/4, values by tokens": in_tiles((4, 4), 16, values=rotated(tokenwise(4, 16))),
+    "tiles 4/4, values rotated": in_tiles((4, 4), 16, keys=tiled(4, 16)),
+    "tiles 4/2, not rotated": in_tiles((4, 2), 16, turn=False),
+    "tiles 4/2, values rotated": in_tiles((4, 2), 16, keys=tiled(4, 16)),
+    "tiles 4/2, not rotated, no factors": in_tiles((4, 2), 0, turn=False),
     "tiles 4/2": in_tiles((4, 2), 16),
     "tiles 4/2, 1 iteration": in_tiles((4, 2), 1),
     "tiles 4/2, values by tokens": in_tiles((4, 2), 16, values=rotated(tokenwise(2, 16))),
@@ -213,6 +217,11 @@ def cache_of(model: Any, formats: list[Format], length: int) -> Cache:
     return Cache(layers=[Layer(formats, length) for _ in range(model.config.num_hidden_layers)])
 
 
+def run_experts(model: Any, implementation: str) -> None:
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation(implementation)
+
+
 def give_outliers(model: Any, largest: float) -> None:
     """Multiplies channels of the keys by factors up to `largest`, and divides those of the queries."""
     generator = torch.Generator().manual_seed(1)
@@ -240,7 +249,7 @@ def decoded(model: Any, texts: Tensor, formats: list[Format], marks: list[int]) 
     shape = (marks[-1] - prompt, len(formats))
     divergence, equal = (torch.zeros(shape, device=texts.device) for _ in range(2))
     logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-    model.set_experts_implementation("batched_mm")
+    run_experts(model, "batched_mm")  # a row of the batch has one token
     for step in range(shape[0]):
         found = logits[:, -1].float().log_softmax(-1).unflatten(0, (count, -1))
         exact = found[:, :1]
@@ -249,14 +258,15 @@ def decoded(model: Any, texts: Tensor, formats: list[Format], marks: list[int]) 
         tokens = torch.multinomial(exact[:, 0].exp(), 1, generator=generator)
         ids = tokens.repeat_interleave(len(formats), 0)
         logits = model(input_ids=ids, past_key_values=cache).logits
-    model.set_experts_implementation("eager")
+    run_experts(model, "eager")
+    parts = {mark: slice(mark - mark // 4 - prompt, mark - prompt) for mark in marks}
     return [
         {
             "tokens": mark,
-            "divergence": divergence[mark - prompt - LAST : mark - prompt].mean(0).tolist(),
-            "equal": equal[mark - prompt - LAST : mark - prompt].mean(0).tolist(),
+            "divergence": divergence[part].mean(0).tolist(),
+            "equal": equal[part].mean(0).tolist(),
         }
-        for mark in marks
+        for mark, part in parts.items()
     ]
 
 
@@ -322,13 +332,12 @@ def main() -> None:
     folder = options.model.parent if file else options.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
     model = model.to(options.device).eval()
-    model.set_experts_implementation("eager")
+    run_experts(model, "eager")
     tokenizer = AutoTokenizer.from_pretrained(folder, **file)
     if options.outliers:
         give_outliers(model, options.outliers)
     held = torch.from_numpy(np.fromfile(options.texts, dtype=np.uint16).astype(np.int64)).to(options.device)
-    prompt = options.marks[0] - LAST
-    texts = torch.stack([held[at * 4096 : at * 4096 + prompt] for at in range(options.prompts)])
+    texts = torch.stack([held[at * 4096 : at * 4096 + PROMPT] for at in range(options.prompts)])
     marks = decoded(model, texts, formats, options.marks)
     right = []
     if options.numbers:
