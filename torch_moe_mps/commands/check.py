@@ -125,7 +125,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype], list[Format]]:
-    """Raises: ValueError for names that are unknown, or that do not go with another option."""
+    """The dtypes and formats that the options choose.
+
+    Raises: ValueError for names that are unknown, or that do not go with another option.
+    """
     names = {"--dtype": options.dtype, "--format": options.format}
     for option, value in names.items():
         whole = options.probe or options.first
@@ -201,7 +204,7 @@ def _format_of(finding: Finding, formats: Sequence[Format]) -> str:
 
 
 def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Compares torch's own operators with the CPU, and prints which differ: these are not ours to mend."""
+    """Differences of torch's own operators from the CPU, which are printed: these are not ours to mend."""
     count, findings = control(dtypes)
     for finding in findings:
         print(f"CONTROL: {finding}")

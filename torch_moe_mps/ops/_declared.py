@@ -243,6 +243,10 @@ def _dtypes(kind: str, given: dict[str, Any]) -> tuple[torch.dtype, ...]:
 
 
 def _check_shape(check: Check, argument: str, tensor: Tensor, shapes: list[Shape]) -> None:
+    """Binds the sizes of a tensor to the first shape that fits.
+
+    Raises: ValueError that names the shapes which the argument may have.
+    """
     wanted = []
     for shape in shapes:
         if not shape.fits(tensor.dim()):

@@ -192,7 +192,7 @@ class Operator:
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
     def register(self, public: str | None) -> Callable:
-        """Gives torch its kernels, and returns what calls the operator."""
+        """Function that calls the operator, after torch got its kernels."""
         assert self.name.startswith("_") == (public is None), self.name
         OPERATORS.append(self.name)
         DECLARED[self.name], _OPERATORS[self.name] = self.declared, self
@@ -217,7 +217,7 @@ class Operator:
         return result
 
     def call_on_any_device(self) -> Callable:
-        """Calls the reference for plain tensors on a CPU whose signature is known, else the dispatcher."""
+        """Function that runs the reference for CPU tensors of a known signature, or the dispatcher."""
         packet = self.overload.overloadpacket
         reference, checked, may_change = self.reference, self.checked, bool(self.written)
 
@@ -244,7 +244,7 @@ class Operator:
         return call
 
     def call_that_returns_written(self) -> Callable:
-        """Calls the dispatcher, and returns arguments that were written in place."""
+        """Function that calls the dispatcher, and returns the arguments that were written in place."""
         packet = self.overload.overloadpacket
 
         @functools.wraps(self.reference)
@@ -305,7 +305,7 @@ class Operator:
         return outputs
 
     def made(self, passed: dict[str, Any]) -> Outputs:
-        """The same for arguments by name, without telling who waits for first calls."""
+        """Outputs without elements for arguments by name; nobody who waits for first calls is told."""
         check = Check(self.name)
         check.values(self.types, passed)
         self.declared.check(check, passed)
@@ -334,7 +334,7 @@ class Operator:
         return None if self.returned else outputs
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Outputs:
-        """The same for dense tensors on the CPU, where checks take longer than many a reference."""
+        """Outputs of the reference, which checks dense tensors on the CPU once for each signature."""
         signature = _signature_on_cpu(args, kwargs)
         if signature is None:
             return self.checked_reference(*args, **kwargs)
@@ -414,6 +414,7 @@ class Operator:
     def _differentiable(
         self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Outputs:
+        """Outputs with the operator's backward, or with one that raises why there is none."""
         error, passed = _NO_BACKWARD.format(self.name), self.named(args, kwargs)
         if self.backward is not None:
             asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]

@@ -344,6 +344,7 @@ def _deep(s: Sample) -> list[tuple[int, int]]:
 
 
 def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
+    """Calls of quantised experts: each path of a matmul, activations, no experts, choice by the router."""
     inner, changes = s.format.multiple, list[dict[str, Any]]()
     for tokens, columns in _deep(s):
         weights = s.quantized("gate_up_", 2 * inner, columns, (2,)) | s.quantized(
@@ -419,7 +420,7 @@ def _adapters(s: Sample) -> list[dict[str, Any]]:
 
 
 def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
-    """The same, and pairs without an expert whose ids are 64 bits of ones."""
+    """Calls of adapters with several rounds of ranks and columns, and pairs without an expert."""
     ids = s.topk_ids.long() - 1
     listed = torch.ops.moe_mps.moe_bucket(ids, num_experts=s.E)
     return [*_adapters(s), {"topk_ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]

@@ -174,7 +174,7 @@ class Record:
         return guards
 
     def _of_module(self, guards: Guards, owner: nn.Module, path: Path, names: set[str]) -> list[Any]:
-        """Adds the guards of a module, and returns the values that were read of it."""
+        """Values that were read of a module, whose guards are added."""
         attributes, values = vars(owner), []
         guards.add_part(owner, names, bool(path) and path in self._called)
         is_ours = is_fixed(class_before(owner), (PACKAGE.name,))  # it has other state than torch's layer
@@ -276,7 +276,7 @@ class Record:
                 self.refuse(f"its code calls {code.co_qualname}, whose closure cannot be found")
 
     def _add_cells(self, guards: Guards, names: Iterable[str], cells: Iterable[types.CellType]) -> list[Any]:
-        """Adds the values in a closure, and returns them."""
+        """Values in a closure, which are added."""
         values = []
         for name, cell in zip(names, cells, strict=True):
             if cell == types.CellType() or name == "__class__":  # it is empty, or never another one
@@ -320,7 +320,7 @@ def look(owner: Any, name: str) -> Any:
 
 
 def _of_class(guards: Guards, cls: type, names: frozenset[str]) -> list[Any]:
-    """Adds names of a class and its bases, and returns their values."""
+    """Values of names in a class and its bases, which are added."""
     bases, values = [base for base in cls.__mro__ if not is_fixed(base)], []
     for number, base in enumerate(bases):
         for name in names & vars(base).keys():

@@ -206,7 +206,7 @@ class Match(NamedTuple):
     def _passed(
         self, arguments: dict[Any, Any], padding: Callable[[], Any], inputs: list[Tensor]
     ) -> str | None:
-        """Adds the tensors among the arguments to `inputs`."""
+        """Difference of the arguments from the recorded ones, or None; adds their tensors to `inputs`."""
         for name, kind, value in self.arguments:
             passed = arguments.get(name)
             if kind == TENSOR:

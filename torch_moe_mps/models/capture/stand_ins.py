@@ -295,7 +295,7 @@ class StandIns:
         return every, tensors
 
     def _write(self, name: Any, value: Any, expression: Callable[[Any], int], first: int) -> Write:
-        """How an entry of a cache is written back after a call.
+        """The write that puts an entry of a cache back after a call.
 
         Raises: NotCapturable for a buffer that grows, and for values of other types.
         """

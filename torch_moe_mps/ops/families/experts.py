@@ -45,7 +45,7 @@ class Groups(NamedTuple):
     pairs: Tensor
 
     def chunks(self, size: int) -> Iterator["Groups"]:
-        """The same pairs in chunks of at most `size`; an expert is cut only if it has more."""
+        """Groups of at most `size` pairs, together these; an expert is cut only if it has more pairs."""
         experts: list[int] = []
         counts: list[int] = []
         first = filled = 0

@@ -353,7 +353,7 @@ def _views_of_one_reader(value: fx.Node, reader: fx.Node) -> list[fx.Node]:
 
 
 def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
-    """The same view of another value; None if that takes a copy, or the last dimension does not stay."""
+    """`x` with the shape or transposition of `view`; None if that copies, or moves the last dimension."""
     if not is_call(view, aten.transpose):
         return in_shape(x, view, before)
     _, *dims = arguments(view).values()
