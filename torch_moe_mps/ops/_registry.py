@@ -157,6 +157,18 @@ def door(
     return register
 
 
+def _fault_of(value: Any, expected: str, types: tuple[type, ...]) -> tuple[str, object] | None:
+    """(what was expected, what came) of a value of another type, or out of range; None for a good one."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        is_plain = isinstance(value, (str, int, float, type(None)))
+        return expected, repr(value) if is_plain else type(value).__name__
+    if isinstance(value, int) and float in types and abs(value) > FLOAT32_MAX:
+        return "a number in the range of float32", value
+    if isinstance(value, int) and float not in types and not -(2**63) <= value < 2**63:
+        return "an integer of 64 bits", value
+    return None
+
+
 class Operator:
     """Kernels of an operator, and the checks in front of them.
 
@@ -283,18 +295,10 @@ class Operator:
             expected, types = _TYPES[kind.removeprefix("Optional[").removesuffix("]")]
             if name not in passed:
                 fail(name, expected, "nothing")
-            value = passed[name]
-            if value is None and (
-                kind.startswith("Optional") or kind == "Tensor"
-            ):  # the checks name the tensor
-                continue
-            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                is_plain = isinstance(value, (str, int, float, type(None)))
-                fail(name, expected, repr(value) if is_plain else type(value).__name__)
-            if isinstance(value, int) and float in types and abs(value) > FLOAT32_MAX:
-                fail(name, "a number in the range of float32", value)
-            if isinstance(value, int) and float not in types and not -(2**63) <= value < 2**63:
-                fail(name, "an integer of 64 bits", value)
+            is_absent = passed[name] is None and (kind.startswith("Optional") or kind == "Tensor")
+            # The checks name an absent tensor.
+            if not is_absent and (fault := _fault_of(passed[name], expected, types)) is not None:
+                fail(name, *fault)
 
     def meta(self, *args: Any, **kwargs: Any) -> Outputs:
         """Outputs without elements. Raises the one-line errors for arguments."""

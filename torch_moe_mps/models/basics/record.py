@@ -248,9 +248,7 @@ class Record:
                 where = file.get("__name__")
                 self.refuse(f"its code reads {where}.{name}, a {type(value).__name__} that may change unseen")
         if "functional" in names or any(file.get(name) is functional for name in names):
-            for name in names & vars(functional).keys():
-                if not isinstance(value := vars(functional)[name], types.ModuleType):
-                    guards.add(Read(vars(functional), name, value, None), functional)
+            _add_functional(guards, names)
 
     def _add_closures(self, guards: Guards, codes: dict[Code, Any], values: list[Any]) -> None:
         """Adds the values in closures of the functions that ran."""
@@ -289,6 +287,13 @@ class Record:
             guards.add(Read(NOWHERE, "cell_contents", kept_value(content), cell), cell)
             values.append(content)
         return values
+
+
+def _add_functional(guards: Guards, names: Collection[str]) -> None:
+    """Adds guards of the functions of torch.nn.functional that code looks up."""
+    for name in names & vars(functional).keys():
+        if not isinstance(value := vars(functional)[name], types.ModuleType):
+            guards.add(Read(vars(functional), name, value, None), functional)
 
 
 _current: ContextVar[Record | None] = ContextVar("moe_mps_record", default=None)
