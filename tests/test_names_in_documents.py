@@ -107,7 +107,7 @@ def test_names_that_do_not_exist_are_found():
     )
     found = ["LAYER_HOOKS", "growing.in_memory_of", "families.ANSWERS", "caches/hold.py", "--byte"]
     assert unknown(wrong) == found
-    assert not unknown("`growing.with_slots` `caches/held.py` `restore(model)` `--bits` ```\nNONE\n```")
+    assert not unknown("`growing.with_spare` `caches/held.py` `restore(model)` `--bits` ```\nNONE\n```")
 
 
 @pytest.mark.parametrize("place", [place for place in OTHERS if "/" in place])

@@ -179,7 +179,7 @@ def test_the_cache_of_a_draft_is_planned():
 
 def test_prompts_are_given_up_as_answers_grow(monkeypatch):
     """Where the rows move to larger memory, not only where one begins."""
-    monkeypatch.setattr(growing, "LEAST_SLOTS", 8)
+    monkeypatch.setattr(growing, "LEAST_SPARE", 8)
     model, prompts = model_of("llama"), PrefixCache(MEMORY)
     batch = Engine(model, prompts, 4, MEMORY)
     run(batch, *(Asked(ids_of(n, 60), 2) for n in range(3)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+import torch_moe_mps.transformers  # noqa: F401  families put their passes into PASSES
 from support.models import assert_close
 from support.values import numbers as random
 from torch_moe_mps.models.graphs import passes

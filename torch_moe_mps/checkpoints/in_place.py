@@ -55,7 +55,7 @@ def _packed(model: nn.Module) -> dict[str, str]:
 def quantize_targets(
     model: nn.Module, targets: Mapping[str, Target], report: QuantizationReport, progress: bool
 ) -> QuantizationReport:
-    """Check all targets, quantise them, and add the results to the report."""
+    """The report, with the results of all targets, which are checked and then quantised."""
     dense = {}
     for name, target in targets.items():
         reason = _reason(target)

@@ -96,7 +96,7 @@ def _setting(text: str) -> str:
 
 
 def _origin(text: str) -> str:
-    """Reads the origin of pages, as browsers send it."""
+    """Origin of pages, as browsers send it."""
     scheme, mark, place = text.rstrip("/").lower().partition("://")
     if text != "null" and (not scheme or not mark or not place or set(place) & set("/?#@* ")):
         raise argparse.ArgumentTypeError(f"must be as https://app.example:8080, or null, got {text}")
@@ -104,7 +104,7 @@ def _origin(text: str) -> str:
 
 
 def _integer(least: int, largest: int | None = None) -> Callable[[str], int]:
-    """Reads an integer within bounds."""
+    """Parser of an integer within bounds."""
     expected = f"of at least {least}" if largest is None else f"from {least} to {largest}"
 
     def read(text: str) -> int:
@@ -120,7 +120,7 @@ def _integer(least: int, largest: int | None = None) -> Callable[[str], int]:
 
 
 def _number(expected: str, is_within: Callable[[float], bool]) -> Callable[[str], float]:
-    """Reads a finite number within bounds."""
+    """Parser of a finite number within bounds."""
 
     def read(text: str) -> float:
         try:
@@ -138,7 +138,7 @@ _POSITIVE = _number("above 0", lambda value: value > 0)
 
 
 def _one_of(*values: int) -> Callable[[str], int]:
-    """Reads one of some integers."""
+    """Parser of one of some integers."""
     expected = one_of(values)
 
     def read(text: str) -> int:

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -76,15 +76,7 @@ def run(options: argparse.Namespace) -> int:
     check_writable("--json", path)
     report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped(), "phases": []}
     findings, optional = list[Finding](), list[Finding]()
-    for step in report["stopped_in"]:
-        print(f"The process before stopped in: {step}")
-    about = report["machine"]
-    print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
-    if not is_known(about["gpu"]):
-        print(
-            f"{about['gpu']} is newer than this release: kernels are planned for its "
-            f"{about['cores_planned_for']} cores"
-        )
+    _print_machine(report)
 
     def save(phase: str, findings: list[Finding]) -> None:
         report["phases"].append(phase)
@@ -120,18 +112,30 @@ def run(options: argparse.Namespace) -> int:
     if options.first or options.quick or not (options.large or options.dtype or options.format):
         remember_check(not findings)
     if options.first:
-        print(first_check.line(about, report, findings))
+        print(first_check.line(report["machine"], report, findings))
     return 1 if findings else 0
 
 
+def _print_machine(report: dict[str, Any]) -> None:
+    """Prints what stopped the process before, and the machine."""
+    for step in report["stopped_in"]:
+        print(f"The process before stopped in: {step}")
+    about = report["machine"]
+    print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
+    if not is_known(about["gpu"]):
+        print(
+            f"{about['gpu']} is newer than this release: kernels are planned for its "
+            f"{about['cores_planned_for']} cores"
+        )
+
+
 def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype], list[Format]]:
-    """Raises: ValueError for names that are unknown, or that do not go with another option."""
+    """The dtypes and formats that the options choose.
+
+    Raises: ValueError for names that are unknown, or that do not go with another option.
+    """
     names = {"--dtype": options.dtype, "--format": options.format}
-    for option, value in names.items():
-        whole = options.probe or options.first
-        if value is not None and (whole or (options.quick and option != "--format")):
-            instead = "--probe" if options.probe else "--first" if options.first else "--quick"
-            raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
+    _refuse_chosen(names, options)
     if options.first:
         if importlib.util.find_spec("transformers") is None:
             raise ValueError("--first needs transformers, which is not installed; --quick does not")
@@ -144,6 +148,15 @@ def _dtypes_and_formats(options: argparse.Namespace) -> tuple[list[torch.dtype],
         if options.large and names[option] is not None and len(chosen) > 1:
             raise ValueError(f"{option} must be one name with --large, got {names[option]!r}")
     return dtypes, formats
+
+
+def _refuse_chosen(names: Mapping[str, str | None], options: argparse.Namespace) -> None:
+    """Raises: ValueError for a dtype or format next to an option that chooses it."""
+    whole = options.probe or options.first
+    for option, value in names.items():
+        if value is not None and (whole or (options.quick and option != "--format")):
+            instead = "--probe" if options.probe else "--first" if options.first else "--quick"
+            raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
 
 
 def _command(finding: Finding, options: argparse.Namespace) -> str:
@@ -201,7 +214,7 @@ def _format_of(finding: Finding, formats: Sequence[Format]) -> str:
 
 
 def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Compares torch's own operators with the CPU, and prints which differ: these are not ours to mend."""
+    """Differences of torch's own operators from the CPU, which are printed: these are not ours to mend."""
     count, findings = control(dtypes)
     for finding in findings:
         print(f"CONTROL: {finding}")
@@ -241,13 +254,7 @@ def check_all(
     report["kernels"] = pipelines(name for name in names if name not in failed)
     findings += [Finding(kernel, "was not compared") for kernel in never_launched(report["kernels"])]
     save("operators", findings)
-    has_model = importlib.util.find_spec("transformers") is not None
-    if has_model:
-        weights = [format for format in formats if format.row.is_of_mlx][:1]
-        findings += check_model(dtypes[-1], weights if quick else [None, *weights])
-    else:
-        print("Model: not run, transformers is not installed")
-    report["model"] = "run" if has_model else "not run: transformers is not installed"
+    report["model"] = _check_model_if_possible(dtypes, formats, findings, quick)
     save("model", findings)
     units = check_tensor_units(dtypes, formats)
     faults = [*units.faults.values()]
@@ -270,6 +277,18 @@ def check_all(
         (findings if fault.kind == STOPS else optional).append(fault)
     if tuned:
         print(tuner.told(tuned))
+
+
+def _check_model_if_possible(
+    dtypes: Sequence[torch.dtype], formats: Sequence[Format], findings: list[Finding], quick: bool
+) -> str:
+    """The report's word on a tiny model, which needs transformers; what is wrong is added to `findings`."""
+    if importlib.util.find_spec("transformers") is None:
+        print("Model: not run, transformers is not installed")
+        return "not run: transformers is not installed"
+    weights = [format for format in formats if format.row.is_of_mlx][:1]
+    findings += check_model(dtypes[-1], weights if quick else [None, *weights])
+    return "run"
 
 
 def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any], findings: list[Finding]) -> None:

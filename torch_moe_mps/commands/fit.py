@@ -171,12 +171,11 @@ def _recommended(
     stored = [size for size in sizes if size.name == _STORED]
     asked = {f"{bits} bit": f"--bits {bits}" for bits in _RECOMMENDED} | {"small": "--recipe small"}
     places = {size.name: i for i, size in enumerate(sizes) if size.name in asked or size in stored}
+    formats = [_STORED] if stored else [each for each in asked if each in places]
     least: dict[str, str] = {}  # {Mac: the first format that fits it and no smaller one}
-    for format in [_STORED] if stored else [each for each in asked if each in places]:
-        for mac, fits in contexts.items():
-            if _holds(fits[places[format]], context):
-                least.setdefault(mac, format)
-                break
+    for format in formats:
+        if (mac := _smallest(contexts, places[format], context)) is not None:
+            least.setdefault(mac, format)
     tokens = f"a context of {context:,} tokens"
     if not least:
         lowest = "it" if stored else f"it in {min(_RECOMMENDED)} bits"
@@ -189,6 +188,11 @@ def _recommended(
     if not stored:
         lines.append(f"torch-moe-mps convert {name} DST {asked[next(iter(least.values()))]}")
     return lines
+
+
+def _smallest(contexts: Mapping[str, Sequence[int | bool | None]], place: int, context: int) -> str | None:
+    """The smallest Mac that holds the context with the size at a place; None if none does."""
+    return next((mac for mac, fits in contexts.items() if _holds(fits[place], context)), None)
 
 
 def _holds(fits: int | bool | None, context: int) -> bool:

@@ -83,6 +83,7 @@ def _measured(
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
+    """Rows of the printed table: its head, the model that others are compared with, and each model."""
     head = ("model", "perplexity", "KL divergence, nats a token", "equal top tokens")
     rows: list[tuple[str, ...]] = [head if options.against else head[:2]]
     if options.against:

@@ -228,9 +228,9 @@ struct Sizes {
   }
 };
 
-// How long a call takes: in slots, and how many tokens go into one launch.
+// How long a call takes: in issue cycles, and how many tokens go into one launch.
 struct Duration {
-  double slots;
+  double issue_cycles;
   int64_t at_once;
 
   Duration(const AttentionArguments& given, const Sizes& sizes) {
@@ -238,10 +238,10 @@ struct Duration {
     const bool in_order = !given.mask && sizes.selected == 0;
     const double most = in_order ? std::min(sizes.keys, given.order.window.value_or(sizes.keys)) : sizes.keys;
     const double seen = in_order ? std::min(most, sizes.keys - 0.5 * (sizes.tokens - 1)) : sizes.keys;
-    slots = kSlotsOfAttention * static_cast<double>(sizes.batch * sizes.heads * sizes.tokens) * seen *
-            static_cast<double>(given.q.size(3) + sizes.value_width);
-    const bool splits = sizes.selected == 0 && given.lookahead == 0 && is_too_long(slots);
-    at_once = splits ? tokens_at_once(sizes.tokens, slots * most / seen) : sizes.tokens;
+    issue_cycles = kIssueCyclesOfAttention * static_cast<double>(sizes.batch * sizes.heads * sizes.tokens) *
+                   seen * static_cast<double>(given.q.size(3) + sizes.value_width);
+    const bool splits = sizes.selected == 0 && given.lookahead == 0 && is_too_long(issue_cycles);
+    at_once = splits ? tokens_at_once(sizes.tokens, issue_cycles * most / seen) : sizes.tokens;
   }
 };
 
@@ -337,7 +337,7 @@ void bind_operands(Command& command, const Sizes& sizes, const Readable& readabl
 }
 
 void encode(const Sizes& sizes, const Readable& readable, AttentionParams params, const Turning* turning,
-            double slots, const Tensor& output) {
+            double issue_cycles, const Tensor& output) {
   const Tensor& q = readable.q;
   const AttentionShape shape = shape_of(sizes, readable, params, turning != nullptr);
   const AttentionPlan plan = plan_attention(shape, gpu_cores());
@@ -356,7 +356,7 @@ void encode(const Sizes& sizes, const Readable& readable, AttentionParams params
   Command& command = commands.add(attention_library(shape.file, plan.width, q.scalar_type(), is_quantized),
                                   plan.kernel, output);
   bind_operands(command, sizes, readable, params, turning, output, partials);
-  command.work(slots, static_cast<double>(q.nbytes() + output.nbytes()) + bytes_of_keys)
+  command.work(issue_cycles, static_cast<double>(q.nbytes() + output.nbytes()) + bytes_of_keys)
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {plan.threads});
   if (partials) {
@@ -388,7 +388,7 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
     return at::cat(blocks, 1);
   }
   const Readable readable(given);
-  encode(sizes, readable, params_of(given, sizes, readable), turning, duration.slots, output);
+  encode(sizes, readable, params_of(given, sizes, readable), turning, duration.issue_cycles, output);
   return output;
 }
 
@@ -449,7 +449,7 @@ Tensor _rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const
 
 // Whether torch's attention would take the GPU for too long at once, with so many multiply-adds.
 bool is_long(double products) {
-  return is_too_long(kSlotsOfAttention * products / 2);
+  return is_too_long(kIssueCyclesOfAttention * products / 2);
 }
 
 void _write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,

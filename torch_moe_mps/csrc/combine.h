@@ -1,4 +1,4 @@
-// The weighted sum over a token's slots, as the experts' matmuls use it too.
+// The weighted sum over a token's experts, as the experts' matmuls use it too.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -10,7 +10,7 @@
 
 namespace moe_mps {
 
-// sum over the slots + gate * shared_out + residual. All are contiguous.
+// sum over a token's experts + gate * shared_out + residual. All are contiguous.
 struct ExpertSum {
   at::Tensor weights;  // [T, K]
   OptionalTensor shared_gate = {}, shared_out = {}, residual = {};
@@ -19,7 +19,7 @@ struct ExpertSum {
   bool weights_on_inputs = false;  // of experts: the weights multiply their inputs, not their outputs
 };
 
-// Summands beside the slots as an operator is given them.
+// Summands beside the experts' results as an operator is given them.
 struct Summands {
   const OptionalTensor &shared_gate, &shared_out, &residual;
   bool gate_is_logit;
@@ -40,7 +40,7 @@ ExpertSumParams sum_params(const ExpertSum& sum);
 // not.
 Command& bind_sum(Command& command, const ExpertSum& sum, const at::Tensor& stand_in);
 
-// Adds: output [rows, width] = the sum over slots [rows, count, width]. Both are contiguous.
-void add_slot_sum(Commands& commands, const at::Tensor& slots, const at::Tensor& output);
+// Adds: output [rows, width] = the sum over expert_out [rows, count, width]. Both are contiguous.
+void add_expert_sum(Commands& commands, const at::Tensor& expert_out, const at::Tensor& output);
 
 }  // namespace moe_mps

@@ -43,8 +43,8 @@ void launch_sum(Command& command, const WeightedSumParams& params, const Tensor&
   command.threadgroups({ceil_div(items, threads), output.numel() / params.width}, {threads});
 }
 
-// output [rows, width] = the sum over slots [rows, count, width], which are contiguous.
-void encode_weighted_sum(const Tensor& slots, const ExpertSum& sum, const Tensor& output) {
+// output [rows, width] = the sum over expert_out [rows, count, width], which are contiguous.
+void encode_weighted_sum(const Tensor& expert_out, const ExpertSum& sum, const Tensor& output) {
   const int64_t width = output.size(-1);
   WeightedSumParams params{};
   params.sum = sum_params(sum);
@@ -52,14 +52,14 @@ void encode_weighted_sum(const Tensor& slots, const ExpertSum& sum, const Tensor
   params.slots = sum.weights.size(-1);
   params.width = width;
   params.vectorised = rows_start_aligned(
-      width, {slots, output, sum.shared_out.value_or(output), sum.residual.value_or(output)});
+      width, {expert_out, output, sum.shared_out.value_or(output), sum.residual.value_or(output)});
   // A buffer that is written is bound once: the compiler may take two for two.
   ExpertSum bound = sum;
   params.in_place = sum.residual.has_value() && sum.residual->is_same(output);
   if (params.in_place) bound.residual.reset();
   Commands commands;
-  Command& command = commands.add({"combine", output.scalar_type()}, "weighted_sum").bind(slots);
-  launch_sum(bind_sum(command, bound, slots).bind(output).params(params), params, output);
+  Command& command = commands.add({"combine", output.scalar_type()}, "weighted_sum").bind(expert_out);
+  launch_sum(bind_sum(command, bound, expert_out).bind(output).params(params), params, output);
   commands.encode();
 }
 
@@ -101,62 +101,63 @@ Tensor _expert_activation_backward(const Tensor& dy_, const Tensor& rows_, const
   return out;
 }
 
-std::tuple<Tensor, Tensor> _moe_weighted_reduce_backward(const Tensor& dy_, const Tensor& slots_,
+std::tuple<Tensor, Tensor> _moe_weighted_reduce_backward(const Tensor& dy_, const Tensor& expert_out_,
                                                          const Tensor& weights_) {
-  const Tensor dy = dy_.contiguous(), weights = weights_.contiguous(), slots = slots_.contiguous();
+  const Tensor dy = dy_.contiguous(), weights = weights_.contiguous(), expert_out = expert_out_.contiguous();
   Tensor of_weights = at::empty(weights.sizes(), weights.options().dtype(at::kFloat));
-  Tensor of_slots = at::empty(slots.sizes(), slots.options());
-  if (of_slots.numel() == 0) return {of_slots, of_weights.zero_()};
+  Tensor of_expert_out = at::empty(expert_out.sizes(), expert_out.options());
+  if (of_expert_out.numel() == 0) return {of_expert_out, of_weights.zero_()};
   WeightedSumBackwardParams params{};
   params.pairs = weights.numel();
   params.slots = weights.size(-1);
   params.width = dy.size(-1);
-  params.vectorised = rows_start_aligned(params.width, {dy, slots, of_slots});
+  params.vectorised = rows_start_aligned(params.width, {dy, expert_out, of_expert_out});
   params.weights_dtype = dtype_code(weights);
   Commands commands;
   commands.add({"combine", dy.scalar_type()}, "weighted_sum_backward")
-      .bind(dy, weights, slots, of_weights, of_slots)
+      .bind(dy, weights, expert_out, of_weights, of_expert_out)
       .params(params)
       .threadgroups({ceil_div(params.pairs, kSumThreads / kSimdWidth)}, {kSumThreads});
   commands.encode();
-  return {of_slots, of_weights};
+  return {of_expert_out, of_weights};
 }
 
-Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
-  auto shape = slots.sizes().vec();
+Tensor weighted_sum_stacked(const Tensor& expert_out, const Tensor& weights) {
+  auto shape = expert_out.sizes().vec();
   shape.erase(shape.end() - 2);
-  Tensor output = at::empty(shape, slots.options());
-  if (output.numel() > 0) encode_weighted_sum(slots.contiguous(), {weights.contiguous()}, output);
+  Tensor output = at::empty(shape, expert_out.options());
+  if (output.numel() > 0) encode_weighted_sum(expert_out.contiguous(), {weights.contiguous()}, output);
   return output;
 }
 
-void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights) {
+void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& expert_out,
+                                    const Tensor& weights) {
   if (residual_.numel() == 0) return;
   const Tensor residual = residual_.contiguous();
   ExpertSum sum{weights.contiguous()};
   sum.residual = residual;
-  encode_weighted_sum(slots.contiguous(), sum, residual);
+  encode_weighted_sum(expert_out.contiguous(), sum, residual);
   if (!residual_.is_contiguous()) residual_.copy_(residual);
 }
 
-Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots_,
+Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& expert_out_,
                                            const Tensor& weights_, const Tensor& norm_weight, double eps) {
   Tensor output = at::empty(residual_.sizes(), residual_.options());
   if (output.numel() == 0) return output;
-  const Tensor residual = residual_.contiguous(), slots = slots_.contiguous();
+  const Tensor residual = residual_.contiguous(), expert_out = expert_out_.contiguous();
   const Tensor weights = weights_.contiguous(), norm = norm_weight.contiguous();
   const int64_t width = output.size(-1), rows = output.numel() / width;
   WeightedSumNormParams params{};
   params.slots = weights.size(-1);
   params.width = width;
-  params.vectorised = rows_start_aligned(width, {residual, slots, norm, output});
+  params.vectorised = rows_start_aligned(width, {residual, expert_out, norm, output});
   params.weights_dtype = dtype_code(weights);
   params.norm_dtype = dtype_code(norm);
   params.eps = static_cast<float>(eps);
   const RowLayout layout = row_per_threadgroup(rows, width, kSumNormThreads);
   Commands commands;
   commands.add({"combine", residual.scalar_type()}, "weighted_sum_norm")
-      .bind(residual, slots, weights, norm, output)
+      .bind(residual, expert_out, weights, norm, output)
       .params(params)
       .threadgroups(layout.grid, layout.threads);
   commands.encode();
@@ -195,13 +196,13 @@ Command& bind_sum(Command& command, const ExpertSum& sum, const Tensor& stand_in
   return command.stand_in(stand_in).bind(sum.weights, sum.shared_gate, sum.shared_out, sum.residual);
 }
 
-void add_slot_sum(Commands& commands, const Tensor& slots, const Tensor& output) {
+void add_expert_sum(Commands& commands, const Tensor& expert_out, const Tensor& output) {
   WeightedSumParams params{};
-  params.slots = slots.size(-2);
+  params.slots = expert_out.size(-2);
   params.width = output.size(-1);
-  params.vectorised = rows_start_aligned(params.width, {slots, output});
+  params.vectorised = rows_start_aligned(params.width, {expert_out, output});
   Command& command = commands.add({"combine", output.scalar_type()}, "weighted_sum");
-  command.bind(slots, slots, slots, slots, slots, output).params(params);
+  command.bind(expert_out, expert_out, expert_out, expert_out, expert_out, output).params(params);
   launch_sum(command, params, output);
 }
 

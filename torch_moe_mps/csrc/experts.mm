@@ -35,7 +35,7 @@ Tensor expert_mm(const Tensor& x, const Tensor& ids, const Tensor& weight, const
   if (!bias && other.is_contiguous() && !other.mT().is_contiguous()) {
     return transposed_product(x, dense_matrix(x, other, std::nullopt, false), ids);
   }
-  return project_slots(x, dense_matrix(x, weight, bias, transposed), ids);
+  return project_pairs(x, dense_matrix(x, weight, bias, transposed), ids);
 }
 
 Tensor _expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int64_t experts) {
@@ -55,7 +55,7 @@ Tensor _expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int
   add_bucket(commands, ids, experts, buckets);
   commands.add({"experts", a.scalar_type()}, "expert_outer")
       .bind(a, b, buckets.pair_order, buckets.offsets, out)
-      .work(kSlotsOfProduct * static_cast<double>(ids.numel()) * static_cast<double>(left * right),
+      .work(kIssueCyclesOfProduct * static_cast<double>(ids.numel()) * static_cast<double>(left * right),
             static_cast<double>(out.nbytes()))
       .params(params)
       .threadgroups({ceil_div(squares, kGemmSimdgroups), experts}, {kGemmSimdgroups * kSimdWidth});

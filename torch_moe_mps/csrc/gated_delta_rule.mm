@@ -161,7 +161,7 @@ void add_scan(Commands& commands, const DeltaRule& rule, const OutputGate& out, 
       .bind_strided(has_tokens ? out.gate : none)
       .bind(out.norm ? out.norm->weight : some, pending.inputs, pending.counts)
       .params(params)
-      .work(kSlotsOfScan * state_numbers * static_cast<double>(params.tokens),
+      .work(kIssueCyclesOfScan * state_numbers * static_cast<double>(params.tokens),
             static_cast<double>(rule.q.nbytes() + rule.k.nbytes() + 2 * rule.v.nbytes() +
                                 2 * rule.state.nbytes()))
       .threadgroups({is_whole ? 1 : ceil_div(scan.simdgroups, simdgroups), heads}, {simdgroups * kSimdWidth});

@@ -73,7 +73,7 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
       .bind_strided(x, matrix.packed, matrix.scales, matrix.zeros, tail)
       .bind(out)
       .params(params)
-      .work(kSlotsOfHeads * static_cast<double>(params.tokens) * static_cast<double>(params.heads) *
+      .work(kIssueCyclesOfHeads * static_cast<double>(params.tokens) * static_cast<double>(params.heads) *
                 static_cast<double>(rows) * static_cast<double>(matrix.inputs),
             static_cast<double>(x.nbytes() + matrix.packed.nbytes() + out.nbytes()))
       .threadgroups({across, params.heads, few ? ceil_div(params.tokens, kFewPairs) : 1},

@@ -25,8 +25,8 @@ Tensor _index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& wei
   const int64_t rows = is_pooled ? stored : ceil_div(stored, block);
   if (!is_pooled) keys = stored;
   const int64_t chosen = std::min(top_k, rows);
-  const int64_t slots = as_bits ? ceil_div(keys, kSimdWidth) : chosen + (is_pooled && tail > 0 ? 1 : 0);
-  Tensor indices = at::empty({batch, groups, tokens, slots}, q_.options().dtype(at::kInt));
+  const int64_t results = as_bits ? ceil_div(keys, kSimdWidth) : chosen + (is_pooled && tail > 0 ? 1 : 0);
+  Tensor indices = at::empty({batch, groups, tokens, results}, q_.options().dtype(at::kInt));
   if (of_heads && !as_bits) indices = indices.squeeze(1);
   if (indices.numel() == 0) return indices;
   const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_);
@@ -46,7 +46,7 @@ Tensor _index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& wei
   params.is_pooled = is_pooled;
   params.tail = tail;
   params.chosen = chosen;
-  params.slots = slots;
+  params.slots = results;
   params.as_bits = as_bits;
   params.has_weights = weights.has_value();
   params.weights_dtype = dtype_code(weights);

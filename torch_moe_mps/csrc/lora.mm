@@ -58,7 +58,7 @@ void launch_tiles(Command& command, LoraParams params, int64_t width, int64_t si
   params.columns = per_block * kLoraThreads;
   const double products = static_cast<double>(params.pairs) * static_cast<double>(params.rank) *
                           static_cast<double>(params.inputs + params.outputs);
-  command.work(kSlotsOfProduct * products, products)
+  command.work(kIssueCyclesOfProduct * products, products)
       .params(params)
       .threadgroup_memory(sides * kLoraPairs * params.rank * sizeof(float))
       .threadgroups({ceil_div(most, per_block), tiles}, {kLoraThreads});
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor> _expert_lora_backward(const Tensor& dy_, cons
   Command& command = commands.add(library, "lora_backward");
   command.bind(dy, x, a).bind_strided(b).bind(ids, pair_order, of_pairs, gradients, products);
   launch_tiles(command, params, params.inputs, 2);
-  if (sums) add_slot_sum(commands, of_pairs, dx);
+  if (sums) add_expert_sum(commands, of_pairs, dx);
   commands.add(library, "lora_outer")
       .bind(dy, x, gradients, products, pair_order, offsets, da, db)
       .params(params)

@@ -15,8 +15,8 @@ enum class MatmulWork {
   kBucket,   // ids -> pairs by expert, tiles
   kFirst,    // x -> hidden: the first matmul, or the only one
   kSecond,   // hidden -> output: the second matmul and the sum over a token's experts
-  kSlots,    // hidden -> slots: only the second matmul
-  kCombine,  // slots -> output
+  kDown,     // hidden -> a row for each pair: only the second matmul
+  kCombine,  // those rows -> output
 };
 
 // What the kernels of a file are for: one token, one token with a norm or a router in front, a few tokens,
@@ -41,7 +41,7 @@ struct MatmulStep {
 enum class InputNorms { kNone, kNarrow, kWide };
 
 struct MatmulShape {
-  int64_t tokens, slots, experts;
+  int64_t tokens, top_k, experts;
   int64_t rows, outputs;                 // rows of the first matrix; outputs of one pair after the activation
   int64_t columns = 0;                   // outputs of the second matmul; 0: there is none
   InputNorms norms = InputNorms::kNone;  // of the first matmul
@@ -49,7 +49,7 @@ struct MatmulShape {
   bool shared = false;                   // with a pair more, the shared expert's
   bool empty = false;                    // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
-  int64_t pairs() const { return tokens * slots; }
+  int64_t pairs() const { return tokens * top_k; }
 };
 
 struct MatmulPlan {

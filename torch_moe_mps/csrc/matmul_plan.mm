@@ -18,7 +18,7 @@ constexpr int64_t kCombineThreads = 256;  // not tuned
 constexpr int64_t kManyPairs = 6;
 
 // From this many tokens of a linear layer, matrix products pay. By the cost model, 4096 x 4096 on an M4 Max,
-// slots a MAC of dot products and of matrix products at 4 tokens: int4 2.3 and 3.0, int6 2.8 and 3.2.
+// issue cycles a MAC of dot products and of matrix products at 4 tokens: int4 2.3 and 3.0, int6 2.8 and 3.2.
 constexpr int64_t kManyTokens = 5;
 
 // From this many pairs of an expert on average, tensor units are used, which multiply 16 pairs at a time;
@@ -112,7 +112,7 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
     return step;
   }
   const Size grid{ceil_div(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), shape.tokens};
-  const int64_t simdgroups = std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared;
+  const int64_t simdgroups = std::min<int64_t>(shape.top_k, kDownSimdgroups) + shape.shared;
   return {MatmulWork::kSecond, "expert_down", grid, simdgroups * kSimdWidth};
 }
 
@@ -171,7 +171,7 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, bucket.threads, bucket.memory});
   plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, 0));
   if (shape.columns == 0) return plan;
-  plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, 1));
+  plan.steps.push_back(product(MatmulWork::kDown, second_on_units, 1));
   const Size grid{ceil_div(shape.columns, kCombineThreads * kCombineColumns), shape.tokens};
   plan.steps.push_back({MatmulWork::kCombine, "expert_combine", grid, kCombineThreads});
   return plan;
@@ -270,9 +270,9 @@ std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores,
 }
 
 // A line a dispatch.
-std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
+std::vector<std::string> plan_lines(int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
                                     int64_t intermediate, bool gated, int64_t cores, bool tensor_units) {
-  MatmulShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
+  MatmulShape shape{tokens, top_k, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
   shape.first_on_tensor_units = shape.second_on_tensor_units = tensor_units;
   std::vector<std::string> lines;
   for (const MatmulStep& step : plan_experts(shape, cores).steps) lines.push_back(line_of(step));
@@ -282,7 +282,7 @@ std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t exper
 }  // namespace
 }  // namespace moe_mps
 
-MOE_FUNCTION("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
+MOE_FUNCTION("_plan(int tokens, int top_k, int experts, int hidden, int intermediate, bool gated=True, "
              "int cores=16, bool tensor_units=False) -> str[]",
              plan_lines)
 MOE_FUNCTION("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False, "

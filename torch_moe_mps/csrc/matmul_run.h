@@ -65,7 +65,7 @@ Library library_of(const MatmulStep& step, const MatrixStack& matrix);
 void warn_of_copy(const at::Tensor& weight);
 
 // expert_mm: out[..., K, rows] in one dispatch for few tokens, in two for many.
-at::Tensor project_slots(const at::Tensor& x, const MatrixStack& matrix, const at::Tensor& ids);
+at::Tensor project_pairs(const at::Tensor& x, const MatrixStack& matrix, const at::Tensor& ids);
 
 // moe_experts: in two dispatches for few tokens, in four for many.
 at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,

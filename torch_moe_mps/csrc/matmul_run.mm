@@ -132,8 +132,9 @@ ExpertDownParams down_params(const Tensor& x, const MatrixStack& matrix, const T
   return params;
 }
 
-double slots_of(const MatrixStack& matrix, int64_t pairs) {
-  return kSlotsOfProduct * static_cast<double>(pairs) * static_cast<double>(matrix.rows * matrix.inputs);
+double issue_cycles_of(const MatrixStack& matrix, int64_t pairs) {
+  return kIssueCyclesOfProduct * static_cast<double>(pairs) *
+         static_cast<double>(matrix.rows * matrix.inputs);
 }
 
 // Experts that have no pair are not read.
@@ -142,8 +143,8 @@ Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matri
   const double part = std::min(1.0, static_cast<double>(pairs) / static_cast<double>(matrix.experts));
   return command.stand_in(ids)
       .bind(x, matrix.packed, matrix.scales, matrix.zeros, ids, matrix.bias, out)
-      .work(slots_of(matrix, pairs), part * static_cast<double>(matrix.packed.nbytes()) +
-                                         static_cast<double>(x.nbytes() + out.nbytes()));
+      .work(issue_cycles_of(matrix, pairs), part * static_cast<double>(matrix.packed.nbytes()) +
+                                                static_cast<double>(x.nbytes() + out.nbytes()));
 }
 
 // Rows of a tensor whose first dimension is tokens; none of none.
@@ -217,11 +218,11 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& planned, c
   run.launch(command, step);
 }
 
-void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
+void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& expert_out,
                  const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add(part_of(matrix.library, kOfPrompts), step.kernel);
-  command.bind(slots, run.ids);
-  bind_sum(command, sum, out).bind(out).params(down_params(slots, matrix, run.ids, sum));
+  command.bind(expert_out, run.ids);
+  bind_sum(command, sum, out).bind(out).params(down_params(expert_out, matrix, run.ids, sum));
   run.launch(command, step);
 }
 
@@ -242,7 +243,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
                 const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,
                 const OptionalTensor& order, const Tensor& out) {
   const int64_t tokens = x_.numel() / x_.size(-1);
-  const int64_t at_once = tokens_at_once(tokens, slots_of(matrix, tokens));
+  const int64_t at_once = tokens_at_once(tokens, issue_cycles_of(matrix, tokens));
   if (at_once < tokens) {
     const auto rows = [&](const Tensor& all, int64_t start) -> const Tensor& {
       return commands.keep(all.view({tokens, -1}).narrow(0, start, std::min(at_once, tokens - start)));
@@ -309,11 +310,12 @@ void warn_of_copy(const Tensor& weight) {
 
 namespace {
 
-void project_slots_into(const Tensor& out, const Tensor& x_, const MatrixStack& matrix_, const Tensor& ids_) {
-  const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, slots_of(matrix_, ids_.numel()));
+void project_pairs_into(const Tensor& out, const Tensor& x_, const MatrixStack& matrix_, const Tensor& ids_) {
+  const int64_t tokens = ids_.size(0),
+                at_once = tokens_at_once(tokens, issue_cycles_of(matrix_, ids_.numel()));
   for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
     const int64_t count = std::min(at_once, tokens - start);
-    project_slots_into(out.narrow(0, start, count), x_.narrow(0, start, count), matrix_,
+    project_pairs_into(out.narrow(0, start, count), x_.narrow(0, start, count), matrix_,
                        ids_.narrow(0, start, count));
   }
   if (at_once < tokens) return;
@@ -351,7 +353,8 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
                         const FeedForward& experts, const Tensor& ids_, const Activation& activation,
                         const ExpertSum& sum, const Router* router, const SharedExpert* shared) {
   const MatrixStack& gate_up = experts.gate_up;
-  const double most = std::max(slots_of(gate_up, ids_.numel()), slots_of(experts.down, ids_.numel()));
+  const double most =
+      std::max(issue_cycles_of(gate_up, ids_.numel()), issue_cycles_of(experts.down, ids_.numel()));
   const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, most);
   for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
     const int64_t count = std::min(at_once, tokens - start);
@@ -385,7 +388,7 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
                                  [](const MatmulStep& step) { return step.norms_inputs; });
   const Tensor x = norm && !norms && !shape.empty ? add_norm(commands, given, *norm) : given;
   const Tensor hidden = shape.empty ? x : at::empty({ids.numel() + shape.shared, down.inputs}, x.options());
-  Tensor slots;
+  Tensor expert_out;
   for (const MatmulStep& step : plan.steps) {
     switch (step.work) {
       case MatmulWork::kBucket: add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles); break;
@@ -399,11 +402,11 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
       case MatmulWork::kSecond:
         add_second(commands, run, step, hidden, down, shared ? &shared->matrices.down : nullptr, sum, out);
         break;
-      case MatmulWork::kSlots:
-        slots = at::empty({ids.numel(), down.rows}, x.options());
-        add_matmul(commands, run, step, hidden, std::nullopt, down, Activation{}, true, true, slots);
+      case MatmulWork::kDown:
+        expert_out = at::empty({ids.numel(), down.rows}, x.options());
+        add_matmul(commands, run, step, hidden, std::nullopt, down, Activation{}, true, true, expert_out);
         break;
-      case MatmulWork::kCombine: add_combine(commands, run, step, slots, down, sum, out); break;
+      case MatmulWork::kCombine: add_combine(commands, run, step, expert_out, down, sum, out); break;
     }
   }
   commands.encode();
@@ -434,11 +437,11 @@ void apply_given(const Tensor& out, const Tensor& x, const std::optional<InputNo
 
 }  // namespace
 
-Tensor project_slots(const Tensor& x, const MatrixStack& matrix, const Tensor& ids) {
+Tensor project_pairs(const Tensor& x, const MatrixStack& matrix, const Tensor& ids) {
   at::DimVector shape(ids.sizes());
   shape.push_back(matrix.rows);
   Tensor out = at::empty(shape, x.options());
-  if (out.numel() > 0) project_slots_into(as_inputs(out, ids), as_inputs(x, ids), matrix, as_rows(ids));
+  if (out.numel() > 0) project_pairs_into(as_inputs(out, ids), as_inputs(x, ids), matrix, as_rows(ids));
   return out;
 }
 

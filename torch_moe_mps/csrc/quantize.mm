@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr double kSlotsOfWeight = 200;  // by the cost model
+constexpr double kIssueCyclesOfWeight = 200;  // by the cost model
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> _quantize_by_importance(const Tensor& weight_,
                                                                    const Tensor& importance_,
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> _quantize_by_importance(const Tensor&
       .bind_strided(weight, importance)
       .bind(packed, scales, zeros, sums)
       .params(params)
-      .work(kSlotsOfWeight * static_cast<double>(weight.numel()), static_cast<double>(weight.nbytes()))
+      .work(kIssueCyclesOfWeight * static_cast<double>(weight.numel()), static_cast<double>(weight.nbytes()))
       .threadgroups({ceil_div(rows * params.parts, kQuantizeThreads), experts}, {kQuantizeThreads});
   commands.encode();
   return {packed, scales, zeros, sums};

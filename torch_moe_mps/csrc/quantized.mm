@@ -14,7 +14,7 @@ Tensor expert_qmm(const Tensor& x, const Tensor& ids, const Tensor& packed, cons
                   const OptionalTensor& zeros, std::string_view format, const OptionalTensor& bias) {
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, zeros, weight_format(format), bias, dtype);
-  return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
+  return in_dtype(project_pairs(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
 
 Tensor _expert_qmm_transposed(const Tensor& dy, const Tensor& ids, const Tensor& packed, const Tensor& scales,

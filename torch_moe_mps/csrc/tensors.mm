@@ -69,8 +69,8 @@ at::Tensor as_rows(const at::Tensor& tensor) {
 at::Tensor as_inputs(const at::Tensor& tensor, const at::Tensor& ids) {
   if (ids.dim() == 2) return tensor;
   if (tensor.dim() == ids.dim()) return as_rows(tensor);
-  const int64_t slots = ids.size(-1);
-  return tensor.reshape({ids.numel() / slots, slots, tensor.size(-1)});
+  const int64_t top_k = ids.size(-1);
+  return tensor.reshape({ids.numel() / top_k, top_k, tensor.size(-1)});
 }
 
 at::Tensor rows_contiguous(const at::Tensor& tensor) {

@@ -45,7 +45,8 @@ void add_transposed(Commands& commands, const Tensor& x, const MatrixStack& matr
     command.bind(x, x);  // in place of lists of pairs; not read
   }
   const double products = static_cast<double>(pairs) * static_cast<double>(matrix.rows * matrix.inputs);
-  command.work(kSlotsOfProduct * products, static_cast<double>(x.nbytes() + out.nbytes())).params(params);
+  command.work(kIssueCyclesOfProduct * products, static_cast<double>(x.nbytes() + out.nbytes()))
+      .params(params);
   const Size threads{kGemmSimdgroups * kSimdWidth};
   if (ids != nullptr) {
     command.indirect(buckets.grids, 0, threads);
@@ -63,26 +64,26 @@ Tensor transposed_product(const Tensor& x_, const MatrixStack& matrix, const Opt
   shape.back() = matrix.inputs;
   if (x_.numel() == 0 || matrix.packed.numel() == 0) return at::zeros(shape, x_.options());
   const OptionalTensor ids_of_all = ids_ ? std::optional(as_rows(*ids_)) : std::nullopt;
-  const int64_t slots = ids_ ? ids_of_all->size(1) : 1;
+  const int64_t top_k = ids_ ? ids_of_all->size(1) : 1;
   const int64_t tokens = ids_ ? ids_of_all->size(0) : x_.numel() / matrix.rows;
   const Tensor x = aligned(x_), out = at::empty(shape, x.options());
   const double products =
-      static_cast<double>(tokens * slots) * static_cast<double>(matrix.rows * matrix.inputs);
-  const int64_t at_once = std::min(tokens_at_once(tokens, kSlotsOfProduct * products),
-                                   std::max<int64_t>(1, kMostElements / (slots * matrix.rows)));
+      static_cast<double>(tokens * top_k) * static_cast<double>(matrix.rows * matrix.inputs);
+  const int64_t at_once = std::min(tokens_at_once(tokens, kIssueCyclesOfProduct * products),
+                                   std::max<int64_t>(1, kMostElements / (top_k * matrix.rows)));
   for (int64_t start = 0; start < tokens; start += at_once) {
     const int64_t count = std::min(at_once, tokens - start);
     const auto part = [&](const Tensor& all) { return all.view({tokens, -1}).narrow(0, start, count); };
     const OptionalTensor ids =
         ids_ ? std::optional(ids_of_all->narrow(0, start, count).contiguous()) : std::nullopt;
-    const Tensor of_slots =
-        sums ? at::empty({count * slots, matrix.inputs}, x.options()) : part(out).view({count * slots, -1});
+    const Tensor of_pairs =
+        sums ? at::empty({count * top_k, matrix.inputs}, x.options()) : part(out).view({count * top_k, -1});
     Buckets buckets;
     Commands commands;
     add_transposed(commands, commands.keep(aligned(part(x))), matrix, ids ? &*ids : nullptr, buckets,
-                   of_slots);
+                   of_pairs);
     if (sums)
-      add_slot_sum(commands, commands.keep(of_slots.view({count, slots, -1})), commands.keep(part(out)));
+      add_expert_sum(commands, commands.keep(of_pairs.view({count, top_k, -1})), commands.keep(part(out)));
     commands.encode();
   }
   return out;

@@ -317,6 +317,7 @@ class ExpertsFile:
         return ValueError(f"{self.path} has the experts of another checkpoint or format: remove it")
 
     def _read_header(self) -> tuple[str, list[Layer], int]:
+        """(key of the file, its layers, number of its sources), from an undamaged header."""
         start = os.pread(self._file, len(_MAGIC) + _LENGTH.size, 0)
         if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
             raise self._damaged()

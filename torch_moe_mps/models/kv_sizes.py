@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from .basics.interface import experts_of
 from .caches.cache import as_held
 from .caches.deferred_states import bytes_beside
-from .caches.growing import free_slots_for, window_slots
+from .caches.growing import spare_for, window_spare
 from .modules.stacked_experts import run_operators
 from .upstream.calls import cache_among, call_on_shapes
 
@@ -80,8 +80,7 @@ class KVCache:
     def memory(self, context: int) -> int:
         """The most bytes that an accelerated model allocates, with room for more tokens and for drafts."""
         rooms = {
-            window: free_slots_for(context) if window is None else window_slots(window)
-            for window in self.rates
+            window: spare_for(context) if window is None else window_spare(window) for window in self.rates
         }
         room = sum(rooms[window] * rate for window, rate in self.rates.items())
         return self.at(context) + room + self.beside

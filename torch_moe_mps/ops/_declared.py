@@ -142,6 +142,12 @@ class Declared:
 
     def check(self, check: Check, given: dict[str, Any]) -> None:
         """Refuses arguments whose dtype, shape, value or combination is not the declared one."""
+        self._check_tensors(check, given)
+        self._check_values(check, given)
+        for dependence in self.dependences:
+            dependence.check(check, given)
+
+    def _check_tensors(self, check: Check, given: dict[str, Any]) -> None:
         for argument, shapes, kind in self.tensors:
             tensor = given[argument]
             if tensor is None:
@@ -150,6 +156,8 @@ class Declared:
                 check.dtype(argument, tensor, _dtypes(kind, given))
             if shapes:
                 _check_shape(check, argument, tensor, shapes)
+
+    def _check_values(self, check: Check, given: dict[str, Any]) -> None:
         doubles = any(_is_double(given[argument]) for argument, *_ in self.tensors)
         names = [name for name, dtype in NAMED_DTYPES.items() if doubles or dtype in ACTIVATION_DTYPES]
         for argument, allowed in ({"dtype": names} | self.allowed).items():
@@ -162,8 +170,6 @@ class Declared:
                 check.choice(argument, value, allowed)
             elif value < allowed:
                 check.fail(argument, f"at least {allowed}", value)
-        for dependence in self.dependences:
-            dependence.check(check, given)
 
     def sizes_of(self, given: dict[str, Any]) -> dict[str, Any]:
         """{symbolic name: size} bound by the tensors among some arguments."""
@@ -243,6 +249,10 @@ def _dtypes(kind: str, given: dict[str, Any]) -> tuple[torch.dtype, ...]:
 
 
 def _check_shape(check: Check, argument: str, tensor: Tensor, shapes: list[Shape]) -> None:
+    """Binds the sizes of a tensor to the first shape that fits.
+
+    Raises: ValueError that names the shapes which the argument may have.
+    """
     wanted = []
     for shape in shapes:
         if not shape.fits(tensor.dim()):

@@ -90,7 +90,10 @@ class Format:
 
     @classmethod
     def named(cls, name: str, check: Check = _QUANTIZE, argument: str = "format") -> "Format":
-        """Raises: ValueError, which names `check` and the argument, for a name that no format has."""
+        """The format of this name.
+
+        Raises: ValueError, which names `check` and the argument, for a name that no format has.
+        """
         if not isinstance(name, str) or name not in FORMATS:
             check.fail(argument, "a name such as affine4_64 or mxfp4", repr(name))
         return FORMATS[name]

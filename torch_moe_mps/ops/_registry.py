@@ -157,6 +157,18 @@ def door(
     return register
 
 
+def _fault_of(value: Any, expected: str, types: tuple[type, ...]) -> tuple[str, object] | None:
+    """(what was expected, what came) of a value of another type, or out of range; None for a good one."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        is_plain = isinstance(value, (str, int, float, type(None)))
+        return expected, repr(value) if is_plain else type(value).__name__
+    if isinstance(value, int) and float in types and abs(value) > FLOAT32_MAX:
+        return "a number in the range of float32", value
+    if isinstance(value, int) and float not in types and not -(2**63) <= value < 2**63:
+        return "an integer of 64 bits", value
+    return None
+
+
 class Operator:
     """Kernels of an operator, and the checks in front of them.
 
@@ -192,7 +204,7 @@ class Operator:
         self.without_dispatcher = self.checked_reference if self.written else self.on_cpu
 
     def register(self, public: str | None) -> Callable:
-        """Gives torch its kernels, and returns what calls the operator."""
+        """Function that calls the operator, after torch got its kernels."""
         assert self.name.startswith("_") == (public is None), self.name
         OPERATORS.append(self.name)
         DECLARED[self.name], _OPERATORS[self.name] = self.declared, self
@@ -217,7 +229,7 @@ class Operator:
         return result
 
     def call_on_any_device(self) -> Callable:
-        """Calls the reference for plain tensors on a CPU whose signature is known, else the dispatcher."""
+        """Function that runs the reference for CPU tensors of a known signature, or the dispatcher."""
         packet = self.overload.overloadpacket
         reference, checked, may_change = self.reference, self.checked, bool(self.written)
 
@@ -244,7 +256,7 @@ class Operator:
         return call
 
     def call_that_returns_written(self) -> Callable:
-        """Calls the dispatcher, and returns arguments that were written in place."""
+        """Function that calls the dispatcher, and returns the arguments that were written in place."""
         packet = self.overload.overloadpacket
 
         @functools.wraps(self.reference)
@@ -283,18 +295,10 @@ class Operator:
             expected, types = _TYPES[kind.removeprefix("Optional[").removesuffix("]")]
             if name not in passed:
                 fail(name, expected, "nothing")
-            value = passed[name]
-            if value is None and (
-                kind.startswith("Optional") or kind == "Tensor"
-            ):  # the checks name the tensor
-                continue
-            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                is_plain = isinstance(value, (str, int, float, type(None)))
-                fail(name, expected, repr(value) if is_plain else type(value).__name__)
-            if isinstance(value, int) and float in types and abs(value) > FLOAT32_MAX:
-                fail(name, "a number in the range of float32", value)
-            if isinstance(value, int) and float not in types and not -(2**63) <= value < 2**63:
-                fail(name, "an integer of 64 bits", value)
+            is_absent = passed[name] is None and (kind.startswith("Optional") or kind == "Tensor")
+            # The checks name an absent tensor.
+            if not is_absent and (fault := _fault_of(passed[name], expected, types)) is not None:
+                fail(name, *fault)
 
     def meta(self, *args: Any, **kwargs: Any) -> Outputs:
         """Outputs without elements. Raises the one-line errors for arguments."""
@@ -305,7 +309,7 @@ class Operator:
         return outputs
 
     def made(self, passed: dict[str, Any]) -> Outputs:
-        """The same for arguments by name, without telling who waits for first calls."""
+        """Outputs without elements for arguments by name; nobody who waits for first calls is told."""
         check = Check(self.name)
         check.values(self.types, passed)
         self.declared.check(check, passed)
@@ -334,7 +338,7 @@ class Operator:
         return None if self.returned else outputs
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Outputs:
-        """The same for dense tensors on the CPU, where checks take longer than many a reference."""
+        """Outputs of the reference, which checks dense tensors on the CPU once for each signature."""
         signature = _signature_on_cpu(args, kwargs)
         if signature is None:
             return self.checked_reference(*args, **kwargs)
@@ -414,6 +418,7 @@ class Operator:
     def _differentiable(
         self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Outputs:
+        """Outputs with the operator's backward, or with one that raises why there is none."""
         error, passed = _NO_BACKWARD.format(self.name), self.named(args, kwargs)
         if self.backward is not None:
             asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]

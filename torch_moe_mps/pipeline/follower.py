@@ -53,6 +53,7 @@ class Follower:
         return True
 
     def _start_prefill(self, order: orders.StartPrefill) -> None:
+        """Starts a prefill after the cached prefix that the first process found."""
         self._prefills = {n: prefill for n, prefill in self._prefills.items() if n in order.known}
         prefix_cache = None if order.held is None else self._prefix_cache
         if order.held is not None:

@@ -168,7 +168,7 @@ def _digest(data: bytes) -> str:
 
 
 def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
-    """Tells checkpoints apart by a sample of each tensor in their safetensors files."""
+    """Digest of a sample of each tensor in a checkpoint's safetensors files."""
     sample = sample_of_checkpoint(name, asked)
     return "unknown" if sample is None else _digest(sample)
 

@@ -100,7 +100,10 @@ def _least(
 
 
 def given_shares(shares: Any, size: int, layers: int) -> list[int]:
-    """Raises: ValueError."""
+    """The shares that the caller passed, as a list.
+
+    Raises: ValueError unless they are one positive number for each process and add up to `layers`.
+    """
     whole = isinstance(shares, Sequence) and all(type(share) is int and share > 0 for share in shares)
     if not whole or len(shares) != size or sum(shares) != layers:
         expected = f"{size} numbers of layers that add up to {layers}"

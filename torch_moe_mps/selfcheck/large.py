@@ -31,15 +31,15 @@ class Model(NamedTuple):
     key_heads: int
     width: int
     experts: int = 1
-    slots: int = 1
+    top_k: int = 1
     window: int | None = None
     has_sinks: bool = False
 
 
 MODELS = (
-    Model("Qwen3-30B-A3B", 2048, 768, 151936, 32, 4, 128, experts=128, slots=8),
+    Model("Qwen3-30B-A3B", 2048, 768, 151936, 32, 4, 128, experts=128, top_k=8),
     Model("Llama-3.1-8B", 4096, 14336, 128256, 32, 8, 128),
-    Model("gpt-oss-20b", 2880, 2880, 201088, 64, 8, 64, experts=32, slots=4, window=128, has_sinks=True),
+    Model("gpt-oss-20b", 2880, 2880, 201088, 64, 8, 64, experts=32, top_k=4, window=128, has_sinks=True),
 )
 
 
@@ -72,10 +72,10 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
             yield f"MLP, {_tokens(tokens)}", "_mlp_quantized", mlp
             continue
         logits = s.values(tokens, model.experts)
-        chosen = logits.float().topk(model.slots)
+        chosen = logits.float().topk(model.top_k)
         routed = {"topk_weights": chosen.values.softmax(-1), "topk_ids": chosen.indices.int()}
         yield f"experts, {_tokens(tokens)}", "_moe_experts_quantized", mlp | routed
-        router = {"logits": logits, "top_k": model.slots, "norm_topk_prob": True, "scoring": "softmax"}
+        router = {"logits": logits, "top_k": model.top_k, "norm_topk_prob": True, "scoring": "softmax"}
         yield f"router, {_tokens(tokens)}", "moe_router", router
     del weights, mlp
     normed = {"x": s.values(chunk, model.hidden), "norm_weight": s.values(model.hidden), "norm_eps": 1e-6}

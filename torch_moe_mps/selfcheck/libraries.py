@@ -26,7 +26,7 @@ UNCOMMON = re.compile(
 def compile_side_by_side(
     names: Iterable[str], built: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Has Metal compile libraries, COMPILERS at a time; calls `built` with each name.
+    """Findings of libraries that Metal fails to compile, COMPILERS at a time; calls `built` with each name.
 
     Returns: what failed.
     """

@@ -315,6 +315,7 @@ def _run(
     times: int = 1,
     in_buffer: int = 0,
 ) -> None:
+    """Runs a kernel of the probe `times` times, `in_buffer` of them in each command buffer."""
     torch.ops.moe_mps._probe(kernel, buffers, groups, threads, steps, times, in_buffer)
 
 

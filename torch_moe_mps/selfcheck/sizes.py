@@ -260,9 +260,9 @@ def _logits(s: Sample) -> list[dict[str, Any]]:
     return [*changes, {"dtype": "float16"}, {"bias": None}]
 
 
-def _ids(s: Sample, tokens: int, slots: int, experts: int) -> Tensor:
+def _ids(s: Sample, tokens: int, top_k: int, experts: int) -> Tensor:
     """Some of them are no expert."""
-    return s.integers(experts + 2, tokens, slots, dtype=torch.int64) - 1
+    return s.integers(experts + 2, tokens, top_k, dtype=torch.int64) - 1
 
 
 def _buckets(s: Sample) -> list[dict[str, Any]]:
@@ -317,9 +317,9 @@ def _experts(s: Sample) -> list[dict[str, Any]]:
 
 def _transposed(s: Sample, *experts: int) -> list[dict[str, Any]]:
     """Rows that end within a fragment, and columns within a simdgroup's."""
-    slots = (s.K,) if experts else ()
+    leading = (s.K,) if experts else ()
     weight = s.quantized("", 19, _quantized_columns(s, 96), experts)
-    return [{"dy": s.values(s.T, *slots, 19), **weight}]
+    return [{"dy": s.values(s.T, *leading, 19), **weight}]
 
 
 def _expert_mm(s: Sample) -> list[dict[str, Any]]:
@@ -344,6 +344,7 @@ def _deep(s: Sample) -> list[tuple[int, int]]:
 
 
 def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
+    """Calls of quantised experts: each path of a matmul, activations, no experts, choice by the router."""
     inner, changes = s.format.multiple, list[dict[str, Any]]()
     for tokens, columns in _deep(s):
         weights = s.quantized("gate_up_", 2 * inner, columns, (2,)) | s.quantized(
@@ -419,7 +420,7 @@ def _adapters(s: Sample) -> list[dict[str, Any]]:
 
 
 def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
-    """The same, and pairs without an expert whose ids are 64 bits of ones."""
+    """Calls of adapters with several rounds of ranks and columns, and pairs without an expert."""
     ids = s.topk_ids.long() - 1
     listed = torch.ops.moe_mps.moe_bucket(ids, num_experts=s.E)
     return [*_adapters(s), {"topk_ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]

@@ -112,6 +112,7 @@ def decide(names: Collection[str], check: bool) -> Use:
 
 
 def _decide(names: Collection[str], check: bool) -> Use:
+    """The libraries of tensor units that a model may use, and why not the others."""
     if reason := why_not():
         return Use(reason=reason)
     if not names:

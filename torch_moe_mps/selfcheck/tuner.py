@@ -199,7 +199,7 @@ def _rounds(
 
 
 def _alike(name: str, arguments: Mapping[str, Any]) -> list[Callable[[], Tensor]]:
-    """The same call with other weights, or other experts of them, as a token reads none of them twice."""
+    """Calls with other weights, or other experts, as a token reads none of them twice."""
     call = getattr(torch.ops.moe_mps, name)
     if name.startswith("_moe_experts"):
         experts = arguments["gate_up" if name == "_moe_experts" else "gate_up_packed"].shape[0]

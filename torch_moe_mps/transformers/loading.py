@@ -124,10 +124,7 @@ def from_pretrained(
     plan = None if experts_memory is None else planned(source, wanted, experts_memory)
     kwargs = _with_quantization(kwargs, source, wanted, importance)
     with_info = kwargs.pop("output_loading_info", False)
-    if plan is not None:
-        reading = reading_beside_the_disk(source, wanted, plan)
-    else:
-        reading = contextlib.nullcontext() if loading is None else loading.reading()
+    reading = _reading(source, wanted, plan, loading)
     with allowed(check):
         # Weights of several tensors, or of another format, are made before the next ones are read.
         alone = recipe is not None or source.by_others or threads_crash()
@@ -139,6 +136,13 @@ def from_pretrained(
     if loading is not None:
         loading.finish(model)
     return (model, info) if with_info else model
+
+
+def _reading(source: Source, wanted: Any, plan: Any, loading: Any) -> Any:
+    """Context of reading a checkpoint: what stays on the disk, or in other processes, is left out."""
+    if plan is not None:
+        return reading_beside_the_disk(source, wanted, plan)
+    return contextlib.nullcontext() if loading is None else loading.reading()
 
 
 def _asked_quantization(kwargs: dict[str, Any], importance: Any) -> tuple[dict[str, Any], Any]:

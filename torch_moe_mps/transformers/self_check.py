@@ -154,12 +154,12 @@ def _is_wanted(model: nn.Module) -> bool:
 
 
 def _require_quantized(used: Mapping[str, Collection[Format]], needs: Needs) -> float:
-    """Raises the one-line error if an operator of quantised weights fails here.
+    """Seconds left for `compare_replacements`, after comparing the operators of quantised weights.
 
     Args:
         used: {operator: formats of weights}.
 
-    Returns: the seconds that are left for `compare_replacements`.
+    Raises: the one-line error of an operator that fails here.
     """
     names = libraries(needs.dtypes, set().union(*used.values()))
     compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)

@@ -35,7 +35,9 @@ FAMILIES = (
     "deepseek_v4",
     "gemma4",
     "glm5_next",
+    "inkling",
     "jetmoe",
+    "llama4",
     "minimax_m3",
     "qwen4_exp",
 )

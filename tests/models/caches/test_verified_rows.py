@@ -91,7 +91,7 @@ def test_each_row_has_the_logits_of_its_tokens_alone(architecture, monkeypatch):
     They move to larger memory in front of a call that needs it, and no layer does so by itself.
     """
     monkeypatch.setenv(CAPTURE, "1")
-    monkeypatch.setattr(growing, "LEAST_SLOTS", 6)
+    monkeypatch.setattr(growing, "LEAST_SPARE", 6)
     own = own_model(architecture)
     model = copy.deepcopy(own)
     torch_moe_mps.accelerate(model)

@@ -388,6 +388,7 @@ def _glm_dsa(stated: Stated) -> dict[str, Any]:
 
 
 def _qwen3_next(stated: Stated) -> dict[str, Any]:
+    """Config values of Qwen3-Next: its layer types, linear attention and rotary factor."""
     interval, heads = stated.get("full_attention_interval", 4), stated.need("ssm.time_step_rank")
     return {
         "layer_types": [
@@ -405,6 +406,7 @@ def _qwen3_next(stated: Stated) -> dict[str, Any]:
 
 
 def _dbrx(stated: Stated) -> dict[str, Any]:
+    """Config values of DBRX: its attention and its experts."""
     theta = stated.need("rope.freq_base")
     for key in ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"):
         stated.get(key)  # the class has its own
@@ -466,6 +468,7 @@ def _granite_hybrid(stated: Stated) -> dict[str, Any]:
 
 
 def _nemotron_h(stated: Stated) -> dict[str, Any]:
+    """Config values of Nemotron-H: a mixer for each layer, and its state space model."""
     inner, attends = stated.by_layer("feed_forward_length"), stated.by_layer("attention.head_count_kv")
     mixer = "moe" if stated.architecture == "nemotron_h_moe" else "mlp"
     types = [

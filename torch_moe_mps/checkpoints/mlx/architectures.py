@@ -102,7 +102,10 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _mimo_v2_flash(config: Config) -> Config:
-    """Raises: ValueError for a config of transformers 5, which does not write all that mlx-lm reads."""
+    """No further values for the config of MiMo-V2-Flash.
+
+    Raises: ValueError for a config of transformers 5, which does not write all that mlx-lm reads.
+    """
     if "swa_head_dim" not in config:
         expected = "that of the original checkpoint, with swa_head_dim and others that mlx-lm reads"
         raise ValueError(f"moe_mps::save_mlx: the config must be {expected}, got one of transformers 5")

@@ -19,7 +19,7 @@ def as_uint32(tensor: Tensor) -> Tensor:
 
 
 def as_stored() -> Operation:
-    """Takes packed codes, scales and biases unchanged: MLX's are ours, but for uint32."""
+    """Operation that leaves packed codes, scales and biases as MLX has them, but for uint32."""
     return each(as_int32, as_uint32)
 
 
@@ -30,7 +30,7 @@ def joined_stacks(count: int, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(count: int, stacks: int) -> Operation:
-    """Takes the matrices of `stacks` stacks of `count`, each a tensor of its own."""
+    """Operation that stacks matrices which are tensors of their own: `stacks` stacks of `count`."""
     return Operation(
         lambda matrices: [joined_stacks(count, matrices)],
         lambda whole: [matrix for stack in whole[0].chunk(stacks, 1) for matrix in stack.unbind()],
@@ -44,7 +44,7 @@ def one_less() -> Operation:
 def dequantized(
     formats: Sequence[Format | None], join: Callable[[list[Tensor]], Tensor], split: Any = None
 ) -> Operation:
-    """Makes a dense parameter of matrices that may be quantised.
+    """Operation that makes a dense parameter of matrices that may be quantised.
 
     Args:
         formats: of each matrix; None is dense.

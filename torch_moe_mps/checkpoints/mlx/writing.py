@@ -54,6 +54,14 @@ def save_mlx(
         for source in row.source_patterns
         if source.endswith(".scales")
     }
+    text = json.dumps(with_older_keys(_config_of(model, names, config, formats)), indent=2, sort_keys=True)
+    (shards.folder / "config.json").write_text(text + "\n")
+
+
+def _config_of(
+    model: PreTrainedModel, names: MlxNames, config: Mapping[str, Any], formats: Mapping[str, Format]
+) -> dict[str, Any]:
+    """The config that mlx-lm reads, with the formats of quantised weights."""
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     if formats:
         quantization = _quantization(formats)
@@ -66,8 +74,7 @@ def save_mlx(
         left_out = ("architectures", "text_config", "vision_config")
         others = {key: value for key, value in config.items() if key not in left_out}
         config = {**others, **config["text_config"], "model_type": type_of(model.config)}
-    text = json.dumps(with_older_keys(config), indent=2, sort_keys=True)
-    (shards.folder / "config.json").write_text(text + "\n")
+    return config
 
 
 def sizes_in_mlx(model: PreTrainedModel) -> dict[Tensor, int]:

@@ -41,7 +41,10 @@ class OwnLayout(StreamingLayout):
     def start(
         self, wanted: Mapping[str, Target], report: QuantizationReport | None
     ) -> QuantizationReport | None:
-        """Raises: ValueError for a tensor in the files whose shape or dtype differs from the model's."""
+        """The report of the quantisation, as it was passed, after comparing files with the model.
+
+        Raises: ValueError for a tensor in the files whose shape or dtype differs from the model's.
+        """
         check_files(self.model, self.files)
         super().start(wanted, report)
         return report

@@ -116,7 +116,7 @@ def _fitting(path: str, mean: Tensor, weight: Tensor, kind: str) -> Tensor:
 
 
 def read_importance(file: str | Path) -> Importance:
-    """Read a file that `Importance.save` wrote.
+    """Importance of a file that `Importance.save` wrote.
 
     Raises: ValueError for a file of another kind, or damaged, or with numbers that are no mean squares.
     """

@@ -128,7 +128,7 @@ def prompt_bytes(model: Any, tokens: int) -> int:
     """Upper bound in bytes of one layer's activations for `tokens` tokens.
 
     It assumes that inputs and outputs of all matrices of a layer are alive at once. Experts have a row for
-    each pair of token and slot; the router's logits and routing weights are float32.
+    each pair of a token and an expert; the router's logits and routing weights are float32.
 
     Raises: ValueError for a model without layers.
     """

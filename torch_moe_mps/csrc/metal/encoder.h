@@ -48,7 +48,7 @@ class Command {
   }
   // The same for a tensor from an element on.
   Command& bind_from(const at::Tensor& tensor, int64_t element);
-  // Filler for the slots of arguments that are absent; the kernel is told by its params not to read it.
+  // Filler for arguments that are absent; the kernel is told by its params not to read it.
   Command& stand_in(const at::Tensor& tensor) {
     stand_in_ = &tensor;
     return *this;
@@ -64,8 +64,8 @@ class Command {
   }
 
   // Work of the dispatch, where the bytes of what it binds do not say it: see work.h.
-  Command& work(double slots, double bytes) {
-    slots_ = slots;
+  Command& work(double issue_cycles, double bytes) {
+    issue_cycles_ = issue_cycles;
     bytes_ = bytes;
     return *this;
   }
@@ -110,7 +110,7 @@ class Command {
   NSUInteger threadgroup_bytes_ = 0;
   Size grid_{0};
   Size threads_{0};
-  double slots_ = 0, bytes_ = 0;
+  double issue_cycles_ = 0, bytes_ = 0;
   id<MTLBuffer> indirect_buffer_ = nil;
   NSUInteger indirect_offset_ = 0;
 };

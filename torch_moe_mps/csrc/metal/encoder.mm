@@ -195,7 +195,7 @@ void Commands::encode() {
         }
         command.encode(encoder);
         work->launches.push_back(command.launch());
-        if (!commit_is_due(stream, *work, seconds_of(command.slots_, command.bytes_))) continue;
+        if (!commit_is_due(stream, *work, seconds_of(command.issue_cycles_, command.bytes_))) continue;
         stream->synchronize(at::mps::SyncType::COMMIT);
         encoder = nil;
       }

@@ -107,15 +107,16 @@ def _into_cache(
         cos, sin, options = tables_and_options(form.turn, *arguments["position_embeddings"])
     layer: Any = None if cache is None else cache.layers[indexer.layer_idx]
     writes = isinstance(layer, HeldIndex) and original_class(norm) is nn.LayerNorm and not is_observed(norm)
-    slots = layer.index_slots(k) if writes else None
-    if slots is not None:
+    reserved = layer.reserve_index(k) if writes else None
+    if reserved is not None:
         turning = None if cos is None else q
         out = ops._rope_cache_(
-            *(turning, k.unsqueeze(2), None, slots.unsqueeze(1), None, cos, sin, None, norm.weight, norm.eps),
+            *(turning, k.unsqueeze(2), None, reserved.unsqueeze(1), None),
+            *(cos, sin, None, norm.weight, norm.eps),
             k_bias=norm.bias,
             **options,
         )
-        return q if turning is None else out.transpose(1, 2), layer.take_index(slots)
+        return q if turning is None else out.transpose(1, 2), layer.take_index(reserved)
     k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
     if cos is not None and q is None:
         k = ops.rope_heads(k, cos, sin, **options).transpose(1, 2)

@@ -99,7 +99,7 @@ def formats_of(experts: nn.Module) -> dict[str, Format]:
 
 
 def count_of(experts: nn.Module) -> int:
-    """How many experts there are."""
+    """Number of experts of a module."""
     if (count := get_experts(experts).number) is not None:
         return count
     return next(weight.shape[0] for weight in weights_in(experts) if weight.dim() == 3)

@@ -174,7 +174,7 @@ class Record:
         return guards
 
     def _of_module(self, guards: Guards, owner: nn.Module, path: Path, names: set[str]) -> list[Any]:
-        """Adds the guards of a module, and returns the values that were read of it."""
+        """Values that were read of a module, whose guards are added."""
         attributes, values = vars(owner), []
         guards.add_part(owner, names, bool(path) and path in self._called)
         is_ours = is_fixed(class_before(owner), (PACKAGE.name,))  # it has other state than torch's layer
@@ -248,9 +248,7 @@ class Record:
                 where = file.get("__name__")
                 self.refuse(f"its code reads {where}.{name}, a {type(value).__name__} that may change unseen")
         if "functional" in names or any(file.get(name) is functional for name in names):
-            for name in names & vars(functional).keys():
-                if not isinstance(value := vars(functional)[name], types.ModuleType):
-                    guards.add(Read(vars(functional), name, value, None), functional)
+            _add_functional(guards, names)
 
     def _add_closures(self, guards: Guards, codes: dict[Code, Any], values: list[Any]) -> None:
         """Adds the values in closures of the functions that ran."""
@@ -276,7 +274,7 @@ class Record:
                 self.refuse(f"its code calls {code.co_qualname}, whose closure cannot be found")
 
     def _add_cells(self, guards: Guards, names: Iterable[str], cells: Iterable[types.CellType]) -> list[Any]:
-        """Adds the values in a closure, and returns them."""
+        """Values in a closure, which are added."""
         values = []
         for name, cell in zip(names, cells, strict=True):
             if cell == types.CellType() or name == "__class__":  # it is empty, or never another one
@@ -289,6 +287,13 @@ class Record:
             guards.add(Read(NOWHERE, "cell_contents", kept_value(content), cell), cell)
             values.append(content)
         return values
+
+
+def _add_functional(guards: Guards, names: Collection[str]) -> None:
+    """Adds guards of the functions of torch.nn.functional that code looks up."""
+    for name in names & vars(functional).keys():
+        if not isinstance(value := vars(functional)[name], types.ModuleType):
+            guards.add(Read(vars(functional), name, value, None), functional)
 
 
 _current: ContextVar[Record | None] = ContextVar("moe_mps_record", default=None)
@@ -320,7 +325,7 @@ def look(owner: Any, name: str) -> Any:
 
 
 def _of_class(guards: Guards, cls: type, names: frozenset[str]) -> list[Any]:
-    """Adds names of a class and its bases, and returns their values."""
+    """Values of names in a class and its bases, which are added."""
     bases, values = [base for base in cls.__mro__ if not is_fixed(base)], []
     for number, base in enumerate(bases):
         for name in names & vars(base).keys():

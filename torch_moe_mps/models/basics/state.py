@@ -68,6 +68,7 @@ def class_beneath(module: nn.Module, kind: str) -> type[nn.Module]:
 
 
 def _without(cls: type[nn.Module], kind: str) -> type[nn.Module]:
+    """A class without the generated one of this kind, wherever it lies beneath others."""
     record: MadeClass | None = vars(cls).get(MADE)
     if record is None or record.kind == kind:
         return cls if record is None else record.original

@@ -64,7 +64,7 @@ class _Shown(NamedTuple):
         return self.start + self.tokens
 
     @property
-    def free_slots(self) -> int:
+    def spare(self) -> int:
         return self.buffer.capacity - self.end
 
 
@@ -112,7 +112,7 @@ class BatchedCache:
     @staticmethod
     def capacity(rows: int, tokens: int) -> int:
         """Number of tokens that fit in memory for so many sequences of at most so many tokens."""
-        return batch_capacity(rows) * (tokens + growing.free_slots_for(tokens))
+        return batch_capacity(rows) * (tokens + growing.spare_for(tokens))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -127,7 +127,7 @@ class BatchedCache:
         return self._left < tokens
 
     def memory(self) -> int:
-        """Bytes of all sequences, without free slots."""
+        """Bytes of all sequences, without spare capacity."""
         layers = [] if self.cache is None else [self.cache.layers[n] for n in self._shared(self.cache.layers)]
         separate = chain.from_iterable(self._separate.values())
         return sum(LayerState(layer).memory() for layer in chain(layers, separate))
@@ -250,7 +250,7 @@ class BatchedCache:
         return {"position_ids": self._places.positions(tokens), "use_cache": True, **more}
 
     def reserve(self, tokens: int) -> None:
-        """Moves all to larger memory where there are no free slots for so many tokens of each sequence."""
+        """Moves all to larger memory where a sequence has no spare capacity for so many tokens."""
         assert self.cache is not None
         if self.is_full(tokens):
             for number in self._shared(self.cache.layers):
@@ -281,7 +281,7 @@ class BatchedCache:
         self._held = _Held(states, {number: [*map(_own, layers)] for number, layers in whole.items()})
 
     def take_back(self, tokens: Sequence[int]) -> None:
-        """Undoes the last tokens of each sequence, for which there were slots: the others are as they were.
+        """Undoes the last tokens of each sequence, for which there was capacity: the others are as they were.
 
         Sequences may lose different numbers of the last call's tokens. Where `are_states`, one
         loses all since `hold`, or none.
@@ -345,7 +345,7 @@ class BatchedCache:
         for number in self._separate:
             self._show_separate(number)
         shared = [self.cache.layers[number] for number in self._shared(self.cache.layers)]
-        self._left = min(map(_free_slots, shared), default=growing.LEAST_SLOTS)
+        self._left = min(map(_spare, shared), default=growing.LEAST_SPARE)
         deferring = [layer for layer in self.cache.layers if isinstance(layer, DeferredLayer)]
         self._has_keys = bool(self._separate) or any(map(_shown, shared))
         is_cut = all(gives_back(layers[0]) for layers in self._separate.values())
@@ -392,12 +392,12 @@ def _move(layer: Any, row: int, by: int, length: int) -> None:
 
 
 def reserve(layer: Any, rows: int, tokens: int) -> None:
-    """Moves what has no free slots for so many tokens to a buffer that has some, and spare rows."""
+    """Moves what has no spare capacity for so many tokens to a buffer that has some, and spare rows."""
     for contents in _shown(layer):
-        if contents.free_slots >= tokens:
+        if contents.spare >= tokens:
             continue
-        slots, with_spare = layer.slots_for(contents.tokens), len(parts(contents.buffer.rows)[0])
-        larger = _larger(contents.buffer.tensor, max(rows, with_spare), contents.tokens + slots)
+        spare, allocated = layer.spare_for(contents.tokens), len(parts(contents.buffer.rows)[0])
+        larger = _larger(contents.buffer.tensor, max(rows, allocated), contents.tokens + spare)
         for row in range(rows):
             _write(larger, row, contents.tokens, contents, row)
         _put(layer, contents, larger, rows, 0, contents.tokens)
@@ -527,7 +527,7 @@ def _admit(layer: Any, one: Any, end: int) -> None:
         like, with_spare, last = contents.buffer.tensor, contents.buffer.rows, contents.end
         rows, tokens = len(parts(like)[0]), max(contents.tokens, other.tokens)
         if len(parts(with_spare)[0]) == rows or last < tokens:
-            with_spare = _larger(like, batch_capacity(rows + 1), tokens + layer.slots_for(tokens))
+            with_spare = _larger(like, batch_capacity(rows + 1), tokens + layer.spare_for(tokens))
             last = tokens
             for row in range(rows):
                 _write(with_spare, row, last, contents, row)
@@ -568,7 +568,7 @@ def _alone(layer: Any, row: int, length: int, places: Tensor | None) -> Any:
     one = copy_of_layer(layer)
     for contents in _shown(layer):
         tokens = min(contents.tokens, length)
-        copy = _larger(contents.buffer.tensor, 1, tokens + layer.slots_for(tokens))
+        copy = _larger(contents.buffer.tensor, 1, tokens + layer.spare_for(tokens))
         _write(copy, 0, tokens, contents._replace(start=contents.end - tokens, tokens=tokens), row)
         if places is not None and not layer.needs_order:
             for part in parts(copy):
@@ -588,9 +588,9 @@ def _copied(layer: Any, tokens: int) -> Any:
     return copied
 
 
-def _free_slots(layer: Any) -> int:
-    """Number of free slots behind the tokens of a layer."""
-    return min((contents.free_slots for contents in _shown(layer)), default=growing.LEAST_SLOTS)
+def _spare(layer: Any) -> int:
+    """Number of tokens that a layer's buffers can take without growing."""
+    return min((contents.spare for contents in _shown(layer)), default=growing.LEAST_SPARE)
 
 
 def _put_state(layer: Any, name: Name, with_spare: Tensor, rows: int) -> None:

@@ -85,7 +85,7 @@ class Buffer:
     def _is_plain(self, states: Sequence[Tensor]) -> bool:
         return type(self.tensor) in PLAIN and all(part.dtype is self.tensor.dtype for part in states)
 
-    def has_slots(self, view: Any, tokens: int, *others: Any) -> bool:
+    def has_capacity(self, view: Any, tokens: int, *others: Any) -> bool:
         """True if so many tokens may be written behind a view, which the others lie beside.
 
         Another cache may hold the same tensor and have written there, and a tensor taken before a crop shows

@@ -160,6 +160,7 @@ class DeferredLayer(LinearAttentionLayer):
 
 @functools.cache
 def _deferred_class(plain: type) -> type:
+    """The class of layers like `plain` whose state updates are deferred."""
     # transformers registers a class under its _layer_type for all models, so this one must have none.
     declaration, base = DeclaredLayer(mappings={"uncommitted": STATE}), declaration_of(plain)
     assert base is not None

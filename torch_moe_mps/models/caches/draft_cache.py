@@ -17,11 +17,11 @@ class DraftCache:
         self.cache = cache
 
     def memory(self) -> int:
-        """Bytes of the cached tokens, without free slots."""
+        """Bytes of the cached tokens, without spare capacity."""
         return sum(LayerState(layer).memory() for layer in self.cache.layers)
 
     def reserve(self, tokens: int, layer: int | None = None) -> None:
-        """Reserves slots for tokens of a layer, or of all layers, so that these can be taken back."""
+        """Reserves capacity for tokens of a layer, or of all layers, so that these can be taken back."""
         for each in self._layers(layer):
             reserve(each, 1, tokens)
 

@@ -1,4 +1,4 @@
-"""Growth of keys and values: new tokens are written behind the last ones, into free slots of their buffer.
+"""Growth of keys and values: new tokens are written after the last ones, into their buffer's spare capacity.
 
 Where there are none, or another cache has written there, all tokens are copied to a larger buffer. Tensors
 that lie side by side, as in latent attention, share one buffer.
@@ -13,21 +13,21 @@ from torch import Tensor
 from .buffer import Buffer, buffer_of, changed, columns_of, in_buffer_of, start_of
 from .quantized_states import PLAIN, QuantizedStates
 
-# A new buffer has free slots for a sixteenth more: it stays small, and a token is copied 17 times at most.
-SLOT_SHARE = 16
-LEAST_SLOTS = 256  # tokens
+# A new buffer has capacity for a sixteenth more: it stays small, and a token is copied 17 times at most.
+SPARE_SHARE = 16
+LEAST_SPARE = 256  # tokens
 # A window moves to a new buffer when it has moved on by an eighth of its length.
-WINDOW_SLOT_SHARE = 8
-LEAST_WINDOW_SLOTS = 64  # tokens
+WINDOW_SPARE_SHARE = 8
+LEAST_WINDOW_SPARE = 64  # tokens
 
 
-def free_slots_for(tokens: int) -> int:
-    """Free slots of a new buffer for `tokens` tokens."""
-    return max(LEAST_SLOTS, tokens // SLOT_SHARE)
+def spare_for(tokens: int) -> int:
+    """Spare capacity of a new buffer for `tokens` tokens."""
+    return max(LEAST_SPARE, tokens // SPARE_SHARE)
 
 
-def window_slots(window: int) -> int:
-    return max(LEAST_WINDOW_SLOTS, window // WINDOW_SLOT_SHARE)
+def window_spare(window: int) -> int:
+    return max(LEAST_WINDOW_SPARE, window // WINDOW_SPARE_SHARE)
 
 
 def may_grow() -> bool:
@@ -59,12 +59,13 @@ def are_latents(keys: Tensor, values: Tensor) -> bool:
 
 
 def extended(
-    cached: Sequence[Tensor], new: Sequence[Tensor], slots: int | None = None, quantized: bool = False
+    cached: Sequence[Tensor], new: Sequence[Tensor], spare: int | None = None, quantized: bool = False
 ) -> Sequence[Tensor]:
     """`cached` followed by `new` along the tokens, which are the last dimension but one.
 
-    Several tensors lie side by side in one buffer. Into free slots behind `cached` only `new`
-    is written; else both are copied to a buffer with `slots` free slots, or a share of the tokens.
+    Several tensors lie side by side in one buffer. Into spare capacity after `cached` only `new`
+    is written; else both are copied to a buffer with room for `spare` more tokens, or for a
+    share of the tokens.
     """
     if len(cached) == 1 and not quantized and (longer := _written_behind(cached[0], new[0])) is not None:
         return (longer,)
@@ -77,10 +78,10 @@ def extended(
     if (
         buffer is None
         or isinstance(buffer.tensor, QuantizedStates) != quantized
-        or not buffer.has_slots(cached[0], tokens, *cached[1:])
+        or not buffer.has_capacity(cached[0], tokens, *cached[1:])
     ):
-        slots = free_slots_for(before + tokens) if slots is None else slots
-        buffer, start = Buffer.empty(new[0], before + tokens + slots, widths, quantized), 0
+        spare = spare_for(before + tokens) if spare is None else spare
+        buffer, start = Buffer.empty(new[0], before + tokens + spare, widths, quantized), 0
         if before:
             buffer.write(0, cached)
     else:
@@ -100,25 +101,25 @@ def _may_lie_behind(cached: Sequence[Tensor], new: Sequence[Tensor]) -> bool:
 
 
 def _written_behind(cached: Tensor, new: Tensor) -> Tensor | None:
-    """`extended` for most tokens: one tensor, whose buffer has free slots. None for all others."""
+    """`extended` for most tokens: one tensor, whose buffer has spare capacity. None for all others."""
     buffer = buffer_of(cached)
     if buffer is None or type(buffer.tensor) not in PLAIN or type(new) not in PLAIN:
         return None
     if buffer.tensor.shape[-1] != cached.shape[-1]:
         return None
-    longer = slots_behind(cached, new)
+    longer = reserved(cached, new)
     if longer is not None:
         longer.narrow(-2, cached.shape[-2], new.shape[-2]).copy_(new)
     return longer
 
 
-def slots_behind(cached: Any, new: Tensor) -> Tensor | None:
-    """View of the held tokens and of free slots for new ones behind them; None where there are none."""
+def reserved(cached: Any, new: Tensor) -> Tensor | None:
+    """View of the cached tokens and of the capacity reserved for `new` after them; None without capacity."""
     buffer = buffer_of(cached)
     if buffer is None or not may_grow() or not _alike(cached, new):
         return None
     tokens = new.shape[-2]
-    if not buffer.has_slots(cached, tokens):
+    if not buffer.has_capacity(cached, tokens):
         return None
     longer: Tensor = buffer.view(start_of(cached), cached.shape[-2] + tokens)
     return longer
@@ -139,10 +140,10 @@ def _alike(cached: Tensor, new: Tensor) -> bool:
     return cached.dtype is new.dtype and width == other and many == others and cached.device == new.device
 
 
-def copied(states: Tensor, slots: int) -> Tensor:
-    """A copy with so many free slots."""
+def copied(states: Tensor, spare: int) -> Tensor:
+    """A copy with spare capacity for `spare` tokens."""
     tokens = states.shape[-2]
-    shape = (*states.shape[:-2], tokens + slots)
+    shape = (*states.shape[:-2], tokens + spare)
     buffer = Buffer(changed(states, lambda part: part.new_empty((*shape, part.shape[-1]))))
     buffer.write(0, (states,))
     copy: Tensor = buffer.view(0, tokens)
@@ -157,8 +158,8 @@ def tokens_from(token: int, states: Tensor) -> Tensor:
     return in_buffer_of(states, states.tokens(begin, end - begin))
 
 
-def with_slots(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies `change` to a tensor and to the free slots behind it."""
+def with_spare(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor after `change`, which its buffer's spare capacity undergoes, too."""
     buffer = buffer_of(tensor)
     if buffer is None:
         return changed(tensor, change)

@@ -1,8 +1,9 @@
 """Questions that a rule may ask of a layer of a cache that grows in place.
 
 `cache` has such layers; of any other a rule asks what transformers' code does. Shapes: B sequences, S tokens
-that are held, T new ones. A method that writes nothing itself gives slots: the current content with room for
-the new ones after it, into which an operator writes. The layer has them once it takes the slots.
+that are held, T new ones. A method that writes nothing itself reserves capacity: it
+returns the current content with room for the new ones after it, into which an operator writes. The layer has
+them once it takes this view.
 """
 
 from collections.abc import Callable
@@ -18,12 +19,12 @@ class HeldIndex:
         """S."""
         raise NotImplementedError
 
-    def index_slots(self, new: Tensor) -> Tensor | None:
-        """Slots [B, S + T, D] for new keys [B, T, D]; None where there is no room."""
+    def reserve_index(self, new: Tensor) -> Tensor | None:
+        """View [B, S + T, D] with capacity reserved for new keys [B, T, D]; None without capacity."""
         raise NotImplementedError
 
     def take_index(self, keys: Tensor) -> Tensor:
-        """Takes the slots, whose last tokens have been written. Returns: them."""
+        """The view that `reserve_index` returned, now the layer's keys: its last tokens have been written."""
         raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
 """Layers of a cache that grow in place and may hold 8 bits.
 
-transformers' DynamicCache copies all old keys and values in every step. Here their buffers have free slots:
+transformers' DynamicCache copies all old keys and values in every step. Here buffers have spare capacity:
 new ones are written behind them, and attention gets views.
 """
 
@@ -56,7 +56,7 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
 
 
 class LayerBase(CacheLayerMixin):
-    """Base of our layers of a cache: copies and pickles are without free slots.
+    """Base of our layers of a cache: copies and pickles have no spare capacity.
 
     Attributes:
         plain: the class of transformers that it does the same as.
@@ -75,15 +75,15 @@ class LayerBase(CacheLayerMixin):
     values: Any
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copied or pickled layer has no free slots. A dense one is a plain one, which needs no package."""
+        """A copied or pickled layer has no spare capacity; a dense one is a layer of transformers."""
         state = {name: growing.compact(value) for name, value in LayerState(self).stored().items()}
         if self.bits is not None:
             return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
 
-    def slots_for(self, tokens: int) -> int:
-        """Free slots of a new buffer for so many tokens."""
-        return growing.free_slots_for(tokens)
+    def spare_for(self, tokens: int) -> int:
+        """Spare capacity of a new buffer for so many tokens."""
+        return growing.spare_for(tokens)
 
     def shown(self, tokens: int, cached: int) -> int:
         """Number of the held tokens that are visible, of so many in all."""
@@ -131,17 +131,17 @@ class Growing(LayerBase, DynamicLayer):
                 )
         tokens = key_states.shape[-2]
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
-        slots = self._free_slots(tokens)
+        spare = self._spare(tokens)
         if self.holds_latents and growing.are_latents(key_states, value_states):
             cached, new = (self.keys, self.values), (key_states, value_states)
-            keys, values = growing.extended(cached, new, slots, quantized)
+            keys, values = growing.extended(cached, new, spare, quantized)
         else:
-            (keys,) = growing.extended((self.keys,), (key_states,), slots, quantized)
-            (values,) = growing.extended((self.values,), (value_states,), slots, quantized)
+            (keys,) = growing.extended((self.keys,), (key_states,), spare, quantized)
+            (values,) = growing.extended((self.values,), (value_states,), spare, quantized)
         return self.take(keys, values, tokens)
 
-    def _free_slots(self, tokens: int) -> int | None:
-        """Free slots of a new buffer; None means `free_slots_for`."""
+    def _spare(self, tokens: int) -> int | None:
+        """Spare capacity of a new buffer; None means `spare_for`."""
         return None
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -169,11 +169,11 @@ class Growing(LayerBase, DynamicLayer):
             together = growing.latents_together(self.keys, self.values)
             if together is None:
                 self.keys, self.values = (
-                    growing.with_slots(part, change) for part in (self.keys, self.values)
+                    growing.with_spare(part, change) for part in (self.keys, self.values)
                 )
             else:
                 widths = self.keys.shape[3], self.values.shape[3]
-                self.keys, self.values = columns_of(growing.with_slots(together, change), widths)
+                self.keys, self.values = columns_of(growing.with_spare(together, change), widths)
 
 
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
@@ -192,8 +192,8 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     def indexed(self) -> int:
         return self.indexer_keys.shape[1] if self.is_indexer_initialized else 0
 
-    def index_slots(self, new: Tensor) -> Tensor | None:
-        return growing.slots_behind(self.indexer_keys, new)
+    def reserve_index(self, new: Tensor) -> Tensor | None:
+        return growing.reserved(self.indexer_keys, new)
 
     def take_index(self, keys: Tensor) -> Tensor:
         self.indexer_keys = keys
@@ -251,15 +251,15 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
             growing.tokens_from(-window + 1, values),
         )
         if self._is_prompt(tokens):  # views would keep the buffer of the whole prompt
-            slots = self.slots_for(window)
-            self.keys, self.values = growing.copied(self.keys, slots), growing.copied(self.values, slots)
+            spare = self.spare_for(window)
+            self.keys, self.values = growing.copied(self.keys, spare), growing.copied(self.values, spare)
         return keys, values
 
-    def _free_slots(self, tokens: int) -> int:
-        return 0 if self._is_prompt(tokens) else self.slots_for(tokens)
+    def _spare(self, tokens: int) -> int:
+        return 0 if self._is_prompt(tokens) else self.spare_for(tokens)
 
-    def slots_for(self, tokens: int) -> int:
-        return growing.window_slots(self.sliding_window)
+    def spare_for(self, tokens: int) -> int:
+        return growing.window_spare(self.sliding_window)
 
     def shown(self, tokens: int, cached: int) -> int:
         return min(self.sliding_window - 1, tokens)
@@ -269,4 +269,4 @@ class GrowingWindow(Growing, DynamicSlidingWindowLayer):
         self.cumulative_length = tokens
 
     def _is_prompt(self, tokens: int) -> bool:
-        return tokens > growing.window_slots(self.sliding_window) and not self.record_past
+        return tokens > growing.window_spare(self.sliding_window) and not self.record_past

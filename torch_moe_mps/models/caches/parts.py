@@ -191,7 +191,7 @@ class JoinedCache:
         (joined,) = growing.extended(
             (new.new_empty(0) if cached is None else cached,),
             (new,),
-            left + growing.free_slots_for(self._most),
+            left + growing.spare_for(self._most),
         )
         return joined
 

@@ -50,7 +50,7 @@ class PrefixState:
         return storages_of(self.tensors)
 
     def memory(self) -> int:
-        """Bytes of the cached tokens, without free slots and states of shorter prefixes."""
+        """Bytes of the cached tokens, without spare capacity and states of shorter prefixes."""
         return sum(LayerState(layer).memory() for layer in self.cache.layers)
 
     def memory_of_drafts(self, deferrable: Mapping[int, AnyKind]) -> int:

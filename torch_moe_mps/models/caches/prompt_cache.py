@@ -92,7 +92,7 @@ def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Tells models apart by their config, a sample of each tensor, and the adapters that they add."""
+    """Digest of a model's config, of a sample of each tensor, and of the adapters that it adds."""
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_FILE}
     result = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
     samples = []

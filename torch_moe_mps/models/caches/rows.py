@@ -20,14 +20,14 @@ class Places:
         self._device, self._context, self._rows = device, context, 0
         self._shown = self._range = self._positions = torch.empty(0, device=device)
 
-    def place(self, lengths: Sequence[int], moved: Sequence[int], slots: int) -> None:
-        """Sequences have other lengths, or lie in memory with so many slots.
+    def place(self, lengths: Sequence[int], moved: Sequence[int], capacity: int) -> None:
+        """Sequences have other lengths, or lie in memory of another capacity.
 
         Args:
             moved: how far the positions of each sequence are from its number of tokens.
         """
         self._rows, end = len(lengths), max(lengths)
-        while self._context < slots:  # one size for all, so that strides of masks stay
+        while self._context < capacity:  # one size for all, so that strides of masks stay
             self._context *= 2
         places = [[end - n, NO_END, n + by] for n, by in zip(lengths, moved, strict=True)]
         of_rows = torch.tensor(places).to(self._device)

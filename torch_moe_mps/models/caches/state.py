@@ -66,7 +66,7 @@ class LayerState:
         return known or self._declared.mappings.get(name.dictionary) or SHARED
 
     def memory(self) -> int:
-        """Bytes of the held tokens, without free slots."""
+        """Bytes of the held tokens, without spare capacity."""
         tensors = chain.from_iterable(map(parts, self.tensors().values()))
         return sum(part.nbytes for part in tensors)
 

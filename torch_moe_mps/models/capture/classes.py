@@ -61,7 +61,7 @@ def captures_of(model: nn.Module) -> Captures | None:
 
 
 def tokens_of(model: nn.Module) -> Callable[[], str | None]:
-    """Returns a function that describes how a model's tokens run; it holds no reference to the model."""
+    """Function that describes how a model's tokens run; it holds no reference to the model."""
     captures = captures_of(model)
     known = (lambda: None) if captures is None else weakref.ref(captures)
 

@@ -42,7 +42,7 @@ class FirstCall:
         self._bound = max((TOLERANCE.get(t.dtype, 0.0) for t in tensors), default=TOLERANCE[torch.float32])
 
     def compare(self, result: Any, expected: Any) -> str | None:
-        """How a call's result differs from the model's; None, and remembered, if it does not.
+        """Difference of a call's result from the model's; None, and remembered, if there is none.
 
         Args:
             result, expected: model outputs or tuples, with the logits first.

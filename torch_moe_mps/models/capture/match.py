@@ -36,8 +36,8 @@ class Entry(NamedTuple):
     first: int  # the place of its numbers
 
 
-class Slots:
-    """Entries that the slots of a cache have in every call, read in one go.
+class CacheEntries:
+    """Entries of a cache's dictionaries and lists that a call reads, in one go.
 
     Attributes:
         symbols: of the numbers, in their order.
@@ -46,7 +46,7 @@ class Slots:
 
     def __init__(self, entries: list[list[Entry]], sizes: list[int], symbol: dict[int, int]) -> None:
         self._sizes = sizes
-        self._getters = [getter([entry.name for entry in of_slot]) for of_slot in entries]
+        self._getters = [getter([entry.name for entry in of_container]) for of_container in entries]
         every = [*chain.from_iterable(entries)]
         changing = {n: symbol[e.first] for n, e in enumerate(every) if e.kind == NUMBER and e.first in symbol}
         static = [n for n, e in enumerate(every) if e.kind in (STATIC, NUMBER) and n not in changing]
@@ -55,11 +55,12 @@ class Slots:
         self.tensors = getter([n for n, entry in enumerate(every) if entry.kind == TENSOR])
         self.views = getter([n for n, entry in enumerate(every) if entry.kind == VIEW])
 
-    def read(self, slots: list[Any]) -> list[Any] | None:
+    def read(self, containers: list[Any]) -> list[Any] | None:
         """All values; None if a constant one has changed."""
-        if list(map(len, slots)) != self._sizes:
+        if list(map(len, containers)) != self._sizes:
             return None
-        values = [value for get, slot in zip(self._getters, slots, strict=True) for value in get(slot)]
+        pairs = zip(self._getters, containers, strict=True)
+        values = [value for get, container in pairs for value in get(container)]
         return values if self._static(values) == self._known else None
 
 
@@ -95,7 +96,7 @@ class Bound(NamedTuple):
     """A call that is bound to a program, and where its cache has what the call writes."""
 
     call: Any  # a bound call of csrc/program.mm
-    slots: list[Any]
+    containers: list[Any]
     buffers: tuple[Buffer, ...]
     cache: Any
 
@@ -144,9 +145,9 @@ class Match(NamedTuple):
         cache: its name; None for a call without one.
         attributes: what of the cache stays.
         layers: (class, names of dictionaries) of each layer of the cache.
-        slots: what the cache holds.
-        buffers: that the slots show.
-        writes: for each slot what a call writes there.
+        entries: what a call reads of the cache's dictionaries and lists, its containers.
+        buffers: that the containers show.
+        writes: for each container what a call writes there.
     """
 
     program: Any
@@ -156,7 +157,7 @@ class Match(NamedTuple):
     cache: str | None
     attributes: dict[str, Any]
     layers: list[tuple[type, list[str]]]
-    slots: Slots
+    entries: CacheEntries
     buffers: Buffers
     writes: list[list[Write]]
 
@@ -167,7 +168,7 @@ class Match(NamedTuple):
 
         Args:
             padding: gives what `padding_of` gives for the call.
-            on_copies: binds copies of all states. Of a buffer a program writes only free slots, which the
+            on_copies: binds copies of all states. Of a buffer a program writes only spare capacity, which the
                 model's forward writes again.
         """
         inputs: list[Tensor] = []
@@ -176,22 +177,22 @@ class Match(NamedTuple):
         if differs is not None:
             return differs
         cache = None if self.cache is None else arguments[self.cache]
-        slots = slots_of(cache, self.layers)
-        values = self.slots.read(slots)
+        containers = containers_of(cache, self.layers)
+        values = self.entries.read(containers)
         if values is None:
             return "the cache has other attributes"
-        views = self.slots.views(values)
+        views = self.entries.views(values)
         buffers = self.buffers.shown(views)
         if buffers is None:
             return "the layers of the cache share other buffers"
-        states = all_parts(self.slots.tensors(values))
+        states = all_parts(self.entries.tensors(values))
         inputs += [state.clone() for state in states] if on_copies else states
         inputs += all_parts(tuple([buffer.tensor for buffer in buffers]))
         if any(map(is_not, map(type, inputs), repeat(Tensor))):
             return "a tensor is of another class"
         ends = [buffer.end for buffer in buffers]
-        call = self.program.bind(inputs, all_parts(views), [*self.slots.numbers(values)], ends)
-        return call if isinstance(call, str) else Bound(call, slots, buffers, cache)
+        call = self.program.bind(inputs, all_parts(views), [*self.entries.numbers(values)], ends)
+        return call if isinstance(call, str) else Bound(call, containers, buffers, cache)
 
     def _around(self, arguments: dict[Any, Any]) -> str | None:
         if len(arguments) != len(self.arguments) + (self.cache is not None):
@@ -205,7 +206,7 @@ class Match(NamedTuple):
     def _passed(
         self, arguments: dict[Any, Any], padding: Callable[[], Any], inputs: list[Tensor]
     ) -> str | None:
-        """Adds the tensors among the arguments to `inputs`."""
+        """Difference of the arguments from the recorded ones, or None; adds their tensors to `inputs`."""
         for name, kind, value in self.arguments:
             passed = arguments.get(name)
             if kind == TENSOR:
@@ -230,12 +231,12 @@ class Match(NamedTuple):
 
     def write_back(self, bound: Bound, results: list[Tensor], integers: list[int]) -> None:
         """Writes what a call has computed into its cache."""
-        for slot, writes in zip(bound.slots, self.writes, strict=True):
+        for container, writes in zip(bound.containers, self.writes, strict=True):
             for name, kind, value, number, end in writes:
                 if kind == NUMBER:
-                    slot[name] = integers[value]
+                    container[name] = integers[value]
                 elif kind == STATIC:
-                    slot[name] = value
+                    container[name] = value
                 else:
                     cls, first, count = value
                     states = results[first] if count == 1 else cls(*results[first : first + count])
@@ -243,7 +244,7 @@ class Match(NamedTuple):
                         buffer = bound.buffers[number]
                         setattr(states, BUFFER, buffer)
                         buffer.end = integers[end]  # type: ignore[index]  # it has one
-                    slot[name] = states
+                    container[name] = states
 
 
 def getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -274,7 +275,7 @@ def layers_of(cache: Any) -> list[Any]:
     return [one for layer in layers for one in (layer.layers if type(layer) is Separate else (layer,))]
 
 
-def slots_of(cache: Any, layers: list[tuple[type, list[str]]]) -> list[Any]:
+def containers_of(cache: Any, layers: list[tuple[type, list[str]]]) -> list[Any]:
     """Dictionaries with all that may change from call to call, in the order of all who read them.
 
     Args:
@@ -283,8 +284,8 @@ def slots_of(cache: Any, layers: list[tuple[type, list[str]]]) -> list[Any]:
 
     Returns: for each layer its attributes and its dictionaries.
     """
-    slots: list[Any] = []
+    containers: list[Any] = []
     for layer, (_, names) in zip(layers_of(cache), layers, strict=True):
         attributes = vars(layer)
-        slots += [attributes, *[attributes[name] for name in names]]
-    return slots
+        containers += [attributes, *[attributes[name] for name in names]]
+    return containers

@@ -164,7 +164,7 @@ class Policy:
         return kind
 
     def _failed(self, reason: str, is_expected: bool, has_programs: bool) -> str:
-        """Records why a call was not captured, and warns once: if it happens again, or is not expected.
+        """Reason why a call was not captured; warns once, if it happens again or is not expected.
 
         The next calls are not offered to `capture`; each failure quadruples their number.
         """

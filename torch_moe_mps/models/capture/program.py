@@ -179,7 +179,7 @@ class _Assembly:
             self._program.mark_written()
 
     def _is_held(self, memory: fx.Node) -> bool:
-        """True for memory that the model's call holds. Of its buffers only free slots are written."""
+        """True for memory that the model's call holds. Of its buffers only spare capacity is written."""
         is_input = memory.op == "placeholder" and self._places[memory] not in self._of_buffers
         return is_input or memory.op == "get_attr"
 

@@ -15,7 +15,7 @@ from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
 from ..graphs.tracing import LeftAlone, NotCapturable
 from ..upstream.models import GROWING
-from .match import ARGUMENTS, NUMBER, STATIC, TENSOR, VIEW, Entry, layers_of, slots_of, static_of
+from .match import ARGUMENTS, NUMBER, STATIC, TENSOR, VIEW, Entry, containers_of, layers_of, static_of
 from .surroundings import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
@@ -72,11 +72,11 @@ class Reading:
         for layer in layers_of(cache):
             yield type(layer)
         layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers_of(cache)]
-        attributes = {*map(id, slots_of(cache, [(kind, []) for kind, _ in layers]))}
-        for slot in slots_of(cache, layers):
-            yield len(slot)
-            for name, value in slot.items():
-                if type(value) is int and id(slot) not in attributes:
+        attributes = {*map(id, containers_of(cache, [(kind, []) for kind, _ in layers]))}
+        for container in containers_of(cache, layers):
+            yield len(container)
+            for name, value in container.items():
+                if type(value) is int and id(container) not in attributes:
                     self.growing.add(len(self.numbers))
                 yield from self._value(self._place, name, value)
             self._place += 1

@@ -23,13 +23,13 @@ from .match import (
     TENSOR,
     VIEW,
     Buffers,
+    CacheEntries,
     Entry,
     Match,
-    Slots,
     Write,
+    containers_of,
     getter,
     layers_of,
-    slots_of,
     static_of,
 )
 from .reading import STATIC_TYPES, Reading
@@ -90,7 +90,7 @@ class _Cache:
     Attributes:
         name: of the argument; None for a call without one.
         attributes, layers: as `Match` has them.
-        before: contents of the stand-in's slots at the begin of the recording.
+        before: contents of the stand-in's containers at the start of the recording.
     """
 
     def __init__(self, name: str | None = None, value: Any = None):
@@ -100,11 +100,11 @@ class _Cache:
         self.layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers]
         self.before: list[dict[Any, Any]] = []
 
-    def slots(self) -> list[Any]:
-        return slots_of(self.stand_in, self.layers)
+    def containers(self) -> list[Any]:
+        return containers_of(self.stand_in, self.layers)
 
     def changed(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """The contents of each slot before the call, and behind it.
+        """The contents of each container before the call, and behind it.
 
         Raises: NotCapturable where there are other ones, or attributes.
         """
@@ -115,7 +115,7 @@ class _Cache:
         for layer, (_, names) in zip(layers_of(self.stand_in), self.layers, strict=True):
             if not {*LayerState(layer).dictionaries} >= set(names):
                 raise NotCapturable("the call takes attributes from a layer of its cache")
-        pairs = [*zip(self.before, map(dict, self.slots()), strict=True)]
+        pairs = [*zip(self.before, map(dict, self.containers()), strict=True)]
         if any(before.keys() != after.keys() for before, after in pairs):
             raise NotCapturable("the call gives a layer of its cache attributes")
         return pairs
@@ -150,7 +150,7 @@ class StandIns:
         for entry in reading.entries:
             if entry.place == ARGUMENTS:
                 self._add_argument(entry)
-        self._add_slots(reading)
+        self._add_containers(reading)
 
     def _add_argument(self, entry: Entry) -> None:
         """Adds the stand-in of an argument: of the cache, of a tensor, or of a mask as a padding mask."""
@@ -168,17 +168,17 @@ class StandIns:
         (keys,) = self._padding
         notes_on(self._mask).key_range = (None if keys is None else self._of_rows(keys, first),)
 
-    def _add_slots(self, reading: Reading) -> None:
+    def _add_containers(self, reading: Reading) -> None:
         entries: dict[int, list[Entry]] = {}
         for entry in reading.entries:
             entries.setdefault(entry.place, []).append(entry)
-        slots = self._cache.slots()
-        of_slots = [entries.get(place, []) for place in range(len(slots))]
-        self._slots = Slots(of_slots, list(map(len, slots)), self._numbers.symbol)
+        containers = self._cache.containers()
+        of_container = [entries.get(place, []) for place in range(len(containers))]
+        self._entries = CacheEntries(of_container, list(map(len, containers)), self._numbers.symbol)
         # Tensors, then views, as `bind` does.
-        for entry in sorted(chain(*of_slots), key=lambda entry: entry.kind):
-            slots[entry.place][entry.name] = self._stand_in(entry)
-        self._cache.before = [*map(dict, slots)]
+        for entry in sorted(chain(*of_container), key=lambda entry: entry.kind):
+            containers[entry.place][entry.name] = self._stand_in(entry)
+        self._cache.before = [*map(dict, containers)]
 
     def _stand_in(self, entry: Entry) -> Any:
         """The stand-in of an entry: a fake tensor, a symbol, a view of a fake buffer, or the static value."""
@@ -252,7 +252,7 @@ class StandIns:
     @property
     def numbers(self) -> list[int]:
         """The symbols of the cache's numbers."""
-        return self._slots.symbols
+        return self._entries.symbols
 
     @property
     def buffers(self) -> list[int]:
@@ -269,7 +269,7 @@ class StandIns:
             cache=self._cache.name,
             attributes=self._cache.attributes,
             layers=self._cache.layers,
-            slots=self._slots,
+            entries=self._entries,
             buffers=self._buffers.match(),
             writes=writes,
         )
@@ -281,7 +281,7 @@ class StandIns:
             expression: gives a number of the recording its place among the integers of a call.
             first: the place among the results of a call of those for the cache.
 
-        Returns: for each slot what the call writes there; the recording's tensors that become results for it.
+        Returns: for each container what the call writes there; the recorded tensors that are its results.
         """
         tensors: list[Tensor] = []
         every: list[list[Write]] = []
@@ -295,7 +295,7 @@ class StandIns:
         return every, tensors
 
     def _write(self, name: Any, value: Any, expression: Callable[[Any], int], first: int) -> Write:
-        """How an entry of a cache is written back after a call.
+        """The write that puts an entry of a cache back after a call.
 
         Raises: NotCapturable for a buffer that grows, and for values of other types.
         """

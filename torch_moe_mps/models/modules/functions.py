@@ -30,7 +30,7 @@ Rule = Callable[[types.FunctionType], InPlace | None]
 
 
 def with_operators(forward: Callable, rule: Rule) -> tuple[Callable, list[Done]]:
-    """Returns (forward with the functions that `rule` recognises replaced, the report's rows for them)."""
+    """(forward with the functions that `rule` recognises replaced, the report's rows for them)."""
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
         return forward, []

@@ -93,7 +93,10 @@ class Logits(Deferred):
         return logits
 
     def elements(self) -> Tensor:
-        """Raises: RuntimeError where the weights have changed since the call."""
+        """The logits, computed once.
+
+        Raises: RuntimeError where the weights have changed since the call.
+        """
         grad = self.has_graph and torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(grad):
             if grad not in self._elements:

@@ -25,7 +25,7 @@ from ..trials.replicas import bare_replica, random_parameter
 from .experts import REFUSED, experts_forward, rows_forward
 from .linears import QuantizedLinear
 
-_TOKENS, _SLOTS = 6, 2
+_TOKENS, _TOP_K = 6, 2
 _SHAPE = 2, 3  # the same tokens in sequences
 _BEYOND = 2, 1, 0  # how many ids beyond the experts a forward may take
 _MOST_NUMBERS = 8
@@ -159,11 +159,11 @@ def _begin(module: nn.Module, sizes: Sizes, takes_rows: bool) -> Callable[[Exper
         ids, weights = torch.arange(small.experts).repeat_interleave(_TOKENS), torch.ones(len(rows), 1)
         expected = eager(replica)(rows)
         return functools.partial(_agrees, replica, small.experts, rows, ids[:, None], weights, expected)
-    x, weights = normal(_TOKENS, small.hidden), normal(_TOKENS, _SLOTS)
+    x, weights = normal(_TOKENS, small.hidden), normal(_TOKENS, _TOP_K)
     for beyond in _BEYOND:
         count = small.experts + small.others + beyond
-        chosen = torch.randperm(count)[: max(_SLOTS, count - 1)]  # one is of no token
-        ids = torch.stack([chosen[torch.randperm(len(chosen))[:_SLOTS]] for _ in range(_TOKENS)])
+        chosen = torch.randperm(count)[: max(_TOP_K, count - 1)]  # one is of no token
+        ids = torch.stack([chosen[torch.randperm(len(chosen))[:_TOP_K]] for _ in range(_TOKENS)])
         if (expected := tried(eager(replica), x, ids, weights)) is not None:
             return functools.partial(_agrees, replica, small.experts, x, ids, weights, expected)
     return None

@@ -129,7 +129,10 @@ class Branches(TorchDispatchMode):
         return self._bounded(args[0], low, high)
 
     def _bounded(self, x: Tensor, low: Any, high: Any) -> Outcomes:
-        """Values at a bound count as beyond it: those of a softplus never are below 0, but get there."""
+        """Outcomes of a clamp: which values are below, above or between its bounds.
+
+        Values at a bound count as beyond it: those of a softplus never are below 0, but get there.
+        """
         found, inside = {}, torch.ones_like(x, dtype=torch.bool)
         for bound, word, outside in ((low, "below", torch.le), (high, "above", torch.ge)):
             if bound is not None and not _is_infinite(bound):

@@ -115,7 +115,7 @@ def note_error(error: Exception) -> None:
 
 
 def memory_errors() -> int:
-    """How often eager code ran out of memory in this process."""
+    """Number of times that eager code ran out of memory in this process."""
     return _errors[0]
 
 

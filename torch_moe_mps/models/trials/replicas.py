@@ -176,7 +176,7 @@ class HeldKeys(HeldPools):
         self.keys = torch.cat((self.keys, keys), -2)
         return self.keys
 
-    def index_slots(self, new: Tensor) -> None:
+    def reserve_index(self, new: Tensor) -> None:
         return None
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:

@@ -62,7 +62,7 @@ def is_tested() -> bool:
 def verdict_of_small_model(
     function: str, model: nn.Module, check: bool, quantizes: bool, replace: Replace, restore: Restore
 ) -> Verdict:
-    """Decides what of a module may run our code, and keeps the rest out; a warning says which.
+    """Verdict on which modules may run our code; a warning says which run unmodified.
 
     Args:
         check: False lets all run our code.
@@ -91,7 +91,7 @@ def verdict_of_small_model(
 
 
 def _of_all(verdicts: list[Verdict], names: str, begins: str) -> Verdict:
-    """Merges the verdicts on the parts of a model. `begins` starts the report's line."""
+    """Verdict on a model by those on its parts. `begins` starts the report's line."""
     reason = next((verdict.reason for verdict in verdicts if verdict.reason is not None), None)
     report_line = f"a small {names} agrees with its eager code"
     if reason is not None:

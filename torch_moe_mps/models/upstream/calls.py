@@ -105,7 +105,7 @@ class _Forms(NamedTuple):
 
 
 def _forms(original: Callable, ours: Callable) -> _Forms:
-    """How arguments of an original function are passed to its replacement."""
+    """The ways in which an original function's arguments are passed to its replacement."""
     _, *theirs = inspect.signature(original).parameters.values()
     _, *parameters = inspect.signature(ours).parameters.values()
     names = [parameter.name for parameter in theirs if parameter.kind in _NAMED]
@@ -209,7 +209,7 @@ def in_place(original: Callable, ours: Callable) -> Callable:
 
 @torch.no_grad()
 def call_on_shapes(model: Any, **inputs: Any) -> Any:
-    """Call a model of transformers on the meta device; its code's errors are raised.
+    """Output of a model of transformers on the meta device. Errors of the model's code are raised.
 
     Which experts or tokens are chosen changes no shape. The advice to install kernels for other machines,
     which transformers gives for hybrids, is not shown.

@@ -1,7 +1,7 @@
-"""Operators behind the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
+"""Operators after the experts' matmuls: the gated activation and the weighted sum over a token's experts.
 
-Sums run over the slots in ascending order in float32 and are rounded once, so that a token's sum does not
-depend on how many tokens there are.
+Sums run over a token's experts in ascending order in float32 and are rounded once, so that a token's sum
+does not depend on how many tokens there are.
 """
 
 import math
@@ -17,12 +17,12 @@ from .._sample import Calls, Changes, Sample
 from .norms import normed
 
 
-def _sum_over_slots(slots: Tensor, topk_weights: Tensor) -> Tensor:
-    """sum_s topk_weights[..., s] * slots[..., s, :] in float32, s ascending."""
+def _sum_over_experts(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
+    """sum_s topk_weights[..., s] * expert_out[..., s, :] in float32, s ascending."""
     topk_weights = wide(topk_weights).unsqueeze(-1)
-    total = torch.zeros_like(slots[..., 0, :], dtype=wide_dtype(slots))
-    for s in range(slots.shape[-2]):
-        total += topk_weights[..., s, :] * slots[..., s, :]
+    total = torch.zeros_like(expert_out[..., 0, :], dtype=wide_dtype(expert_out))
+    for s in range(expert_out.shape[-2]):
+        total += topk_weights[..., s, :] * expert_out[..., s, :]
     return total
 
 
@@ -134,13 +134,13 @@ def expert_activation(
     return options.apply(x).to(x.dtype)
 
 
-# Weighted sums over the slots
+# Weighted sums over the experts of a token
 
 
-SLOTS = "expert_out[..., S>=1, H] topk_weights[..., S]"
+EXPERT_OUT = "expert_out[..., S>=1, H] topk_weights[..., S]"
 
 
-@operator(f"{SLOTS} -> [..., H]:expert_out", public="covers a source kernel")
+@operator(f"{EXPERT_OUT} -> [..., H]:expert_out", public="covers a source kernel")
 def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Weighted sum of expert outputs: sum_s topk_weights[..., s] * expert_out[..., s, :], s ascending.
 
@@ -161,10 +161,10 @@ def weighted_sum_stacked(expert_out: Tensor, topk_weights: Tensor) -> Tensor:
         >>> ops.weighted_sum_stacked(expert_out, torch.tensor([[0.5, 0.25]])).tolist()
         [[2.0, -3.0]]
     """
-    return _sum_over_slots(expert_out, topk_weights).to(expert_out.dtype)
+    return _sum_over_experts(expert_out, topk_weights).to(expert_out.dtype)
 
 
-@operator(f"{SLOTS} residual_[..., H]:expert_out -> residual_", public="covers a source kernel")
+@operator(f"{EXPERT_OUT} residual_[..., H]:expert_out -> residual_", public="covers a source kernel")
 def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_weights: Tensor) -> Tensor:
     """Residual stream plus the weighted sum of expert outputs, in place.
 
@@ -188,11 +188,11 @@ def weighted_sum_residual_stacked_(residual_: Tensor, expert_out: Tensor, topk_w
         >>> ops.weighted_sum_residual_stacked_(residual, expert_out, torch.tensor([[0.5, 0.25]])).tolist()
         [[3.0, -2.0]]
     """
-    return residual_.copy_(wide(residual_) + _sum_over_slots(expert_out, topk_weights))
+    return residual_.copy_(wide(residual_) + _sum_over_experts(expert_out, topk_weights))
 
 
 @operator(
-    f"{SLOTS} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out",
+    f"{EXPERT_OUT} residual_[..., H]:expert_out norm_weight[H] -> [..., H]:expert_out",
     public="covers a source kernel",
 )
 def weighted_sum_residual_norm_stacked_(
@@ -228,7 +228,7 @@ def weighted_sum_residual_norm_stacked_(
         >>> residual.tolist()
         [[2.0, -2.0]]
     """
-    residual_.copy_(wide(residual_) + _sum_over_slots(expert_out, topk_weights))
+    residual_.copy_(wide(residual_) + _sum_over_experts(expert_out, topk_weights))
     return normed(residual_, norm_weight, norm_eps).to(residual_.dtype)
 
 
@@ -272,7 +272,7 @@ class ExpertSum(NamedTuple):
 
 
 # Outputs of experts, and their weights.
-OF_SLOTS = "topk_weights[..., K>=1] expert_out[..., K, H]|[...*K, H]"
+OUT_AND_WEIGHTS = "topk_weights[..., K>=1] expert_out[..., K, H]|[...*K, H]"
 
 
 def _meta_weighted_reduce_backward(check, topk_weights, expert_out, **_):
@@ -281,7 +281,7 @@ def _meta_weighted_reduce_backward(check, topk_weights, expert_out, **_):
 
 
 @operator(
-    f"{OF_SLOTS} dy[..., H]:expert_out",
+    f"{OUT_AND_WEIGHTS} dy[..., H]:expert_out",
     _meta_weighted_reduce_backward,
 )
 def _moe_weighted_reduce_backward(
@@ -299,14 +299,15 @@ def _moe_weighted_reduce_backward(
     """
     rows = wide(dy).unsqueeze(-2)
     products = (wide(expert_out).reshape(*topk_weights.shape, dy.shape[-1]) * rows).sum(-1)
-    slots = (wide(topk_weights).unsqueeze(-1) * rows).to(expert_out.dtype)
-    return slots.reshape(expert_out.shape), products.to(wide_dtype(topk_weights))
+    gradient = (wide(topk_weights).unsqueeze(-1) * rows).to(expert_out.dtype)
+    return gradient.reshape(expert_out.shape), products.to(wide_dtype(topk_weights))
 
 
 def _reduce_backward(grad, asked, given):
     topk_weights = given["topk_weights"]
-    slots, products = torch.ops.moe_mps._moe_weighted_reduce_backward(grad, given["expert_out"], topk_weights)
-    return {"expert_out": slots, "topk_weights": products.to(topk_weights.dtype)}
+    backward = torch.ops.moe_mps._moe_weighted_reduce_backward
+    gradient, products = backward(grad, given["expert_out"], topk_weights)
+    return {"expert_out": gradient, "topk_weights": products.to(topk_weights.dtype)}
 
 
 def _check_weighted_reduce(check, **given):
@@ -314,7 +315,7 @@ def _check_weighted_reduce(check, **given):
 
 
 @operator(
-    f"{OF_SLOTS} {ADDED.format('expert_out')} -> [..., H]:expert_out",
+    f"{OUT_AND_WEIGHTS} {ADDED.format('expert_out')} -> [..., H]:expert_out",
     _check_weighted_reduce,
     backward=Backward(
         _reduce_backward,
@@ -332,7 +333,7 @@ def moe_weighted_reduce(
     *,
     gate_is_logit: bool = False,
 ) -> Tensor:
-    """Weighted sum over slots, with the shared expert and the residual.
+    """Weighted sum over a token's experts, with the shared expert and the residual.
 
     sum_k topk_weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], added in this order.
 
@@ -356,7 +357,7 @@ def moe_weighted_reduce(
         >>> ops.moe_weighted_reduce(expert_out, topk_weights, residual=torch.tensor([[10.0]])).tolist()
         [[11.0]]
     """
-    total = _sum_over_slots(expert_out.reshape(*topk_weights.shape, expert_out.shape[-1]), topk_weights)
+    total = _sum_over_experts(expert_out.reshape(*topk_weights.shape, expert_out.shape[-1]), topk_weights)
     around = ExpertSum(shared_gate, shared_out, residual, gate_is_logit)
     return around.added_to(total).to(expert_out.dtype)
 

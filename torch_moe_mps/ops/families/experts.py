@@ -1,6 +1,7 @@
 """The experts of a Mixture-of-Experts layer: matmuls whose weight matrix is chosen per row by the router.
 
-T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k: token t, slot k.
+T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k:
+token t, its k-th expert.
 """
 
 import inspect
@@ -26,7 +27,7 @@ from .norms import InputNorm
 PAIRS_AT_ONCE = 512
 
 
-# Slots of tokens, and the tensors around the experts.
+# The choice of experts, and the tensors around the experts.
 IDS = f"topk_ids[..., K<={MAX_TOP_K}]:id"
 ROUTED = f"{IDS} topk_weights[..., K]"
 NO_SHARED = "shared_out not beside has_identity"
@@ -44,7 +45,7 @@ class Groups(NamedTuple):
     pairs: Tensor
 
     def chunks(self, size: int) -> Iterator["Groups"]:
-        """The same pairs in chunks of at most `size`; an expert is cut only if it has more."""
+        """Groups of at most `size` pairs, together these; an expert is cut only if it has more pairs."""
         experts: list[int] = []
         counts: list[int] = []
         first = filled = 0
@@ -115,7 +116,7 @@ def _rows_of(pairs: Tensor, x: Tensor, topk_ids: Tensor) -> Tensor:
     return pairs // topk_ids.shape[-1] if is_per_token(x, topk_ids) else pairs
 
 
-def project_slots(
+def project_pairs(
     x: Tensor, topk_ids: Tensor, shape: Sequence[int], product: Product, bias: Tensor | None
 ) -> Tensor:
     """[..., K, N]: product + bias of all pairs, zeros of sentinels. `shape` of the stack begins with E, N."""
@@ -128,7 +129,7 @@ def project_slots(
 
 
 class Mlp(NamedTuple):
-    """The experts between their inputs and the sum over the slots."""
+    """The experts between their inputs and the sum over a token's experts."""
 
     gate_up: Product
     down: Product
@@ -179,10 +180,10 @@ def combine_experts(
         total += share * x
     if weights_on_inputs:
         rows = (wide(x).unsqueeze(1) * topk_weights.unsqueeze(-1)).to(x.dtype)
-        slots = [(rows[:, slot], topk_ids[:, slot : slot + 1]) for slot in range(rows.shape[1])]
-        for of_slot, ids in slots:
+        pairs = [(rows[:, k], topk_ids[:, k : k + 1]) for k in range(rows.shape[1])]
+        for inputs, ids in pairs:
             groups = group_by_expert(ids, num_experts)
-            total.index_add_(0, groups.pairs, mlp.rows(of_slot[groups.pairs], groups, ids))
+            total.index_add_(0, groups.pairs, mlp.rows(inputs[groups.pairs], groups, ids))
         return around.added_to(total).to(x.dtype).view(leading)
     if len(x) == 1:  # grouping would cost more than it saves
         chosen = zip(topk_ids[0].tolist(), topk_weights[0].tolist(), strict=True)
@@ -250,7 +251,7 @@ def expert_mm(
 ) -> Tensor:
     """Matrix product of each token with the weights of its experts.
 
-    out[t, k] = weight[e] @ x[t] + bias[e] with e = topk_ids[t, k], or with x[t, k] if `x` has a row per slot.
+    out[t, k] = weight[e] @ x[t] + bias[e] with e = topk_ids[t, k], or with x[t, k] if `x` has a row per pair.
 
     Args:
         x: [..., H] or [..., K, H], float32, float16 or bfloat16.
@@ -272,7 +273,7 @@ def expert_mm(
         [[[7.0], [5.0]]]
     """
     shape = weight.mT.shape if transposed else weight.shape
-    return project_slots(x, topk_ids, shape, _dense_product(weight, transposed), bias)
+    return project_pairs(x, topk_ids, shape, _dense_product(weight, transposed), bias)
 
 
 def _meta_expert_outer(check, dy, x, topk_ids, num_experts):

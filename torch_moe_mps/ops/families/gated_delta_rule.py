@@ -38,6 +38,7 @@ def _log_decay(
 
 
 def _check_gated_delta_rule(check, g, dt_bias, beta_activation, pending_=None, keep=False, **_):
+    """Checks what no declaration says: numbers of heads, shapes of decays and of uncommitted tokens."""
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")

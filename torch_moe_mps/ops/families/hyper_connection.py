@@ -49,6 +49,7 @@ def _hyper_update(streams: Tensor, block_out: Tensor, post: Tensor, comb: Tensor
 
 
 def _meta_hyper_connection(check, streams, fn, fn_scale, block_out, **_):
+    """Empty outputs: the mixed stream, weights of the update, mixing weights, updated streams."""
     _check_update(check, streams)
     *leading, count, width = streams.shape
     rows = (count, 2 * count, 2 * count + count * count)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import MAX_EXPERTS, wide, widened
 from .._registry import Backward, operator
 from .._sample import Calls, Changes
-from .experts import IDS, Product, is_per_token, project_slots
+from .experts import IDS, Product, is_per_token, project_pairs
 
 MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory
 _FACTORS = "a[_, H] b[N, _]:a"
@@ -72,7 +72,7 @@ def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
 
 def _inner(x: Tensor, a: Tensor, topk_ids: Tensor, experts: int) -> Tensor:
     """[..., K, r]: the product with A."""
-    return project_slots(wide(x), topk_ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
+    return project_pairs(wide(x), topk_ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
 def _meta_expert_lora(check, added, a, b, offsets, num_experts, scaling, **_):
@@ -149,7 +149,7 @@ def expert_lora(
         >>> ops.expert_lora(torch.zeros(1, 2, 1), x, topk_ids, a, b, num_experts=2).tolist()
         [[[10.0], [6.0]]]
     """
-    outer = project_slots(
+    outer = project_pairs(
         _inner(x, a, topk_ids, num_experts),
         topk_ids,
         (num_experts, len(b)),
@@ -193,7 +193,7 @@ def _expert_lora_backward(
         topk_ids, a, b, pair_order, offsets, num_experts, scaling: as for expert_lora.
 
     Returns: dx and da like x and a, and db [r E, N], the columns of b one after another; computed in float32,
-        rounded once. On Metal sums go over the pairs in ascending order, and dx of a slot is rounded before
+        rounded once. On Metal sums go over the pairs in ascending order, and dx of a pair is rounded before
         it is added to others.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
@@ -201,9 +201,9 @@ def _expert_lora_backward(
     inner = _inner(x, a, topk_ids, num_experts)
     matrices = wide(b).unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [E, N, r]
     of_b = Product(matrices.__getitem__, matrices.shape[2])
-    own = project_slots(wide(dy), topk_ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
+    own = project_pairs(wide(dy), topk_ids, (num_experts, len(a) // num_experts), of_b, None) * scaling
     of_a = Product(wide(a).unflatten(0, (num_experts, -1)).__getitem__, a.shape[1])  # [E, r, H]
-    dx = project_slots(own, topk_ids, (num_experts, a.shape[1]), of_a, None)
+    dx = project_pairs(own, topk_ids, (num_experts, a.shape[1]), of_a, None)
     outer = torch.ops.moe_mps._expert_outer
     da = outer(own, wide(x), topk_ids, num_experts).flatten(0, 1)
     db = outer(wide(dy), inner, topk_ids, num_experts).permute(2, 0, 1).flatten(0, 1) * scaling

@@ -223,7 +223,7 @@ def fused_norm_add_scalar(
     norm_eps: float,
     norm_weight_offset: float = 0.0,
 ) -> Tensor:
-    """The same, scaled: (residual + rms(x) * (norm_weight + norm_weight_offset)) * scalar.
+    """Scaled residual plus RMSNorm: (residual + rms(x) * (norm_weight + norm_weight_offset)) * scalar.
 
     Args:
         residual, x, norm_weight, norm_eps, norm_weight_offset: as for fused_norm_add.

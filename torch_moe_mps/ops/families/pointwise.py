@@ -42,6 +42,7 @@ OPERATIONS = (*UNARY, *BINARY)  # shaders/params/pointwise.h numbers them in thi
 
 
 def _check_formula(formula: str, given: dict[str, Tensor | None], check: Check) -> None:
+    """Checks the steps of a formula: operations, dtypes, operands, and how many there are."""
     lines = formula.split("; ")
     numbers: set[str] = set()
     for before, line in enumerate(lines):

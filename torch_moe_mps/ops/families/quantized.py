@@ -20,7 +20,7 @@ from .experts import (
     Product,
     combine_experts,
     is_per_token,
-    project_slots,
+    project_pairs,
 )
 from .linear import check_packed_mlp, mlp_outputs, packed_mlp
 from .norms import InputNorm
@@ -56,17 +56,17 @@ def _expert_qmm_transposed(
         dy: [..., K, N], float32, float16 or bfloat16: the gradient of the output.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         topk_ids, scales, zeros, format: as for expert_qmm.
-        sums: the slots of a token are added: the gradient of an input that has one row for each token.
+        sums: the pairs of a token are added: the gradient of an input that has one row for each token.
 
     Returns: [..., K, H], or with `sums` [..., H], in the dtype of `dy`; dequantised and accumulated in
-        float32, rounded once. On Metal a slot is rounded before it is added to others.
+        float32, rounded once. On Metal a pair is rounded before it is added to others.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
     shape = packed.shape[0], weight.format.columns(packed.shape[2])
     product = Product(decoded_experts(weight), shape[1])
-    out = project_slots(wide(dy), topk_ids, shape, product, None)
+    out = project_pairs(wide(dy), topk_ids, shape, product, None)
     return (out.sum(-2) if sums else out).to(dy.dtype)
 
 
@@ -132,7 +132,7 @@ def expert_qmm(
         [[2.0, 1.0]]
     """
     weight = QuantizedWeight(packed, scales, zeros, Format.named(format))
-    return project_slots(x, topk_ids, packed.shape, _quantized_product(weight), bias)
+    return project_pairs(x, topk_ids, packed.shape, _quantized_product(weight), bias)
 
 
 MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part in ARGUMENTS)

@@ -15,6 +15,7 @@ LEAST_DRAW = torch.finfo(torch.float32).tiny
 
 
 def _meta_sample_with_flags(check, logits, temperature, top_p, min_p, otherwise, **_):
+    """Empty [2, R], after checking temperature, shares and the fallback token."""
     if not 0.0 < temperature < float("inf"):
         check.fail("temperature", "above 0 and finite", temperature)
     for name, share in (("top_p", top_p), ("min_p", min_p)):

@@ -64,7 +64,7 @@ class Budget:
     Args:
         max_sequences: maximum number of concurrent sequences.
         memory: bytes for sequences and cached prefixes; None is no limit. One sequence always runs.
-        slots: (rows, longest sequence) -> allocated token slots of a batch.
+        allocated: (rows, longest sequence) -> allocated tokens of a batch.
         rows: number of sequences -> allocated rows of a batch.
 
     Attributes:
@@ -74,7 +74,7 @@ class Budget:
 
     max_sequences: int
     memory: int | None
-    slots: Callable[[int, int], int]
+    allocated: Callable[[int, int], int]
     rows: Callable[[int], int]
     token: float = 0.0
     drafts: float = 0.0
@@ -82,7 +82,7 @@ class Budget:
 
     def needed(self, rows: int, longest: int, beside: int) -> float:
         """Bytes of a batch with these rows and longest sequence, and of `beside` tokens outside of it."""
-        tokens = self.slots(rows, longest) + beside
+        tokens = self.allocated(rows, longest) + beside
         return (self.token + self.drafts) * tokens + self.state * self.rows(rows)
 
     def cached(self, sequences: Sequence[Candidate], begins: int = 0) -> int | None:

@@ -65,7 +65,7 @@ class CallForm:
         return [*_one_by_one(converted)] if self.is_single else converted
 
     def _with_content(self, message: Message) -> list[Message]:
-        """A message with calls, and one with its content before it if it is one of its own."""
+        """The messages for one with calls: its content stands before, inside or in its reasoning."""
         content, thought = message["content"], message.get("reasoning_content")
         if content and self.content == "apart":
             return [{"role": message["role"], "content": content}, message | {"content": []}]

@@ -147,7 +147,7 @@ def test_norms_with_weights_of_another_dtype():
     assert_left(LINEAR | {"rms_norm": 1}, apart, random(1, 1, H))
 
 
-@pytest.mark.parametrize("left_out", passes_of("norms"), ids=name_of)
+@pytest.mark.parametrize("left_out", [*passes_of("norms"), *passes_of("inkling")], ids=name_of)
 def test_each_pass_is_needed(left_out):
     """Without it, a pattern above is not found."""
     assert_needed(left_out, ((function_of(case, **globals()), TOKEN, left) for case, left in CASES.items()))

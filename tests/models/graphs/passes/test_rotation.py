@@ -498,7 +498,7 @@ def test_a_rotation_alone_and_its_write_into_a_cache(case):
     assert_left(POOLS[case], case, *of_a_cache())
 
 
-@pytest.mark.parametrize("left_out", passes_of("rotation"), ids=name_of)
+@pytest.mark.parametrize("left_out", [*passes_of("rotation"), *passes_of("llama4")], ids=name_of)
 def test_each_pass_is_needed(left_out):
     """Without it, a pattern above is not found."""
     assert_needed(

@@ -33,7 +33,7 @@ _STACKS = (
     ("down_proj", Stack(_PATHS[2:], is_flat=True, is_transposed=True)),
 )
 _SIZES = "num_experts", "hidden_size", "ffn_hidden_size"
-_SEQUENCES, _TOKENS, _SLOTS = 2, 3, 2  # sizes of a trial
+_SEQUENCES, _TOKENS, _TOP_K = 2, 3, 2  # sizes of a trial
 
 
 def recognise_experts(module: nn.Module) -> Experts | None:
@@ -82,8 +82,8 @@ def _begin(module: nn.Module, sizes: Sizes) -> Callable[[Experts], bool]:
 
 def _inputs(_: nn.Module, small: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     count = _SEQUENCES * _TOKENS
-    ids = torch.stack([torch.randperm(small.experts - 1)[:_SLOTS] for _ in range(count)])  # one of no token
-    return normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _SLOTS)
+    ids = torch.stack([torch.randperm(small.experts - 1)[:_TOP_K] for _ in range(count)])  # one of no token
+    return normal(_SEQUENCES, _TOKENS, small.hidden), ids, normal(count, _TOP_K)
 
 
 def _tried(form: Experts, replica: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

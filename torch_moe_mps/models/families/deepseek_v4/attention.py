@@ -74,7 +74,7 @@ def _attended(layer: Any, cache_layer: GrowingCompressed, x: Tensor, tables: tup
     q, kv = layer.q_b_proj(latent).unflatten(-1, (-1, layer.head_dim)), layer.kv_proj(x).unsqueeze(2)
     ones = constant(("ones", layer.head_dim, q.device), lambda: torch.ones(layer.head_dim, device=q.device))
     weight, eps = layer.kv_norm.weight, layer.kv_norm.variance_epsilon
-    keys = cache_layer.slots(kv.transpose(1, 2))
+    keys = cache_layer.reserve(kv.transpose(1, 2))
     if keys is None:
         q, k = ops.rope(q, kv, cos, sin, ones, weight, norm_eps=eps, **turn)
         keys, _ = cache_layer.update(k, k)

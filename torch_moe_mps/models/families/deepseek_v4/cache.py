@@ -69,7 +69,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             if self.bits is not None:
                 warnings.warn("torch_moe_mps: kv_bits=8 leaves compressed keys as they are", stacklevel=2)
         tokens = key_states.shape[-2]
-        (keys,) = growing.extended((self.keys,), (key_states,), self._free_slots(tokens))
+        (keys,) = growing.extended((self.keys,), (key_states,), self._spare(tokens))
         return self.take(keys, keys, tokens)
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -77,8 +77,8 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         self.values = self.keys
         return seen
 
-    def slots(self, new: Tensor) -> Tensor | None:
-        return growing.slots_behind(self.keys, new)
+    def reserve(self, new: Tensor) -> Tensor | None:
+        return growing.reserved(self.keys, new)
 
     def buffers_for(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
         """Tensors that `_pool_window_` updates in place for new tokens kv [B, T, W] that are counted already.
@@ -97,7 +97,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         entries = self.compressed_kv[name]
         buffer = buffer_of(entries)
         if buffer is None or not _may_write(buffer.tensor, kv) or closed > buffer.capacity:
-            buffer = Buffer(kv.new_empty(kv.shape[0], closed + growing.free_slots_for(closed), width))
+            buffer = Buffer(kv.new_empty(kv.shape[0], closed + growing.spare_for(closed), width))
             if entries is not None:
                 buffer.write(0, (entries,))
         self.windows[name] = window
@@ -177,7 +177,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         state = LayerState(self)
         tensors = state.tensors().items()
         of_sequences = {name: tensor for name, tensor in tensors if name.dictionary not in (OWN, "biases")}
-        state.put({name: growing.with_slots(tensor, change) for name, tensor in of_sequences.items()})
+        state.put({name: growing.with_spare(tensor, change) for name, tensor in of_sequences.items()})
 
 
 def _may_write(buffer: Tensor, new: Tensor) -> bool:

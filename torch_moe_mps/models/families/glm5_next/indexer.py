@@ -51,9 +51,9 @@ def _choice(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) ->
     one = constant(("one", k.device, k.dtype), lambda: k.new_ones(1, 1, 1))
     shown = one.expand(*k.shape[:2], 1)
     packed = (indexer.k_norm(k), gate, shown)
-    slots = None if layer is None else _slots_of(layer, packed)
-    if slots is not None:
-        keys = layer.take_index(slots)
+    reserved = None if layer is None else _written_keys(layer, packed)
+    if reserved is not None:
+        keys = layer.take_index(reserved)
     else:
         keys = torch.cat(packed, -1)
         keys = keys if layer is None else layer.update_indexer(keys)
@@ -67,14 +67,14 @@ def _choice(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) ->
     return Choice(q, pools, weights, top_k, scale, rate, {"tail": 1}, is_pooled=True)
 
 
-def _slots_of(layer: HeldPools, columns: Sequence[Tensor]) -> Tensor | None:
-    """Slots for new keys that consist of these columns, which are written there."""
+def _written_keys(layer: HeldPools, columns: Sequence[Tensor]) -> Tensor | None:
+    """View of the cached keys and of new ones, which consist of `columns`; None without capacity."""
     batch, tokens, _ = columns[0].shape
     width = sum(part.shape[2] for part in columns)
-    slots = layer.index_slots(columns[0].new_empty(1).expand(batch, tokens, width))
-    if slots is not None:
-        torch.cat(list(columns), -1, out=slots.narrow(1, slots.shape[1] - tokens, tokens))
-    return slots
+    reserved = layer.reserve_index(columns[0].new_empty(1).expand(batch, tokens, width))
+    if reserved is not None:
+        torch.cat(list(columns), -1, out=reserved.narrow(1, reserved.shape[1] - tokens, tokens))
+    return reserved
 
 
 def _hides_any(mask: Tensor) -> bool:

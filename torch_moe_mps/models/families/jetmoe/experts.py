@@ -101,10 +101,12 @@ def _begin_mlp(module: nn.Module, sizes: Sizes) -> Callable[[Experts], bool]:
 
 
 def _begin_attention(module: nn.Module, sizes: Sizes) -> Callable[[Experts], bool]:
-    def ours(form: Experts, replica: nn.Module, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def ours(
+        form: Experts, replica: nn.Module, x: Tensor, expert_out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         multiply = partial(form.multiply, replica)
         query, logits, chosen = _map(replica, x, multiply)
-        return query, logits, _reduce(replica, slots, chosen, multiply)
+        return query, logits, _reduce(replica, expert_out, chosen, multiply)
 
     return beside_replica(module, sizes, ours, _least(module, sizes), _inputs, _both_eager)
 
@@ -119,9 +121,9 @@ def _inputs(replica: Any, small: Sizes) -> tuple[Tensor, Tensor]:
     return normal(*_SHAPE, small.hidden), normal(*_SHAPE, replica.router.top_k, small.inner)
 
 
-def _both_eager(replica: Any, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _both_eager(replica: Any, x: Tensor, expert_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query, logits, topology = eager(replica.map)(x)
-    return query, logits, eager(replica.reduce)(slots, topology)
+    return query, logits, eager(replica.reduce)(expert_out, topology)
 
 
 # --- what runs
@@ -179,9 +181,10 @@ def _map(module: Any, x: Tensor, multiply: Callable[..., Tensor]) -> tuple[Tenso
     return query.view(*x.shape[:-1], *query.shape[1:]), logits.float(), chosen
 
 
-def _reduce(module: Any, slots: Tensor, chosen: Chosen, multiply: Callable[..., Tensor]) -> Tensor:
-    rows = multiply("down_proj", slots.reshape(-1, *slots.shape[2:]), chosen.ids)
-    return ops.moe_weighted_reduce(rows, chosen.weights).view(*slots.shape[:2], rows.shape[-1]) + module.bias
+def _reduce(module: Any, expert_out: Tensor, chosen: Chosen, multiply: Callable[..., Tensor]) -> Tensor:
+    rows = multiply("down_proj", expert_out.reshape(-1, *expert_out.shape[2:]), chosen.ids)
+    out = ops.moe_weighted_reduce(rows, chosen.weights)
+    return out.view(*expert_out.shape[:2], rows.shape[-1]) + module.bias
 
 
 def _routed(router: Any, rows: Tensor) -> tuple[Tensor, Chosen]:

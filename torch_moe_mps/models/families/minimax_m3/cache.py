@@ -41,8 +41,8 @@ class GrowingBlocks(Growing, HeldIndex):
     def indexed(self) -> int:
         return 0 if self.idx_keys is None else self.idx_keys.shape[2]
 
-    def index_slots(self, new: Tensor) -> Tensor | None:
-        result = growing.slots_behind(self.idx_keys, new.unsqueeze(1))
+    def reserve_index(self, new: Tensor) -> Tensor | None:
+        result = growing.reserved(self.idx_keys, new.unsqueeze(1))
         return None if result is None else result.squeeze(1)
 
     def take_index(self, keys: Tensor) -> Tensor:
@@ -63,4 +63,4 @@ class GrowingBlocks(Growing, HeldIndex):
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
         if self.idx_keys is not None:
-            self.idx_keys = growing.with_slots(self.idx_keys, change)
+            self.idx_keys = growing.with_spare(self.idx_keys, change)

@@ -79,14 +79,14 @@ def _chosen(
         q, q_norm_weight = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width)), q_norm[0]
     cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
     weight, eps, offset = k_norm
-    slots = None if layer is None else layer.index_slots(k)
-    index_keys = k.new_empty(k.shape) if slots is None else slots
+    reserved = None if layer is None else layer.reserve_index(k)
+    index_keys = k.new_empty(k.shape) if reserved is None else reserved
     keys = k.unsqueeze(2), None, index_keys.unsqueeze(1), None
     rotated = ops._rope_cache_(q, *keys, cos, sin, q_norm_weight, weight, eps, offset, **options)
     if layer is not None:
         index_keys = (
             layer.take_index(index_keys)
-            if slots is not None
+            if reserved is not None
             else layer.update_index(index_keys.unsqueeze(1))[:, 0]
         )
     if not chooses:

@@ -86,19 +86,19 @@ def _turned_beside(
     """The queries [B, T, H, D], normed and rotated; the new keys [B, T, D] behind the cached ones."""
     norm, tokens = _norms(indexer)[0], keys.shape[1]
     cos, sin, options = tables_and_options(turn, *(table[:, -tokens:] for table in tables))
-    slots = None if layer is None else layer.index_slots(keys)
-    if slots is None:
+    reserved = None if layer is None else layer.reserve_index(keys)
+    if reserved is None:
         rotated = ops.rope_heads(
             q, cos, sin, norm.weight, norm_eps=norm.eps, norm_weight_offset=1.0, **options
         )
         keys = keys if layer is None else layer.update_indexer(keys)
     else:  # one dispatch: the queries are rotated as keys, and the new keys, which do not turn, are values
         rotated = q.new_empty(q.shape[0], q.shape[2], tokens, q.shape[3])
-        written = rotated, slots.unsqueeze(1)
+        written = rotated, reserved.unsqueeze(1)
         ops._rope_cache_(
             *(None, q, keys.unsqueeze(2), *written, cos, sin, None, norm.weight, norm.eps, 1.0), **options
         )
-        keys = layer.take_index(slots)
+        keys = layer.take_index(reserved)
     return rotated.transpose(1, 2), keys
 
 

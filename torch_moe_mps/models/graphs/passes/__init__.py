@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..fusion import Fusion
-from .attention import repeats_as_tokens, turn_in_attention
+from .attention import turn_in_attention
 from .fused import (
     add_in_operators,
     add_norms,
@@ -22,16 +22,14 @@ from .fused import (
     norm_in_gated_delta_rule,
     norm_sums,
     streams_in_update,
-    weights_on_inputs,
 )
 from .gated_delta_rule import keep_state
 from .linears import activate_in_linears, factor_in_linears, join_linears, order_outputs
-from .norms import logits_in_float32, norm_in_operators
+from .norms import norm_in_operators
 from .pointwise import join_elements, split_dimensions
 from .rotation import (
     heads_that_do_not_turn,
     join_rotations,
-    norms_behind_rotation,
     norms_in_rotation,
     turn_parts,
     write_into_cache,
@@ -78,16 +76,12 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     input_in_convolution,
     order_outputs,  # several rows, whose heads no norm folds into them any more
     factor_in_norm,
-    norms_behind_rotation,  # they are of heads that turn
     heads_that_do_not_turn,
     norms_in_rotation,  # norms of the whole heads
     join_rotations,
     write_into_cache,
     gate_in_attention,
     turn_in_attention,
-    repeats_as_tokens,
-    logits_in_float32,
-    weights_on_inputs,
     hand_routing_over,  # also gates that the pass before has made
     scale_in_router,  # before sums, which experts then take
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
@@ -109,7 +103,6 @@ FUSION = "fusion"  # stands for all passes where one is named
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
-    logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",

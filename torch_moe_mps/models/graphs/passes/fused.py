@@ -26,15 +26,6 @@ add_in_operators = Fusion(
     *((f"{name}(*A[S]) + R", f"{name}(*A, residual=R[S])") for name in _LINEARS),
 )
 
-# Before their sum is rounded, a router's weights do for a row of inputs what they do for the inputs.
-weights_on_inputs = Fusion(
-    "weights_on_inputs",
-    (
-        "_moe_experts_quantized(X[..., H] * W[..., 1], ones_like(IDS, *O), IDS, *A[T, H])",
-        "_moe_experts_quantized(X[T, H], W[T, 1], IDS, *A, weights_on_inputs=True)",
-    ),
-    where=lambda T, **_: T == 1,
-)
 add_norms = Fusion(
     "add_norms", ("R[S] + rms_norm(X, W, EPS, OFFSET)", "fused_norm_add(R, X[S], W, EPS, OFFSET)")
 )

@@ -63,7 +63,7 @@ def _of_quantised(call: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _of_dense(call: fx.Node) -> tuple[Any, ...] | None:
-    """The same of a small matrix times one token.
+    """(input, kind of weight) that small dense layers share for one token; None for other calls.
 
     Parts of several tokens are copied, which takes as many dispatches; large matrices are not moved.
     """

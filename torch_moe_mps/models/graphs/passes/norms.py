@@ -11,7 +11,6 @@ from torch import fx
 from ....ops._checks import dtype_name
 from ..nodes import (
     arguments,
-    aten,
     calls,
     changed,
     in_shape,
@@ -22,7 +21,7 @@ from ..nodes import (
     readers,
     tensor_of,
 )
-from ..patterns import before_widening, linear_of
+from ..patterns import linear_of
 
 _TAKING = (
     ours.linear_quantized,
@@ -31,7 +30,6 @@ _TAKING = (
     ours._moe_experts_quantized,
     ours.router_logits,
 )
-FEW_ROWS = 32  # most tokens of a kernel of router_logits
 MOST_ROWS = 513  # largest dense matrix of `router_logits`: a router and a gate. Not measured.
 
 
@@ -54,19 +52,6 @@ def norm_in_operators(graph: fx.Graph) -> None:
             if source is None:
                 break
             reader.replace_all_uses_with(_with_norm(reader, source, options))
-
-
-def logits_in_float32(graph: fx.Graph) -> None:
-    """linear(X, W) of copies in float32, of few rows -> router_logits(X, W)"""
-    for call in calls(graph, aten.mm, aten.addmm, aten.linear):
-        linear, like = linear_of(call), tensor_of(call)
-        if linear is None or like.dtype != torch.float32 or like.dim() != 2 or not like.shape[0] <= FEW_ROWS:
-            continue
-        x, *weights = map(before_widening, linear)
-        if [x, *weights] == [*linear] or any(item is not None and item.op != "get_attr" for item in weights):
-            continue
-        if like.shape[1] <= MOST_ROWS and is_unchanged(x, x, call):
-            call.replace_all_uses_with(put(call, ours.router_logits.default, like, x, *weights))
 
 
 def _with_norm(reader: fx.Node, x: fx.Node, options: dict[str, Any]) -> fx.Node:

@@ -5,13 +5,10 @@
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
-from ...basics.tensors import constant
 from ..nodes import (
     arguments,
     aten,
@@ -20,7 +17,6 @@ from ..nodes import (
     hoist,
     in_shape,
     is_call,
-    is_final,
     is_reshaped,
     is_same,
     is_unchanged,
@@ -32,10 +28,7 @@ from ..nodes import (
     tensor_of,
     written,
 )
-from ..patterns import match
 from ..tracing import ITEM, VALUE
-from .linears import constant_of, set_values
-from .simplify import share_views
 
 _TABLES = ("cos", "sin", "pairs", "rotary_dim", "rotary_last")
 _OF_NORMS = ("norm_eps", "norm_weight_offset")
@@ -45,7 +38,7 @@ _ROTATIONS = (ours.rope, ours.rope_heads)
 def turn_parts(graph: fx.Graph) -> None:
     """cat(A, rope(B)) -> rope(C), where A and B are the columns of C, in either order."""
     for call in calls(graph, *_ROTATIONS):
-        passed, results = _passed(call), _results(call)
+        passed, results = _passed(call), results_of(call)
         width = tensor_of(passed["cos"]).shape[-1] if passed["rotary_dim"] is None else passed["rotary_dim"]
         sides: set[bool] = set()
         new: dict[str, fx.Node] = {}
@@ -86,66 +79,6 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
             one.replace_input_with(old, put(write, ITEM, results[number], new_call, number))
 
 
-def norms_behind_rotation(graph: fx.Graph) -> None:
-    """rms_norm(rope(Q)) -> rope(Q, norm), without a weight: a turn by angles keeps a head's length."""
-    for call in calls(graph, ours.rope):
-        passed, new = arguments(call), dict[str, Any]()
-        if passed["cos"] is None or passed["rotary_dim"] is None or not _are_of_angles(passed):
-            continue
-        if passed["q_norm_weight"] is not None or passed["k_norm_weight"] is not None:
-            continue
-        for name, result in _results(call).items():
-            norm = _only_norm_of(result)
-            if (
-                norm is None
-                or new.get("norm_eps", arguments(norm)["norm_eps"]) != arguments(norm)["norm_eps"]
-            ):
-                continue
-            source, like = norm.all_input_nodes[0], tensor_of(passed[name])
-            if set_values([norm], [tensor_of(source)]):
-                norm.replace_all_uses_with(source)
-                ones = constant(("ones", like.device, like.dtype, like.shape[-1]), partial(_ones, like))
-                new |= {"norm_eps": arguments(norm)["norm_eps"], "norm_weight_offset": 0.0}
-                new[f"{name}_norm_weight"] = constant_of(call, ones, [])
-        if new:
-            call.replace_all_uses_with(changed(call, call, **new))
-            share_views(graph)  # a norm's input and result are transposes of each other
-
-
-_POLAR = "permute(view_as_real(polar(ones_like(A, *O), A)), [3, 0, 1, 2])"
-
-
-def _are_of_angles(passed: dict[str, Any]) -> bool:
-    """True if tables are the cosines and sines of an angle for each pair."""
-    if passed["rotary_dim"] != 2 * tensor_of(passed["cos"]).shape[-1]:
-        return False
-    cos, sin = (
-        match(f"item(unbind(clone({_POLAR}, *C), -4), {n})", passed[name])
-        for n, name in enumerate(("cos", "sin"))
-    )
-    return cos is not None and sin is not None and cos["A"] is sin["A"]
-
-
-def _only_norm_of(heads: fx.Node) -> fx.Node | None:
-    """The RMSNorm of whole heads, without a weight, that alone reads them; None for other readers."""
-    value = heads
-    while len(value.users) == 1:
-        (user,) = value.users
-        if is_call(user, ours.rms_norm):
-            _, weight, _, _, factor = arguments(user).values()
-            is_of_heads = tensor_of(value).shape[-1] == tensor_of(heads).shape[-1]
-            is_plain = weight is None and factor == 1.0 and tensor_of(user).dtype == tensor_of(value).dtype
-            return user if is_of_heads and is_plain and is_final(user) else None
-        if not is_call(user, aten.transpose) and not is_reshaped(user):
-            break
-        value = user
-    return None
-
-
-def _ones(like: Tensor) -> Tensor:
-    return torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
 def norms_in_rotation(graph: fx.Graph) -> None:
     """rope(rms_norm(Q), rms_norm(K)) -> rope(Q, K, norms), or so for one of them."""
     for call in calls(graph, *_ROTATIONS):
@@ -164,7 +97,7 @@ def norms_in_rotation(graph: fx.Graph) -> None:
 def join_rotations(graph: fx.Graph) -> None:
     """rope_heads(Q), rope_heads(K) -> rope(Q, K), of the same tables."""
     for first, second in itertools.pairwise(calls(graph, ours.rope_heads)):
-        results, last = _results(first), _results(second)
+        results, last = results_of(first), results_of(second)
         if not (results and last):  # the first is one of a pair already
             continue
         passed, others = _passed(first), _passed(second)
@@ -194,13 +127,13 @@ def write_into_cache(graph: fx.Graph) -> None:
     for call in calls(graph, ours.rope_heads):
         _write_alone(call)
     for call in calls(graph, ours.rope):
-        for name, result in _results(call).items():
+        for name, result in results_of(call).items():
             if any(_write(call, name, *w) for w in _writes(result, copies)):
                 break
         if arguments(call)["cos"] is None and not any(
             arguments(call)[f"{name}_norm_weight"] for name in "qk"
         ):
-            for name, result in _results(call).items():  # nothing is left to do
+            for name, result in results_of(call).items():  # nothing is left to do
                 passed = arguments(call)[name]
                 result.replace_all_uses_with(put(call, aten.transpose.int, tensor_of(result), passed, 1, 2))
 
@@ -265,7 +198,7 @@ def _heads_of(q: fx.Node, reader: fx.Node, k: fx.Node) -> tuple[fx.Node, fx.Node
     return q, reader
 
 
-def _results(call: fx.Node) -> dict[str, fx.Node]:
+def results_of(call: fx.Node) -> dict[str, fx.Node]:
     """{q, k: what a rotation makes of it}, if it is read."""
     if is_call(call, ours.rope_heads):
         return {"q": call} if call.users else {}
@@ -353,7 +286,7 @@ def _views_of_one_reader(value: fx.Node, reader: fx.Node) -> list[fx.Node]:
 
 
 def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
-    """The same view of another value; None if that takes a copy, or the last dimension does not stay."""
+    """`x` with the shape or transposition of `view`; None if that copies, or moves the last dimension."""
     if not is_call(view, aten.transpose):
         return in_shape(x, view, before)
     _, *dims = arguments(view).values()
@@ -397,7 +330,7 @@ def _write(call: fx.Node, name: str, rotated: _Write, other: _Write) -> bool:
     queries = "q" if name == "k" else "k"
     v, reader, options = _values_of(call, other)
     behind = max(call, memory_of(v)).next  # early: readers of the queries come later
-    q = _results(call).get(queries)
+    q = results_of(call).get(queries)
     if not (
         _fit(rotated, other, v)
         and _are_written_once(rotated, other, [*call.all_input_nodes, v])
@@ -453,7 +386,7 @@ def _are_written_once(rotated: _Write, other: _Write, read: list[fx.Node]) -> bo
 def _write_alone(call: fx.Node) -> None:
     """rope_heads(K), which only a copy to where a cache keeps it reads, in any shape -> _rope_cache_(K)"""
     passed = _passed(call)
-    for result in _results(call).values():
+    for result in results_of(call).values():
         (write, source), *others = readers(result)
         if others or not is_call(write, aten.copy_) or write.users or arguments(write)["src"] is not source:
             return

@@ -64,7 +64,7 @@ class Messages(Protocol):
         return request
 
     def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
-        """Reads a request that needs no `max_tokens`. Raises: Refused."""
+        """Request that needs no `max_tokens`. Raises: Refused."""
         _FIELDS.check(body, self.path, served.say_once)
         messages = _messages(body["messages"], served)
         if body.get("system"):

@@ -422,7 +422,7 @@ class Reader(_Scanner):
         return bool(call.name)
 
     def _end_object(self, call: _CallObject, is_closed: bool) -> bool:
-        """Ends the call that an object is. Returns: False if the object is no call."""
+        """True if an object was a call, which ends; False if the object is no call."""
         if call.has_function:
             return True
         if not call.name or not call.has_arguments:
