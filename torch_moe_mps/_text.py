@@ -9,15 +9,29 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
 
 def split_gguf(name: str) -> tuple[str, str | None]:
-    """(folder or Hub name, GGUF file) of FILE.gguf or NAME:FILE.gguf; None for other names."""
+    """(folder or Hub name, GGUF file) of FILE.gguf or NAME:FILE.gguf; None for other names.
+
+    Of a file in several parts, any of them stands for the first.
+    """
     if not name.endswith(".gguf"):
         return name, None
     folder, _, file = ("", "", name) if Path(name).exists() else name.partition(":")
-    if folder and file:
-        return folder, file
-    return str(Path(name).parent), Path(name).name
+    if not (folder and file):
+        folder, file = str(Path(name).parent), Path(name).name
+    return folder, parts_of(file)[0]
+
+
+def parts_of(file: str) -> list[str]:
+    """Names of all parts of a GGUF file, by the name of one; a file in one part is its only one."""
+    match = _PART.search(file)
+    count = 1 if match is None else int(match[2])
+    if match is None or not 1 <= int(match[1]) <= count:
+        return [file]
+    return [f"{file[: match.start()]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
 _SHOWN = 80  # characters of a value in an error

@@ -136,7 +136,6 @@ def same_answers(resident, model, tokens: int = 3) -> None:
             "ours in another dtype",
             "longcat_flash",
             "longcat_flash of transformers",
-            "gguf in 32 bits",
             "gguf, quantised again",
         ],
     ),

@@ -116,6 +116,14 @@ def test_a_file_that_becomes_short(tmp_path, either):
     assert all(same(pool.tensors[n][slots], whole[[3, 0]]) for n, whole in tensors.items())
 
 
+def test_a_file_that_is_replaced(tmp_path, either):
+    """What was opened is read on."""
+    file, tensors = saved(tmp_path, ["q8_0"])
+    (tmp_path / "other").write_bytes(bytes(os.path.getsize(file.path)))
+    os.replace(tmp_path / "other", file.path)
+    check(file, tensors)
+
+
 def test_unknown_blocks(tmp_path):
     part = FileBlocks("q9_9", str(tmp_path / "model.gguf"), 0, 18, 1, 1, ("codes",))
     (tmp_path / "model.gguf").write_bytes(bytes(36))

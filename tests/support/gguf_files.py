@@ -30,8 +30,14 @@ def write_file(
     tied=False,
     up=None,
     tokenizer=False,
+    split=0,
 ) -> Path:
-    """A model whose matrices have three types, turn by turn; `up`: the type of up projections of experts."""
+    """A model whose matrices have three types, turn by turn.
+
+    Args:
+        up: the type of up projections of experts.
+        split: number of tensors in each part but the first and the last; 0 for one file.
+    """
     keys, matrices = _ARCHITECTURES.get(architecture, _usual)(architecture, *kinds, up or kinds[0])
     if tied:
         del matrices["output.weight"]
@@ -49,15 +55,16 @@ def write_file(
         }
         keys |= {"tokenizer.ggml.token_type": [1] * 95 + [3], "tokenizer.ggml.merges": ["a b"]}
         keys |= {"tokenizer.ggml.eos_token_id": 95, "tokenizer.chat_template": TEMPLATE}
-    return write(path, architecture, keys, matrices)
+    return write(path, architecture, keys, matrices, split)
 
 
-def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matrices) -> Path:
-    """A file with random tensors; keys of the architecture are without its name.
+def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matrices, split: int = 0) -> Path:
+    """A file with random tensors, or the first of its parts; keys of the architecture are without its name.
 
-    A type behind "=" stands for the values of its blocks, in float32.
+    A type behind "=" stands for the values of its blocks, in float32. The first of several parts has no
+    tensors.
     """
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=split, small_first_shard=split > 0)
     for key, value in keys.items():
         name = key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}"
         kinds = {
@@ -73,6 +80,8 @@ def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matr
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if split:
+        return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
     for name, (_, kind) in matrices.items():
         if kind == "q2_0":
             _turn_into_q2_0(path, name)

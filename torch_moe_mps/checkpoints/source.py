@@ -26,13 +26,13 @@ from transformers import (
 )
 
 from .._hub import folder_in_the_cache
-from .._text import first_line, split_gguf
+from .._text import first_line, parts_of, split_gguf
 from ..models.modules.experts import NAME
 from ..models.upstream.models import auto_class_of, cached_file, get_class_from_dynamic_module
 from ..models.upstream.weights import AutoHfQuantizer
 from ..quantization import Format
 from .gguf.file import stated_config
-from .gguf.header import check_splits
+from .gguf.header import check_splits, present_parts
 from .gguf.rope import set_rope
 from .layouts.files import INDEX, check_index, checkpoint_files, sample_of, tensors_in
 from .mlx.reading import written_by_mlx
@@ -87,7 +87,7 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
             raise ValueError(f"{path} has no tokenizer")
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     try:
-        file = cached_file(path, gguf)
+        file = _cached_gguf(path, gguf)
         check_splits(file)
         config, _ = _config_of_gguf(file)
         # AutoTokenizer takes this class, too, but reads the config by its own, slow loader.
@@ -185,10 +185,10 @@ class Source:
 
     @functools.cached_property
     def file(self) -> str:
-        """Path of the GGUF file, here or in the Hub's cache."""
+        """Path of the GGUF file, or of its first part, here or in the Hub's cache."""
         assert self.gguf is not None
         where = {key: self.others[key] for key in _WHERE if key in self.others}
-        return cached_file(self.path, self.gguf, **where)
+        return _cached_gguf(self.path, self.gguf, **where)
 
     @property
     def is_packed(self) -> bool:
@@ -216,7 +216,7 @@ class Source:
 
         Raises: ValueError, with its name, for a file that is missing or truncated.
         """
-        return [self.file] if self.gguf is not None else [*map(str, self._found_files())]
+        return parts_of(self.file) if self.gguf is not None else [*map(str, self._found_files())]
 
     def check_files(self) -> None:
         """Raises: ValueError, with its name, for a file of weights that is missing or truncated."""
@@ -267,6 +267,15 @@ class Source:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
         settle_stacks(model)
         return model
+
+
+def _cached_gguf(name: str, file: str, **where: Any) -> str:
+    """Path of a GGUF file, or of the first of its parts, which all are here or in the Hub's cache then."""
+    parts = parts_of(file)
+    if len(parts) > 1 and Path(name).is_dir():
+        return present_parts(str(Path(name, where.get("subfolder") or "", file)))[0]
+    first, *_ = [cached_file(name, part, **where) for part in parts]
+    return first
 
 
 def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:

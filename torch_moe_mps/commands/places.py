@@ -12,7 +12,7 @@ from typing import Any
 
 from .._hub import folder_in_the_cache, named_on_the_hub
 from .._install import pip_install
-from .._text import first_line, shown, split_gguf
+from .._text import first_line, parts_of, shown, split_gguf
 
 # Files beside the weights: config, tokenizer, processor, chat templates, Python code, and the modules that
 # sentence-transformers puts behind the model, in folders that begin with a number (1_Pooling, 2_Dense).
@@ -114,7 +114,7 @@ def place_of(source: str, revision: str | None, weights: bool, only_look: bool =
 
 
 def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool, only_look: bool) -> str:
-    """Path of a GGUF file in the Hub's cache, downloaded if weights are needed.
+    """Path of a GGUF file in the Hub's cache, or of its first part, downloaded if weights are needed.
 
     Args:
         only_look: asks whether the Hub has the file, and downloads nothing.
@@ -125,15 +125,18 @@ def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     asked: dict[str, Any] = {"dry_run": True} if only_look else {"local_files_only": not weights}
+    paths = []
     try:  # without weights, gigabytes are not worth a header
         with named_on_the_hub(name):
-            return str(hf_hub_download(name, file, revision=revision, **asked))
+            for part in parts_of(file):
+                paths.append(str(hf_hub_download(name, part, revision=revision, **asked)))
     except LocalEntryNotFoundError:
         tried = weights or only_look
-        reached = ", and the Hub cannot be reached" if tried else f"; `hf download {name} {file}` gets it"
-        raise ValueError(f"{name}:{file} is not in the Hub's cache{reached}") from None
+        reached = ", and the Hub cannot be reached" if tried else f"; `hf download {name} {part}` gets it"
+        raise ValueError(f"{name}:{part} is not in the Hub's cache{reached}") from None
     except EntryNotFoundError:
-        raise ValueError(f"{name} on the Hub has no file {file}") from None
+        raise ValueError(f"{name} on the Hub has no file {part}") from None
+    return paths[0]
 
 
 def _downloaded(source: str, revision: str | None, weights: bool) -> str:

@@ -168,6 +168,11 @@ def _of_gguf(source: Source, kwargs: dict[str, Any]) -> dict[str, Any]:
     usual = torch.bfloat16 if dtype == "auto" else torch.get_default_dtype()
     options = {"dtype": usual if dtype in (None, "auto") else dtype}
     if getattr(kwargs.get("quantization_config"), "dequantize", False):  # transformers reads it
+        if len(source.files) > 1:
+            expected = "in one part where transformers dequantises it"
+            raise ValueError(
+                f"moe_mps::gguf: {source.file} must be {expected}, got {len(source.files)} parts"
+            )
         return {**kwargs, **options, "config": source.config, "gguf_file": source.gguf}
     return {**source.others, **options, "config": source.config}
 

@@ -39,7 +39,16 @@ from ...quantization.gguf import (
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
 from .architectures import ARCHITECTURES, config_of
-from .header import check_offsets, check_sizes, config_of_first_loader, header_of
+from .header import (
+    Header,
+    check_offsets,
+    check_part,
+    check_sizes,
+    config_of_first_loader,
+    header_of,
+    names_in,
+    present_parts,
+)
 from .named import Named
 
 # {number: (name, values of a block, bytes of a block)} of types that the package `gguf` does not know.
@@ -115,36 +124,61 @@ def known_types() -> dict[int, tuple[str, int, int]]:
 def read_file(path: str) -> tuple[str, list[GgufTensor]]:
     """Architecture and tensors of a file, as maps of its bytes.
 
-    Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
+    Args:
+        path: of the file, or of its first part.
+
+    Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged, or lacks a part.
     """
-    types = known_types()
-    result, places = [], []
-    try:
-        header, blob = header_of(path), np.memmap(path, mode="r", dtype=np.uint8)
-        alignment = int(header.metadata.get("general.alignment", 32))
-        start = -(-header.end // alignment) * alignment
-        for name, shape, kind, offset in header.tensors:
-            if kind in REMOVED_TYPES:
-                raise ValueError(f"{name} has the type {REMOVED_TYPES[kind]}, which llama.cpp has given up")
-            if kind not in types:
-                raise ValueError(f"{name} has the unknown type {kind}")
-            type_name, values, size = types[kind]
-            if not shape or min(shape) < 1 or shape[-1] % values:
-                raise ValueError(f"{name} has the shape {shape}")
-            row = shape[-1] // values * size
-            first, end = start + offset, start + offset + math.prod(shape[:-1]) * row
-            if end > len(blob):
-                raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
-            places.append((name, offset, end - first))
-            data = blob[first:end].reshape(*shape[:-1], row)
-            result.append(GgufTensor(name, type_name, shape, data, path, first))
-        if len({tensor.name for tensor in result}) < len(result):
-            raise ValueError("two tensors have one name")
-        check_offsets(places, alignment, len(blob) - start)
-        check_sizes(header.metadata, [tensor.name for tensor in result])
-        return str(header.metadata["general.architecture"]), result
-    except Exception as error:  # also of struct and numpy
-        raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error
+    result, parts = list[GgufTensor](), present_parts(path)
+    for number, part in enumerate(parts):
+        try:
+            header = header_of(part, is_first=number == 0)
+            check_part(header.metadata, number, len(parts))
+            result += _tensors_in(part, header)
+            if number == 0:
+                first = header
+            if number == len(parts) - 1:
+                _check_names(first, result)
+        except Exception as error:  # also of struct and numpy
+            raise ValueError(
+                f"moe_mps::gguf: {part} is damaged or not in GGUF ({first_line(error)})"
+            ) from error
+    return str(first.metadata["general.architecture"]), result
+
+
+def _check_names(first: Header, tensors: list[GgufTensor]) -> None:
+    """Raises: ValueError for tensors of all parts that are not those which the first one declares."""
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ValueError("two tensors have one name")
+    declared = first.metadata.get("split.tensors.count", len(tensors))
+    if declared != len(tensors):
+        raise ValueError(f"all parts must have {declared} tensors by split.tensors.count, got {len(tensors)}")
+    check_sizes(first.metadata, [tensor.name for tensor in tensors])
+
+
+def _tensors_in(path: str, header: Header) -> list[GgufTensor]:
+    """The tensors of a file or a part. Raises: as `read_file`."""
+    types, result, places = known_types(), [], []
+    blob = np.memmap(path, mode="r", dtype=np.uint8)
+    alignment = int(header.metadata.get("general.alignment", 32))
+    start = -(-header.end // alignment) * alignment
+    for name, shape, kind, offset in header.tensors:
+        if kind in REMOVED_TYPES:
+            raise ValueError(f"{name} has the type {REMOVED_TYPES[kind]}, which llama.cpp has given up")
+        if kind not in types:
+            raise ValueError(f"{name} has the unknown type {kind}")
+        type_name, values, size = types[kind]
+        if not shape or min(shape) < 1 or shape[-1] % values:
+            raise ValueError(f"{name} has the shape {shape}")
+        row = shape[-1] // values * size
+        first, end = start + offset, start + offset + math.prod(shape[:-1]) * row
+        if end > len(blob):
+            raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
+        places.append((name, offset, end - first))
+        data = blob[first:end].reshape(*shape[:-1], row)
+        result.append(GgufTensor(name, type_name, shape, data, path, first))
+    check_offsets(places, alignment, len(blob) - start)
+    return result
 
 
 def check_file(path: str) -> None:
@@ -531,8 +565,7 @@ def stated_config(path: str) -> dict[str, Any]:
         ImportError without the package `gguf`, where transformers needs it.
     """
     check_file(path)
-    header = header_of(path)
-    metadata, names = copy.deepcopy(header.metadata), tuple(name for name, *_ in header.tensors)
+    metadata, names = copy.deepcopy(header_of(path).metadata), tuple(names_in(path))
     architecture = metadata["general.architecture"]
     if architecture in ARCHITECTURES:
         return config_of(metadata, names)

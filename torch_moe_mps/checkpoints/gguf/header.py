@@ -8,6 +8,7 @@ import copy
 import functools
 import os
 import re
+import struct
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._text import parts_of
 from ...models.upstream.weights import reader
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -35,6 +37,9 @@ _SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
 class Header:
     """Contents of a file in front of its tensors.
 
+    Args:
+        is_first: whether the file is the first part, which alone has metadata of the model.
+
     Attributes:
         metadata: {key: value}; of an array of texts the count.
         tensors: (name, shape, number of the type, offset) of each.
@@ -42,25 +47,69 @@ class Header:
         config: entries that transformers' first loader makes of it, once that has.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, is_first: bool = True):
         file: Any = memoryview(reader._mapped(path))  # small parts of an array take longer
-        self.metadata, count, place = reader._read_metadata(file, path)
+        read = reader._read_metadata if is_first else _metadata_of_part
+        self.metadata: dict[str, Any]
+        self.metadata, count, place = read(file, path)
         self.tensors, self.end = reader._read_tensor_table(file, count, place)
         self.config: dict[str, Any] | None = None
 
 
-def header_of(path: str) -> Header:
-    """Header of a file, cached until the file changes.
+def _metadata_of_part(file: Any, path: str) -> tuple[dict[str, Any], int, int]:
+    """Metadata, number of tensors, and the byte behind the metadata, of a part after the first."""
+    if bytes(file[:4]) != b"GGUF":
+        raise ValueError(f"{path} does not start with the GGUF magic bytes")
+    count, entries = struct.unpack_from("<QQ", file, 8)
+    place = 24
+    metadata: dict[str, Any] = {}
+    for _ in range(entries):
+        key, place = reader._read_string(file, place)
+        (kind,) = struct.unpack_from("<I", file, place)
+        metadata[key], place = reader._read_value(file, place + 4, kind)
+    return metadata, count, place
+
+
+def header_of(path: str, is_first: bool = True) -> Header:
+    """Header of a file, or of a part after the first, cached until the file changes.
 
     Raises: what reading a damaged file raises, of struct, of numpy and of Python.
     """
     about = os.stat(path)
-    return _header(os.path.realpath(path), about.st_size, about.st_mtime_ns)
+    return _header(os.path.realpath(path), about.st_size, about.st_mtime_ns, is_first)
 
 
-@functools.lru_cache(maxsize=8)
-def _header(path: str, size: int, time: int) -> Header:
-    return Header(path)
+@functools.lru_cache(maxsize=64)  # a file may have some dozens of parts
+def _header(path: str, size: int, time: int, is_first: bool) -> Header:
+    return Header(path, is_first)
+
+
+def present_parts(path: str) -> list[str]:
+    """Paths of all parts of a file, by its first one. Raises: ValueError for one that is missing."""
+    parts = parts_of(os.fspath(path))
+    for number, part in enumerate(parts):
+        if not os.path.isfile(part):
+            raise ValueError(f"moe_mps::gguf: {part} is missing, part {number + 1} of {len(parts)}")
+    return parts
+
+
+def names_in(path: str) -> list[str]:
+    """Names of the tensors in all parts of a file."""
+    parts = enumerate(parts_of(os.fspath(path)))
+    return [name for number, part in parts for name, *_ in header_of(part, number == 0).tensors]
+
+
+def check_part(metadata: dict[str, Any], number: int, count: int) -> None:
+    """Checks what a file says of its parts.
+
+    Raises: ValueError for another number, or another count, than its name has.
+    """
+    if count == 1 and metadata.get("split.count", 1) == 1:
+        return
+    for key, expected in (("split.count", count), ("split.no", number)):
+        if metadata.get(key) != expected:
+            got = metadata.get(key, "no such key")
+            raise ValueError(f"{key} must be {expected}, by the name of the file, got {got}")
 
 
 def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
@@ -136,7 +185,7 @@ def config_of_first_loader(path: str) -> dict[str, Any]:
     if header.config is None:
         with TemporaryDirectory() as folder:
             small = Path(folder) / "header.gguf"
-            _write_small(small, header)
+            _write_small(small, header, names_in(path))
             header.config = load(str(small))["config"]
         tokens = header.metadata.get(_TOKENS)
         if header.config.get("vocab_size") == 0 and tokens:  # it was counted
@@ -151,7 +200,7 @@ def widths_in(header: Header) -> dict[str, Any]:
     return {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
 
 
-def _write_small(path: Path, header: Header) -> None:
+def _write_small(path: Path, header: Header, names: Iterable[str]) -> None:
     """Writes a file for that loader's config: no values of tensors, empty texts for a tokenizer's lists."""
     from gguf import GGUFValueType, GGUFWriter
 
@@ -161,11 +210,11 @@ def _write_small(path: Path, header: Header) -> None:
         many = isinstance(value, list)
         if key == _TOKENS or (many and key.startswith("tokenizer.")):
             value, many = "", False
-        if key in ("general.architecture", "general.alignment") or value == []:
+        if key in ("general.architecture", "general.alignment") or key.startswith("split.") or value == []:
             continue
         kind = GGUFValueType[kinds[type(value[0] if many else value)]]
         writer.add_key_value(key, value, *((GGUFValueType.ARRAY, kind) if many else (kind,)))
-    for name, *_ in header.tensors:
+    for name in names:
         writer.add_tensor_info(name, [0], np.dtype(np.float32), 0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

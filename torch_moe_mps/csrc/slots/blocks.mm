@@ -3,6 +3,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <array>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -78,16 +79,19 @@ inline void pairs(const Byte* from, Byte* to) {
     }
 }
 
+// The places of the signs of eight values, for each byte of flags: that of value i is bit
+// 16 (i % 2) + 4 (i / 2).
+constexpr std::array<uint32_t, 256> kPlaces = [] {
+  std::array<uint32_t, 256> places{};
+  for (uint32_t flags = 0; flags < 256; ++flags)
+    for (int i = 0; i < 8; ++i) places[flags] |= (flags >> i & 1) << (16 * (i % 2) + 4 * (i / 2));
+  return places;
+}();
+
 // Flags of a sign for each of 32 values, in the order of the values, as codebook formats have them.
 inline uint32_t spread(uint32_t flags) {
-  uint32_t result = 0;
-  for (int eight = 0; eight < 4; ++eight) {
-    const uint32_t byte = flags >> 8 * eight & 0xFF;
-    const uint32_t even = (byte & 1) | (byte & 4) << 2 | (byte & 16) << 4 | (byte & 64) << 6;
-    const uint32_t odd = (byte & 2) >> 1 | (byte & 8) << 1 | (byte & 32) << 3 | (byte & 128) << 5;
-    result |= (even | odd << 16) << eight;
-  }
-  return result;
+  return kPlaces[flags & 0xFF] | kPlaces[flags >> 8 & 0xFF] << 1 | kPlaces[flags >> 16 & 0xFF] << 2 |
+         kPlaces[flags >> 24] << 3;
 }
 
 // Four times seven signs and four bits: each of these is behind seven signs.
