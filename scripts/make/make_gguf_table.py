@@ -41,7 +41,6 @@ LEFT_OUT = {
     "mistral3": "no row yet: its rotary scaling depends on the position",
     "mistral4": "the class is a vision model's",
     "nomic-bert-moe": "an encoder",
-    "phimoe": "no row yet: its rotary factors are tensors",
     "qwen3vlmoe": "the class is a vision model's",
     "step35": "the class is a vision model's",
 }

@@ -28,7 +28,7 @@ SHAPES = (
     "vocab_size", "expert_count", "ssm.inner_size", "ssm.conv_kernel", "shortconv.l_cache",
 )  # fmt: skip
 # Queries, keys and values of as many heads are one matrix: any number of heads fits it.
-JOINED = ("bloom", "gpt2", "falcon", "phi3")
+JOINED = ("bloom", "gpt2", "falcon")
 Tensors = dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]  # bytes [..., bytes of a row], or numbers
 
 

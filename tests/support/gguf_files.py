@@ -277,7 +277,7 @@ _ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35, "lfm2": _lfm2, "gpt-o
 
 # Architectures of transformers' first loader: their names in files, where those differ.
 FIRST_LOADER = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "falcon", "phi3", "bloom", "stablelm", "gpt2"), None),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "falcon", "bloom", "stablelm", "gpt2"), None),
     **dict.fromkeys(("starcoder2", "mamba", "nemotron", "gemma2", "gemma3", "gemma4"), None),
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2"},
     **{"mistral": "llama", "t5": None, "umt5": "t5"},
@@ -307,15 +307,14 @@ def of_architecture(architecture: str, kind: str) -> tuple[str, dict[str, object
     stored = FIRST_LOADER[architecture] or architecture
     named = GGUF_CONFIG_MAPPING[architecture]
     keys = {key: _SMALL[name] for key, name in named.items() if name in _SMALL}
-    vocabulary = 32064 if architecture == "phi3" else 96  # Phi-3's config has a token of padding
-    keys |= {"vocab_size": vocabulary, "general.name": architecture}
+    keys |= {"vocab_size": VOCABULARY, "general.name": architecture}
     given = {name: _SMALL[name] for name in named.values() if name in _SMALL and name != "scoring_func"}
     kind_of_model = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}.get(architecture, architecture)
     given |= GGUF_CONFIG_DEFAULTS_MAPPING.get(architecture, {})
     if "t5" in architecture:  # transformers reads no other
         given |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     if "vocab_size" in given:  # some take the config's default
-        given["vocab_size"] = vocabulary
+        given["vocab_size"] = VOCABULARY
     config = AutoConfig.for_model(kind_of_model, **given)
     with torch.device("meta"):
         model = class_of(architecture).from_config(config)

@@ -88,7 +88,7 @@ def write_model(
     Args:
         packed: False for the values of the blocks, in float32.
         keys: metadata that replaces that of the model; None leaves a key out.
-        others: {name: tensor} that the file has, too.
+        others: {name: tensor} that the file has, too, or in place of the model's; None leaves one out.
     """
     published = PUBLISHED[architecture]
     file_architecture = architecture.partition(":")[0]
@@ -100,6 +100,8 @@ def write_model(
             name = key if key.startswith(("tokenizer.", "general.")) else f"{file_architecture}.{key}"
             kinds[type(value)](name, value)
     for name, value in (tensors_of(architecture, model) | (others or {})).items():
+        if value is None:
+            continue
         values = np.ascontiguousarray(value.float().numpy())
         if kind == "f32" or not _is_quantized(name, values, kind):
             writer.add_tensor(name, values)

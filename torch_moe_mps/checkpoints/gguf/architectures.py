@@ -17,6 +17,8 @@ from ...models.upstream.weights import CONFIG_MAPPING
 
 _SOFTMAX, _SIGMOID = 1, 2  # gguf's ExpertGatingFuncType
 _NO_DEFAULT = object()
+# Tensors with factors of rotary frequencies: for texts longer than those of the training, and for others.
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class Stated:
@@ -319,7 +321,11 @@ def _rope(stated: Stated, width: int) -> dict[str, Any]:
         rope["partial_rotary_factor"] = rotated / width
     kind = stated.get("rope.scaling.type", "none")
     stated.get("rope.scaling.finetuned")
-    if kind == "none":
+    if kind in ("none", "longrope") and not stated.names.isdisjoint((LONG_FACTORS, SHORT_FACTORS)):
+        # rope.py has them, for they are tensors
+        for key in ("factor", "attn_factor", "original_context_length"):
+            stated.get(f"rope.scaling.{key}")
+    elif kind == "none":
         stated.get("rope.scaling.factor")
         stated.get("rope.scaling.original_context_length")
     elif kind == "yarn":
@@ -573,6 +579,24 @@ def _lfm2_moe(stated: Stated) -> dict[str, Any]:
     }
 
 
+def _phi3(stated: Stated) -> dict[str, Any]:
+    """A file without a sliding window has 0."""
+    return {
+        "sliding_window": stated.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": stated.get(
+            "rope.scaling.original_context_length", stated.need("context_length")
+        ),
+    }
+
+
+def _phimoe(stated: Stated) -> dict[str, Any]:
+    return {
+        "sliding_window": stated.get("attention.sliding_window") or None,
+        "attention_bias": stated.has("attn_q.bias"),
+        "lm_head_bias": "output.bias" in stated.names,
+    }
+
+
 def _every_fourth_without_rope(stated: Stated) -> dict[str, Any]:
     return {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None}
 
@@ -660,6 +684,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "nemotron_h_moe": _NEMOTRON_H._replace(gating=_SIGMOID),
     "olmo2": Architecture("olmo2"),
     "olmoe": Architecture("olmoe", config=_olmoe, gating=_SOFTMAX),
+    "phi3": Architecture("phi3", config=_phi3),
+    "phimoe": Architecture("phimoe", config=_phimoe),
     "qwen3next": Architecture(
         "qwen3_next",
         joined={

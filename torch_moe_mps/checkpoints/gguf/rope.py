@@ -1,27 +1,84 @@
-"""Frequencies of rotary embeddings that a GGUF file divides by factors, as those of Llama 3.1 and later."""
+"""Frequencies of rotary embeddings that a GGUF file divides by factors, which are tensors.
+
+Files of Llama 3.1 and later have one list. Files of Phi-3 and Phi-3.5-MoE have two: for texts as long as the
+model was trained with, and for longer ones.
+"""
 
 import math
 
 import numpy as np
 from transformers import PreTrainedConfig
 
+from .architectures import LONG_FACTORS, SHORT_FACTORS
 from .file import read_file
+from .header import header_of
 
 _FACTORS = "rope_freqs.weight"
 _BOUNDS = ((1.0, 4.0), (1.0, 1.0))  # low and high of Llama 3.1, and of Llama 4
 _TRAINED = 8192  # positions that these were trained on before
+# Types of models whose classes read the factor of the cosines and sines by other names.
+_MSCALES = {"phimoe": ("short_mscale", "long_mscale")}
 
 
 def set_rope(config: PreTrainedConfig, file: str) -> None:
     """Sets the config's rope_parameters to what the factors of a file stand for; metadata do not say it.
 
-    Raises: ValueError for factors of another kind than Llama 3.1's.
+    Raises: ValueError for factors that no type of rope_parameters expresses.
     """
+    names = {name for name, *_ in header_of(file).tensors}
+    if not names.isdisjoint((LONG_FACTORS, SHORT_FACTORS)):
+        _set_long_factors(config, file)
+    if _FACTORS in names:
+        _set_factors(config, file)
+
+
+def _values(file: str, name: str) -> np.ndarray:
+    """The values of a tensor. Raises: ValueError if the file has none of this name."""
+    tensor = next((each for each in read_file(file)[1] if each.name == name), None)
+    if tensor is None:
+        raise ValueError(f"moe_mps::gguf: {name} must be in the file, got no such tensor")
+    return tensor.values()
+
+
+def _set_long_factors(config: PreTrainedConfig, file: str) -> None:
+    metadata, rope = header_of(file).metadata, getattr(config, "rope_parameters", None)
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    if rope is None or kind != "default":
+        expected = "absent where the config has other rope_parameters than the default ones"
+        raise ValueError(f"moe_mps::gguf: {LONG_FACTORS} must be {expected}, got {rope}")
+    prefix = f"{metadata['general.architecture']}.rope.scaling"
+    trained = metadata.get(f"{prefix}.original_context_length")
+    if trained is None:
+        expected = f"in the metadata of a file with {LONG_FACTORS}"
+        raise ValueError(
+            f"moe_mps::gguf: {prefix}.original_context_length must be {expected}, got no such key"
+        )
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    lists = {}
+    for entry, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
+        values = _values(file, name)
+        if values.shape != (count,) or not (values > 0).all():
+            expected = f"{count} positive factors"
+            raise ValueError(f"moe_mps::gguf: {name} must be {expected}, got {values.tolist()}")
+        lists[entry] = [float(str(value)) for value in values]
+    factor = float(str(np.float32(metadata.get(f"{prefix}.attn_factor", 1.0))))  # llama.cpp's default
+    config.rope_parameters = {
+        **rope,
+        **lists,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": trained,
+        "attention_factor": factor,
+        **dict.fromkeys(_MSCALES.get(config.model_type, ()), factor),
+    }
+    config.validate_rope()  # some classes also keep an entry outside of rope_parameters
+
+
+def _set_factors(config: PreTrainedConfig, file: str) -> None:
     rope = getattr(config, "rope_parameters", None)
-    tensor = next((each for each in read_file(file)[1] if each.name == _FACTORS), None)
-    if tensor is None or not isinstance(rope, dict) or rope.get("rope_type") != "default":
+    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
         return
-    factors = tensor.values().astype(np.float64)
+    factors = _values(file, _FACTORS).astype(np.float64)
     if (factors == 1).all():
         return
     for low, high in _BOUNDS:
