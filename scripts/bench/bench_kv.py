@@ -141,7 +141,7 @@ def as_half(x: Tensor) -> Tensor:
 FORMATS = {
     "float32": Format(None, None, (32, 32)),
     "16": Format(as_half, as_half, (16, 16), tile=1),
-    "8, today": per_token((8, 8), (128, 128)),
+    "8": per_token((8, 8), (128, 128)),
     "4": per_token((4, 4), (32, 32)),
     "4 rotated, groups of 32": per_token((4, 4), (32, 32), turn=True),
     "4 rotated": per_token((4, 4), (128, 128), turn=True),
