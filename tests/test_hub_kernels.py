@@ -78,6 +78,22 @@ def test_the_settings_name_every_source(project):
     assert shipped <= {f".{end}" for end in settings["torch"]["pyext"]}
 
 
+def test_every_header_is_in_the_project(project):
+    """Where the compiler looks for it: in the folder of the file that includes it, then in the kernel's."""
+    settings, found = tomllib.loads((project / "build.toml").read_text()), 0
+    folders = [
+        project / folder for (kernel,) in [settings["kernel"].values()] for folder in kernel["include"]
+    ]
+    for file in (project / "moe_mps_metal").rglob("*"):
+        named = re.findall(r'^#include "(.+)"', file.read_text(), re.MULTILINE) if file.is_file() else []
+        missing = [
+            name for name in named if not any((each / name).is_file() for each in (file.parent, *folders))
+        ]
+        assert missing == [], file.relative_to(project)
+        found += len(named)
+    assert found > 100
+
+
 def test_kernels_reads_the_settings(project):
     """By its own parser, which refuses what it does not know. Alpha: version 0."""
     assert Build.open(project).general.backends == [Backend.Metal]

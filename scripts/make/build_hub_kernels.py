@@ -86,7 +86,7 @@ def copied(destination: Path) -> Iterator[str]:
     for file in sorted((PACKAGE / "csrc").rglob("*")):
         if file.suffix in (".mm", ".h"):
             path = f"{HOST}/{file.relative_to(PACKAGE / 'csrc')}"
-            text = file.read_text().replace('#include "../shaders/', '#include "shaders/')
+            text = re.sub(r'#include "(?:\.\./)+shaders/', '#include "shaders/', file.read_text())
             (destination / path).parent.mkdir(exist_ok=True)
             (destination / path).write_text(renamed(file, text))
             yield path
