@@ -11,7 +11,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from support import gguf_files, mlx_models, processes, published
+from support import gguf_files, gguf_models, mlx_models, processes, published
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.experts_on_disk import same
 from support.models import Conversation, generate, prompt, tiny
@@ -136,6 +136,8 @@ def same_answers(resident, model, tokens: int = 3) -> None:
             "ours in another dtype",
             "longcat_flash",
             "longcat_flash of transformers",
+            "gguf with biases",
+            "gguf in 32 bits",
             "gguf, quantised again",
         ],
     ),
@@ -161,6 +163,26 @@ def test_the_resident_model(name, tmp_path, few_slots):
         counters.layers == reads * layers and counters.hits + counters.misses >= 3 * layers
     )  # of the two for a token, ids may mean no expert
     assert counters.misses > 0 and counters.bytes_read > 0
+
+
+@pytest.mark.slow("loads three models")
+def test_merged_projections_of_a_gguf_file(tmp_path, few_slots, monkeypatch):
+    """Gate and up projections are one tensor of some files, and one read of each expert."""
+    dense = gguf_models.small_model("olmoe")
+    parts = gguf_models.write_model(tmp_path / "parts.gguf", "olmoe", dense, "q8_0")
+    tensors = gguf_models.tensors_of("olmoe", dense)
+    for name in [name for name in tensors if "ffn_gate_exps" in name]:
+        halves = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        tensors[name.replace("gate", "gate_up")] = torch.cat(halves, 1)
+    monkeypatch.setattr(gguf_models, "tensors_of", lambda *_: tensors)
+    merged = gguf_models.write_model(tmp_path / "merged.gguf", "olmoe", dense, "q8_0")
+    model = from_pretrained(str(merged), device_map="cpu", experts_memory="1GB")
+    places = next(expert_pools(model).layers[0].reader.file.places())
+    assert len(places.blocks) == 2
+    with torch.no_grad():
+        for path in (parts, merged):
+            same_answers(from_pretrained(str(path), device_map="cpu"), model)
+    assert {*tmp_path.iterdir()} == {parts, merged}
 
 
 @pytest.mark.slow("loads two models")
