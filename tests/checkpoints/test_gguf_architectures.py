@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-from support.gguf_models import VOCABULARY, small_model, write_model
-from support.gguf_published import PUBLISHED
+from support.gguf_models import PUBLISHED, VOCABULARY, small_model, write_model
 from support.llama_cpp import log_probabilities
 from transformers import AutoModelForCausalLM
 
@@ -176,7 +175,7 @@ def test_wrong_metadata_is_refused_before_anything_is_read(tmp_path, changes, me
         load(path)
 
 
-@pytest.mark.parametrize("split", ["glm4", "default", "new"])
+@pytest.mark.parametrize("split", ["deepseek-llm", "default", "new"])
 def test_an_unknown_way_to_split_text_is_refused_by_name(tmp_path, split):
     """transformers would split text as GPT-2 does. A file of a known way has a tokenizer."""
     model = small_model("arcee")
