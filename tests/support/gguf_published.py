@@ -225,7 +225,7 @@ def _pairs(value: Tensor, heads: int) -> Tensor:
     return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
 
 
-def _llama_rope(name: str, value: Tensor, config: Any) -> Tensors | None:
+def llama_rope(name: str, value: Tensor, config: Any) -> Tensors | None:
     for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
         if name.startswith(f"self_attn.{part}_proj."):
             return {f"attn_{part}.{name.rpartition('.')[2]}": _pairs(value, heads)}
@@ -241,7 +241,7 @@ def _granite(name: str, value: Tensor, config: Any) -> Tensors | None:
         return {f"ffn_down{suffix}.weight": value}
     if name.startswith("mamba."):
         return _state_spaces(name, value, config)
-    return _llama_rope(name, value, config)
+    return llama_rope(name, value, config)
 
 
 def _granite_keys(config: Any) -> dict[str, Any]:
@@ -586,14 +586,20 @@ PUBLISHED["olmo2"] = Published(
     lambda hidden: {"num_key_value_heads": 4},
     names={"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
 )
-PUBLISHED["smollm3"] = Published("smollm3", lambda hidden: {"num_hidden_layers": 4}, split=_llama_rope)
+PUBLISHED["smollm3"] = Published("smollm3", lambda hidden: {"num_hidden_layers": 4}, split=llama_rope)
 PUBLISHED["seed_oss"] = Published(
     "seed_oss",
     lambda hidden: {"head_dim": 32},
     lambda config: {"attention.key_length": 32, "attention.value_length": 32},
     {"post_attention_layernorm": "post_attention_norm"},
 )
-PUBLISHED["arcee"] = Published("arcee", lambda hidden: {}, split=_llama_rope)
+PUBLISHED["olmo"] = Published(
+    "olmo",
+    lambda hidden: {"clip_qkv": 1.0},
+    lambda config: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 1.0},
+    split=llama_rope,
+)
+PUBLISHED["arcee"] = Published("arcee", lambda hidden: {}, split=llama_rope)
 COHERE = {"tie_word_embeddings": True, "logit_scale": 0.25, "layer_norm_eps": 1e-5}
 COHERE_KEYS = {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.25, "rope.scaling.type": "none"}
 PUBLISHED["command-r"] = Published("cohere", lambda hidden: COHERE, lambda config: COHERE_KEYS)

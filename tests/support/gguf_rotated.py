@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.gguf_published import Published, Tensors
+from support.gguf_published import Published, Tensors, llama_rope
 
 ROTATED: dict[str, Published] = {}
 
@@ -90,4 +90,22 @@ ROTATED["phimoe"] = Published(
     },
     {"mlp.router": "ffn_gate_inp"},
     _longrope_tensors,
+)
+ROTATED["mistral3"] = Published(
+    "ministral3",
+    lambda hidden: {
+        "head_dim": 32,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0},
+            **{"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+            "original_max_position_embeddings": 8,
+        },
+    },
+    lambda config: {
+        **{"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.dimension_count": 32},
+        **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
+        **{"rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.original_context_length": 8},
+        **{"attention.key_length": 32, "attention.value_length": 32, "attention.temperature_scale": 0.5},
+    },
+    split=llama_rope,
 )
