@@ -31,14 +31,13 @@ LEFT_OUT = {
     **dict.fromkeys(
         ("arctic", "bailingmoe", "bailingmoe2", "deci", "deepseek", "grok", "grovemoe"), NO_CLASS
     ),
-    **dict.fromkeys(("llada-moe", "minicpm", "olmo", "rnd1", "smallthinker"), NO_CLASS),
+    **dict.fromkeys(("llada-moe", "minicpm", "rnd1", "smallthinker"), NO_CLASS),
     "clip": "a vision tower, without a language model",
     "cogvlm": "a vision model",
     "deepseek2-ocr": "a vision model",
     "kimi-linear": "no row yet: convolutions are joined in the class",
     "llama-embed": "an embedding model",
     "mimo2": "no row yet: two kinds of attention layers with rotary embeddings of their own",
-    "mistral3": "no row yet: its rotary scaling depends on the position",
     "mistral4": "the class is a vision model's",
     "nomic-bert-moe": "an encoder",
     "qwen3vlmoe": "the class is a vision model's",

@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-from support.gguf_models import VOCABULARY, small_model, write_model
-from support.gguf_published import PUBLISHED
+from support.gguf_models import PUBLISHED, VOCABULARY, small_model, write_model
 from support.llama_cpp import log_probabilities
 from transformers import AutoModelForCausalLM
 
@@ -143,15 +142,34 @@ def test_llama_cpp_has_the_same_probabilities(tmp_path, architecture, kind):
     assert error <= 1e-4
 
 
-def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("architecture", ["dots1", "glm4moe", "qwen3next", "granitehybrid", "hunyuan-moe"])
+def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch, architecture):
     """What has no row is refused before anything is read, and the message names what is read."""
-    path = write_model(tmp_path / "model.gguf", "dots1", small_model("dots1"))
-    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name != "dots1"}
+    path = write_model(tmp_path / "model.gguf", architecture, small_model(architecture))
+    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name != architecture}
     monkeypatch.setattr("torch_moe_mps.checkpoints.gguf.file.ARCHITECTURES", rows)
-    assert {"glm4moe", "qwen3moe", "gpt-oss"} <= {*read_architectures()}
-    expected = f"an architecture among {', '.join(read_architectures())}; got dots1"
+    assert {"deepseek2", "qwen3moe", "gpt-oss"} <= {*read_architectures()} and len(rows) > 30
+    expected = f"an architecture among {', '.join(read_architectures())}; got {architecture}"
     with pytest.raises(ValueError, match=f"^moe_mps::gguf: {path} must be of {expected}$"):
         load(path)
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "deepseek2", "exaone-moe"])
+def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path, architecture):
+    written = small_model(architecture)
+    layers = written.config.num_hidden_layers
+    further = {f"blk.{layers}.{name}.weight": torch.ones(64) for name in ("attn_norm", "nextn.enorm")}
+    keys = {"nextn_predict_layers": 1, "block_count": layers + 1}
+    if architecture == "exaone-moe":
+        keys["attention.sliding_window_pattern"] = [True, False] * 2 + [False]
+    path = write_model(tmp_path / "model.gguf", architecture, written, keys=keys, others=further)
+    with pytest.warns(UserWarning, match="predict further tokens") as said:
+        model = load(path)
+    (found,) = [str(each.message) for each in said if "predict further" in str(each.message)]
+    begin = "torch_moe_mps: 2 tensors of the GGUF file predict further tokens and are left out: "
+    assert found == f"{begin}blk.{layers}.attn_norm.weight, ..."
+    assert len(model.model.layers) == layers
+    torch.testing.assert_close(logits(model, IDS), logits(written, IDS), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +194,7 @@ def test_wrong_metadata_is_refused_before_anything_is_read(tmp_path, changes, me
         load(path)
 
 
-@pytest.mark.parametrize("split", ["glm4", "default", "new"])
+@pytest.mark.parametrize("split", ["deepseek-llm", "default", "new"])
 def test_an_unknown_way_to_split_text_is_refused_by_name(tmp_path, split):
     """transformers would split text as GPT-2 does. A file of a known way has a tokenizer."""
     model = small_model("arcee")

@@ -14,10 +14,14 @@ from gguf import GGUFWriter, quantize
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from support import gguf_published
 from support.gguf_blocks import SIZES, random_blocks, type_of, values_of
-from support.gguf_published import PUBLISHED, Published, Tensors
+from support.gguf_published import Published, Tensors
+from support.gguf_rotated import ROTATED
 
 VOCABULARY = 96
+# {architecture of the file, and after a colon the case: what is published of it}
+PUBLISHED = {**gguf_published.PUBLISHED, **ROTATED}
 # Names that most architectures share: of a layer's parameters, and of those around.
 USUAL = {
     "self_attn.q_proj": "attn_q",

@@ -225,7 +225,7 @@ def _pairs(value: Tensor, heads: int) -> Tensor:
     return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
 
 
-def _llama_rope(name: str, value: Tensor, config: Any) -> Tensors | None:
+def llama_rope(name: str, value: Tensor, config: Any) -> Tensors | None:
     for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
         if name.startswith(f"self_attn.{part}_proj."):
             return {f"attn_{part}.{name.rpartition('.')[2]}": _pairs(value, heads)}
@@ -241,7 +241,7 @@ def _granite(name: str, value: Tensor, config: Any) -> Tensors | None:
         return {f"ffn_down{suffix}.weight": value}
     if name.startswith("mamba."):
         return _state_spaces(name, value, config)
-    return _llama_rope(name, value, config)
+    return llama_rope(name, value, config)
 
 
 def _granite_keys(config: Any) -> dict[str, Any]:
@@ -586,14 +586,20 @@ PUBLISHED["olmo2"] = Published(
     lambda hidden: {"num_key_value_heads": 4},
     names={"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
 )
-PUBLISHED["smollm3"] = Published("smollm3", lambda hidden: {"num_hidden_layers": 4}, split=_llama_rope)
+PUBLISHED["smollm3"] = Published("smollm3", lambda hidden: {"num_hidden_layers": 4}, split=llama_rope)
 PUBLISHED["seed_oss"] = Published(
     "seed_oss",
     lambda hidden: {"head_dim": 32},
     lambda config: {"attention.key_length": 32, "attention.value_length": 32},
     {"post_attention_layernorm": "post_attention_norm"},
 )
-PUBLISHED["arcee"] = Published("arcee", lambda hidden: {}, split=_llama_rope)
+PUBLISHED["olmo"] = Published(
+    "olmo",
+    lambda hidden: {"clip_qkv": 1.0},
+    lambda config: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 1.0},
+    split=llama_rope,
+)
+PUBLISHED["arcee"] = Published("arcee", lambda hidden: {}, split=llama_rope)
 COHERE = {"tie_word_embeddings": True, "logit_scale": 0.25, "layer_norm_eps": 1e-5}
 COHERE_KEYS = {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.25, "rope.scaling.type": "none"}
 PUBLISHED["command-r"] = Published("cohere", lambda hidden: COHERE, lambda config: COHERE_KEYS)
@@ -624,87 +630,4 @@ PUBLISHED["glm-dsa"] = Published(
         **{"self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj"},
     },
     _latents,
-)
-
-
-def _longrope(original: int, count: int, **further: Any) -> dict[str, Any]:
-    """Entries of a config with factors for texts up to a length, and for longer ones."""
-    short, long = ([start + 0.25 * number for number in range(count)] for start in (1.0, 2.0))
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": short,
-        "long_factor": long,
-        "original_max_position_embeddings": original,
-        "attention_factor": 1.25,
-        **further,
-    }
-
-
-def _longrope_keys(config: Any) -> dict[str, Any]:
-    return {
-        "rope.scaling.original_context_length": config.rope_parameters["original_max_position_embeddings"],
-        "rope.scaling.attn_factor": 1.25,
-    }
-
-
-def _longrope_tensors(name: str, value: Tensor, config: Any) -> Tensors | None:
-    if name != "model.norm.weight" or config.rope_parameters["rope_type"] != "longrope":
-        return None
-    factors = {kind: torch.tensor(config.rope_parameters[f"{kind}_factor"]) for kind in ("long", "short")}
-    return {
-        "output_norm.weight": value,
-        **{f"rope_factors_{kind}.weight": each for kind, each in factors.items()},
-    }
-
-
-def _phi3(original: int) -> Published:
-    return Published(
-        "phi3",
-        lambda hidden: {
-            "original_max_position_embeddings": original,
-            "rope_parameters": _longrope(original, hidden // 4 * 3 // 4 // 2, partial_rotary_factor=0.75),
-        },
-        lambda config: {
-            **_longrope_keys(config),
-            **{"rope.dimension_count": config.hidden_size // 4 * 3 // 4, "attention.sliding_window": 0},
-        },
-        {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-        _longrope_tensors,
-    )
-
-
-# llama.cpp takes the long factors if its context, of 256 tokens here, is longer than the original one.
-PUBLISHED["phi3:short"] = _phi3(512)
-PUBLISHED["phi3:long"] = _phi3(8)
-PUBLISHED["phi3:window"] = Published(
-    "phi3",
-    lambda hidden: {
-        "sliding_window": 64,
-        "original_max_position_embeddings": 512,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 1.0,
-        },
-    },
-    lambda config: {
-        **{"rope.dimension_count": config.hidden_size // 4, "attention.sliding_window": 64},
-        "rope.scaling.original_context_length": 512,
-    },
-    {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-)
-PUBLISHED["phimoe"] = Published(
-    "phimoe",
-    lambda hidden: {
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 2 * hidden},
-        **{"attention_bias": True, "lm_head_bias": True},
-        "rope_parameters": _longrope(512, hidden // 8, short_mscale=1.25, long_mscale=1.25),
-    },
-    lambda config: {
-        **_longrope_keys(config),
-        **{"rope.dimension_count": config.hidden_size // 4, "expert_count": 4},
-    },
-    {"mlp.router": "ffn_gate_inp"},
-    _longrope_tensors,
 )

@@ -1,5 +1,7 @@
 """llama.cpp itself: what its server answers."""
 
+import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,22 @@ def check_log_probabilities(file: Path, model: Any, ids: Tensor, mean: float = 0
         assert first - second < 0.5 or row.argmax() == place["id"]
         differences += [abs(row[each["id"]].item() - each["logprob"]) for each in place["top_logprobs"]]
     assert sum(differences) / len(differences) <= mean
+
+
+def tokens(file: Path, texts: list[str]) -> list[list[int]]:
+    """What llama.cpp makes of texts, without tokens that begin or end a prompt."""
+    llama_cpp = pytest.importorskip("xllamacpp", reason=f"no llama.cpp: {MISSING}")
+    parameters = llama_cpp.CommonParams()
+    parameters.model.path = str(file)
+    parameters.n_ctx, parameters.n_gpu_layers, parameters.warmup = 128, 0, False
+    parameters.verbosity = 0
+    server = llama_cpp.Server(parameters)
+    found = []
+    for text in texts:
+        body = json.dumps({"content": text, "add_special": False}).encode()
+        asked = urllib.request.Request(
+            f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked) as answer:
+            found.append(json.load(answer)["tokens"])
+    return found

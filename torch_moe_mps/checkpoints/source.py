@@ -32,8 +32,9 @@ from ..models.upstream.models import auto_class_of, cached_file, get_class_from_
 from ..models.upstream.weights import AutoHfQuantizer
 from ..quantization import Format
 from .gguf.file import stated_config
-from .gguf.header import check_splits, present_parts
+from .gguf.header import present_parts
 from .gguf.rope import set_rope
+from .gguf.splits import check_splits, set_splits
 from .layouts.files import INDEX, check_index, checkpoint_files, sample_of, tensors_in
 from .mlx.reading import written_by_mlx
 from .own.config import is_mlx, is_ours
@@ -92,7 +93,9 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
         config, _ = _config_of_gguf(file)
         # AutoTokenizer takes this class, too, but reads the config by its own, slow loader.
         tokenizer_class = TOKENIZER_MAPPING.get(type(config), None) or PreTrainedTokenizerFast
-        return tokenizer_class.from_pretrained(path, gguf_file=gguf)
+        tokenizer = tokenizer_class.from_pretrained(path, gguf_file=gguf)
+        set_splits(tokenizer, file)
+        return tokenizer
     except Exception as error:  # transformers raises anything for what it misses
         name = folder / gguf if folder.is_dir() else f"{path}:{gguf}"
         reason = f"{type(error).__name__}: {first_line(error)}"

@@ -526,6 +526,14 @@ def _hunyuan(stated: Stated) -> dict[str, Any]:
     return {"intermediate_size": stated.need("expert_feed_forward_length")}
 
 
+def _olmo(stated: Stated) -> dict[str, Any]:
+    """The epsilon of its norms is that of the class."""
+    epsilon = stated.need("attention.layer_norm_epsilon")
+    if epsilon != 1e-5:
+        raise ValueError(f"moe_mps::gguf: olmo.attention.layer_norm_epsilon must be 1e-05, got {epsilon}")
+    return {"clip_qkv": stated.get("attention.clamp_kqv")}
+
+
 def _olmoe(stated: Stated) -> dict[str, Any]:
     return {"clip_qkv": stated.get("attention.clamp_kqv")}
 
@@ -577,6 +585,16 @@ def _lfm2_moe(stated: Stated) -> dict[str, Any]:
         "conv_bias": stated.has("shortconv.in_proj.bias"),
         "norm_topk_prob": stated.get("expert_weights_norm", True),
     }
+
+
+def _mistral3(stated: Stated) -> dict[str, Any]:
+    """Its metadata have mscale_all_dim as it is, and a factor of queries that grows with the position."""
+    rope = _rope(stated, stated.get("rope.dimension_count"))
+    if (over_all := stated.get("rope.scaling.yarn_log_multiplier")) is not None:
+        rope |= {"mscale": 1.0, "mscale_all_dim": over_all}
+    rope["llama_4_scaling_beta"] = stated.get("attention.temperature_scale", 0.0)
+    rope.setdefault("original_max_position_embeddings", stated.need("context_length"))
+    return {"rope_parameters": rope}
 
 
 def _phi3(stated: Stated) -> dict[str, Any]:
@@ -682,6 +700,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H._replace(gating=_SIGMOID),
+    "mistral3": Architecture("ministral3", values=_LLAMA_ROPE, config=_mistral3),
+    "olmo": Architecture("olmo", values=_LLAMA_ROPE, config=_olmo),
     "olmo2": Architecture("olmo2"),
     "olmoe": Architecture("olmoe", config=_olmoe, gating=_SOFTMAX),
     "phi3": Architecture("phi3", config=_phi3),

@@ -6,6 +6,7 @@ broadcast.
 
 import math
 import re
+import warnings
 from collections.abc import Iterator
 
 from transformers import PreTrainedModel
@@ -47,12 +48,18 @@ def check_declared(file: GgufFile, model: PreTrainedModel, path: str) -> None:
 
 
 def _check_surplus(file: GgufFile, model: PreTrainedModel, path: str) -> None:
-    """Checks for tensors without a parameter; blocks that were cut, or are MTP layers, may have some."""
+    """Checks for tensors without a parameter; blocks that were cut, or are MTP layers, may have some.
+
+    Warns of MTP layers, which are left out.
+    """
     metadata = header_of(path).metadata
     count = metadata.get(f"{metadata['general.architecture']}.block_count")
+    further = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
     placed = {tensor.name for tensors in file.parts.values() for tensor in tensors}
     blocks = {_block(name) for name in placed}
     has_head = model.get_output_embeddings() is not None
+    if isinstance(count, int) and further:
+        _warn_of_further(file, count - further)
     for tensor in file.tensors:
         block = _block(tensor.name)
         is_cut = block is not None and block not in blocks and isinstance(count, int) and block < count
@@ -60,6 +67,18 @@ def _check_surplus(file: GgufFile, model: PreTrainedModel, path: str) -> None:
         if not (tensor.name in placed or is_cut or other_head or _BESIDE.search(tensor.name)):
             expected = f"of a name that {type(model).__name__} has in the blocks that the file declares"
             _CHECK.fail(tensor.name, expected, f"a tensor {tensor.shape}")
+
+
+def _warn_of_further(file: GgufFile, first: int) -> None:
+    """Warns of blocks from a first one on, which predict further tokens, and which the class has not."""
+    numbers = ((tensor.name, _block(tensor.name)) for tensor in file.tensors)
+    names = [name for name, block in numbers if block is not None and block >= first]
+    if names:
+        warnings.warn(
+            f"torch_moe_mps: {len(names)} tensors of the GGUF file predict further tokens and are left out: "
+            f"{names[0]}, ...",
+            stacklevel=5,
+        )
 
 
 def _block(name: str) -> int | None:

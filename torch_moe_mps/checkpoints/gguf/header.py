@@ -29,8 +29,6 @@ _WIDTHS = {
     },
     "qwen3moe": {"qwen3moe.expert_feed_forward_length": "moe_intermediate_size"},
 }
-# Names in `tokenizer.ggml.pre` whose text llama.cpp splits as GPT-2's.
-_SPLIT_AS_GPT_2 = ("gpt-2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe")
 _SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
 
 
@@ -129,27 +127,6 @@ def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
             for number in value if isinstance(value, list) else [value]:
                 if type(number) is not int or number < 0:
                     raise ValueError(f"{key} must be a number from 0, got {number!r}")
-
-
-def check_splits(path: str) -> None:
-    """Checks that transformers knows how a file's vocabulary of bytes splits text into words.
-
-    It would split text as GPT-2 does, and give other tokens than the model was trained with.
-
-    Raises: ValueError for a name in `tokenizer.ggml.pre` that transformers does not know.
-    """
-    metadata = header_of(path).metadata
-    split = metadata.get("tokenizer.ggml.pre")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or split is None or split in _SPLIT_AS_GPT_2:
-        return
-    from ...models.upstream.weights import tokenizer_mapping
-
-    if split not in tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS:
-        known = ", ".join(sorted({*tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS, *_SPLIT_AS_GPT_2}))
-        raise ValueError(
-            f"tokenizer.ggml.pre must be one of {known}; got {split}. Take the tokenizer of the model's own "
-            "repository"
-        )
 
 
 def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int) -> None:

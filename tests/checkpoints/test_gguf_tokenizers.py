@@ -1,0 +1,151 @@
+"""Tokenizers of GGUF files: how they split text into words, and llama.cpp's tokens of 200 texts.
+
+The vocabularies are learned from these texts without words, so that merges reach over the ends of words, and
+each other way to split text gives other tokens.
+"""
+
+import functools
+import io
+import json
+import unicodedata
+
+import pytest
+import sentencepiece
+import torch
+from support.gguf_models import small_config, write_model
+from support.llama_cpp import tokens
+from support.texts import texts
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM
+
+from torch_moe_mps.checkpoints.gguf.splits import SPLITS
+from torch_moe_mps.checkpoints.source import read_tokenizer
+
+OF_TRANSFORMERS = ("gpt-2", "llama-bpe", "qwen2", "qwen35")
+# Their patterns end words where a capital letter follows a small one; llama.cpp knows that of ASCII alone,
+# and not at all for Kimi-K2.
+BY_CASE = ("gpt-4o", "tekken", "minimax-m2", "kimi-k2")
+
+
+@functools.cache
+def learned() -> tuple[list[str], list[str]]:
+    """Tokens and merges of bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts(), trainer)
+    stored = json.loads(tokenizer.to_str())["model"]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in stored["merges"]]
+    return sorted(stored["vocab"], key=stored["vocab"].get), merges
+
+
+def write(path, keys, count, architecture="arcee"):
+    """A small model with a tokenizer of so many tokens, of which the last one ends texts."""
+    config = small_config(architecture)
+    config.vocab_size = count
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = {f"tokenizer.ggml.{name}_token_id": count - 1 for name in ("bos", "eos", "padding")}
+    return write_model(path, architecture, model, keys={**ids, **keys})
+
+
+def of_bytes(path, split):
+    vocabulary, merges = learned()
+    keys = {
+        **{"tokenizer.ggml.pre": split, "tokenizer.ggml.tokens": [*vocabulary, "<end>"]},
+        **{"tokenizer.ggml.token_type": [1] * len(vocabulary) + [3], "tokenizer.ggml.merges": merges},
+    }
+    return write(path, keys, len(vocabulary) + 1)
+
+
+def words(path, text: str) -> list[str]:
+    tokenizer = read_tokenizer(str(path.parent), path.name, False).backend_tokenizer
+    return [text[begin:end] for _, (begin, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+TEXT = "it'S 12345 ab\u6f22\u5b57;cd\n\n x!\nHeLLo"
+HAN = "\u6f22\u5b57"
+WORDS = {
+    "glm4": ["it", "'S", " ", "123", "45", " ab" + HAN, ";cd", "\n\n", " x", "!\n", "HeLLo"],
+    "hunyuan": ["it", "'S", " ", *"12345", " ab" + HAN, ";cd", "\n\n", " x", "!\n", "HeLLo"],
+    "smollm": ["it", "'", "S", " ", *"12345", " ab" + HAN, ";", "cd", "\n\n", " x", "!", "\n", "HeLLo"],
+    "deepseek-v3": ["it", "'S", " ", "123", "45", " ab", HAN, ";cd", "\n\n", " x", "!\n", "HeLLo"],
+    "kimi-k2": ["it'S", " ", "123", "45", " ab", HAN, ";cd", "\n\n", " x", "!\n", "He", "LLo"],
+    "seed-coder": ["it", "'S", " ", *"12345", " ab" + HAN, ";cd", "\n\n", " x", "!", "\n", "HeLLo"],
+    "exaone-moe": ["it", "'S", " ", *"12345", " ab" + HAN, ";cd", "\n\n", " x", "!\n", "HeLLo"],
+}
+
+
+@pytest.mark.parametrize("split", WORDS)
+def test_words(tmp_path, split):
+    assert words(of_bytes(tmp_path / "model.gguf", split), TEXT) == WORDS[split]
+
+
+def is_plain(text: str) -> bool:
+    """True for a text without marks, and without capital letters but those that begin a word of ASCII."""
+    pairs = zip(" " + text, text, strict=False)
+    marks = any(unicodedata.category(sign)[0] == "M" for sign in text)
+    return not marks and all(b == b.lower() or (b.isascii() and not a.isalpha()) for a, b in pairs)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "split", [*OF_TRANSFORMERS, *BY_CASE, *(each for each in SPLITS if each not in BY_CASE)]
+)
+def test_llama_cpp_has_the_same_tokens_of_bytes(tmp_path, split):
+    path, many = of_bytes(tmp_path / "model.gguf", split), texts()
+    if split in BY_CASE:
+        many = [*filter(is_plain, many)]
+    assert len(many) >= 50
+    tokenizer = read_tokenizer(str(tmp_path), path.name, False)
+    found = [tokenizer(text, add_special_tokens=False).input_ids for text in many]
+    assert found == tokens(path, many)
+
+
+def of_sentencepiece(path, architecture, prefix):
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts()),
+        model_writer=written,
+        vocab_size=900,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+        split_by_whitespace=False,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    ids = range(model.get_piece_size())
+    kinds = [
+        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids
+    ]
+    keys = {
+        **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.merges": None},
+        "tokenizer.ggml.tokens": [*map(model.id_to_piece, ids), "<end>"],
+        **{"tokenizer.ggml.scores": [*map(model.get_score, ids), 0.0], "tokenizer.ggml.unknown_token_id": 0},
+        **{"tokenizer.ggml.token_type": [*kinds, 3], "tokenizer.ggml.add_space_prefix": prefix},
+    }
+    return write(path, keys, len(ids) + 1, architecture), model
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_space_in_front_is_as_sentencepiece_has_it(tmp_path, prefix):
+    path, model = of_sentencepiece(tmp_path / "model.gguf", "arcee", prefix)
+    tokenizer = read_tokenizer(str(tmp_path), path.name, False)
+    for text in ("ab", " ab", "  ab cd", "\n ab", *texts()[:20]):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert ids == model.encode(text) and tokenizer.decode(ids) == text
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("architecture", ["arcee", "ernie4_5", "phi3:short"])
+def test_llama_cpp_has_the_same_tokens_of_sentencepiece(tmp_path, architecture, prefix):
+    path, _ = of_sentencepiece(tmp_path / "model.gguf", architecture, prefix)
+    tokenizer, many = read_tokenizer(str(tmp_path), path.name, False), texts()
+    found = [tokenizer(text, add_special_tokens=False).input_ids for text in many]
+    assert found == tokens(path, many)
