@@ -74,7 +74,7 @@ def bytes_in(text: str) -> int | None:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is; None where it is a file, a pipe or a notebook."""
+    """Columns of the terminal that stdout is; None for a file, a pipe or a notebook."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 

@@ -282,7 +282,7 @@ def check_all(
 def _check_model_if_possible(
     dtypes: Sequence[torch.dtype], formats: Sequence[Format], findings: list[Finding], quick: bool
 ) -> str:
-    """The report's word on a tiny model, which needs transformers; what is wrong is added to `findings`."""
+    """ "run" after comparing a tiny model, or why not; adds its failures to `findings`."""
     if importlib.util.find_spec("transformers") is None:
         print("Model: not run, transformers is not installed")
         return "not run: transformers is not installed"
@@ -380,7 +380,7 @@ def check_variants(
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Compares what the tuner may take in place of planned kernels.
 
-    Returns: the kernels that compile, and what is wrong.
+    Returns: the kernels that compile, and the findings.
     """
     names = variants.libraries(dtypes, formats)
     with Progress("Variants", 2 * len(names), "step") as bar:

@@ -35,7 +35,7 @@ Compare = Callable[[list[Subject], list[Finding]], None]
 
 
 def check_first(report: dict[str, Any], findings: list[Finding], compare_all: Compare) -> None:
-    """Compiles, compares, and decodes 16 tokens twice. Adds what is wrong to `findings`.
+    """Compiles, compares, and decodes 16 tokens twice. Adds its failures to `findings`.
 
     Args:
         compare_all: compares subjects with the CPU, and adds findings. It may raise an error that ends all.
@@ -113,12 +113,12 @@ def decode(model: Any, tokens: list[int] | None = None) -> tuple[list[Tensor], l
 
 
 def largest_error(logits: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest difference of logits over all steps, as a length relative to that of the expected ones."""
+    """The largest difference of logits over all steps, relative to the length of the expected ones."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(logits, expected, strict=True))
 
 
 def line(about: dict[str, str], report: dict[str, Any], findings: list[Finding]) -> str:
-    """The line to paste: the machine, and what it has shown so far."""
+    """The line to paste: the machine and its results so far."""
     first = report.get("first", {})
     parts = [
         f"check --first of torch_moe_mps {about['torch_moe_mps']}",

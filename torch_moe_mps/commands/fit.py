@@ -167,7 +167,7 @@ def _in_terminal(lines: Sequence[str]) -> str:
 def _recommended(
     name: str, sizes: Sequence[Size], contexts: Mapping[str, Sequence[int | bool | None]], context: int
 ) -> list[str]:
-    """The most bits with which each Mac holds the context, of those that quality hardly suffers from."""
+    """Lines that recommend the most bits with which each Mac holds the context at nearly full quality."""
     stored = [size for size in sizes if size.name == _STORED]
     asked = {f"{bits} bit": f"--bits {bits}" for bits in _RECOMMENDED} | {"small": "--recipe small"}
     places = {size.name: i for i, size in enumerate(sizes) if size.name in asked or size in stored}

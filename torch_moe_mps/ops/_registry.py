@@ -418,7 +418,7 @@ class Operator:
     def _differentiable(
         self, call: Callable, needs_grad: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Outputs:
-        """Outputs with the operator's backward, or with one that raises why there is none."""
+        """Outputs with the operator's backward, or with a backward that raises the reason for its absence."""
         error, passed = _NO_BACKWARD.format(self.name), self.named(args, kwargs)
         if self.backward is not None:
             asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]

@@ -54,7 +54,7 @@ class Running(UntrackedState):
             self.shares_logits = before
 
     def _before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of a model's call without those that only other stages need; starts the exchange.
+        """Arguments of a model's call that this stage needs; starts the exchange.
 
         Raises: ValueError for a call without input ids, and for one that asks for states of all layers.
         """

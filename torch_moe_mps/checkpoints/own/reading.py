@@ -50,7 +50,7 @@ class OwnLayout(StreamingLayout):
         return report
 
     def conversions(self, others: list) -> list:
-        """Reads MXFP4 blocks, as gpt-oss has them, as packed weights, and dequantises what is dense here."""
+        """Converters that read MXFP4 blocks of gpt-oss as packed weights, and dequantise dense parameters."""
         result = [*itertools.starmap(self._dequantized, self._dense), *self.streamed(others)]
         if Format(mode="mxfp4") not in self.config.formats():
             return result

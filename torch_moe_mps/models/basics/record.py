@@ -451,7 +451,7 @@ def _note_all(module: Any, name: str) -> None:
 
 
 class _StandIn:
-    """Stands for an object that a module has, as a config, and notes what is read of it."""
+    """Represents an object that a module has, as a config, and records which attributes are read."""
 
     def __init__(self, value: Any, record: Record, path: Path) -> None:
         object.__setattr__(self, RECORD, (value, record, path))

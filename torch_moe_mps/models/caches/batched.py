@@ -34,7 +34,7 @@ from .deferred_states import AnyKind, DeferredLayer, can_defer, committed, defer
 from .layers import LayerBase
 from .prompt_cache import gives_back
 from .quantized_states import QuantizedStates
-from .rows import Places, Uncommitted
+from .rows import RowPlaces, Uncommitted
 from .separate import Separate, is_separate
 from .state import LayerState, Name, copy_of_cache, copy_of_layer, parts
 
@@ -99,7 +99,7 @@ class BatchedCache:
         self._is_separate = functools.partial(is_separate, pools=max(chosen_together(config).values()) > 1)
         self._separate: dict[int, list[Any]] = {}  # {number of a layer: layers of the sequences}
         context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
-        self._places, self._has_keys = Places(self._device, context), False
+        self._places, self._has_keys = RowPlaces(self._device, context), False
         self._left = 0  # steps until a layer has no room for a token
         self._held = _Held()
         self._deferrable, self._uncommitted = deferrable, Uncommitted()

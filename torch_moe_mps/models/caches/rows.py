@@ -9,7 +9,7 @@ from torch import Tensor
 from ..basics.tensors import NO_END, notes_on
 
 
-class Places:
+class RowPlaces:
     """Places of the tokens of sequences, on the device; copied to it only when they change.
 
     Args:

@@ -131,7 +131,7 @@ class Branches(TorchDispatchMode):
     def _bounded(self, x: Tensor, low: Any, high: Any) -> Outcomes:
         """Outcomes of a clamp: which values are below, above or between its bounds.
 
-        Values at a bound count as beyond it: those of a softplus never are below 0, but get there.
+        Values at a bound count as beyond it: a softplus is never below 0, but gets there.
         """
         found, inside = {}, torch.ones_like(x, dtype=torch.bool)
         for bound, word, outside in ((low, "below", torch.le), (high, "above", torch.ge)):

@@ -76,7 +76,7 @@ def magnitude() -> float:
 
 
 def eager(function: Callable) -> Callable:
-    """Eager code: what it reads is recorded, and its branches by the draw."""
+    """Eager code, whose reads are recorded, and whose branches the draw records."""
 
     def run(*args: Any, **options: Any) -> Any:
         draw, record = _current.get(), record_of_code()

@@ -105,7 +105,7 @@ class _Forms(NamedTuple):
 
 
 def _forms(original: Callable, ours: Callable) -> _Forms:
-    """The ways in which an original function's arguments are passed to its replacement."""
+    """Rules by which an original function's arguments are passed to its replacement."""
     _, *theirs = inspect.signature(original).parameters.values()
     _, *parameters = inspect.signature(ours).parameters.values()
     names = [parameter.name for parameter in theirs if parameter.kind in _NAMED]

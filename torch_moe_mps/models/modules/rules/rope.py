@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
 
 class RopeForm(NamedTuple):
-    """Rotations of a function with tables of a head's width and of half of it; None where it cannot.
+    """Rotations of a function with tables of a head's width and of half of it; None if it cannot run.
 
     `heads_dim`: where q and k have their heads, 1 or 2.
     """
