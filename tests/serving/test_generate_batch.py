@@ -217,6 +217,7 @@ def test_a_model_that_only_its_generate_runs_is_refused():
     )
     for model, reason in (
         (model_of("rwkv"), "RwkvForCausalLM has states that are in no cache"),
+        (model_of("recurrent_gemma"), "RecurrentGemmaForCausalLM has states that are in no cache"),
         (seq2seq, "T5ForConditionalGeneration is an encoder with a decoder"),
         (own, r"Qwen3MoeForCausalLM has a generate\(\) of its own"),
     ):

@@ -13,6 +13,7 @@ from torch_moe_mps._environment import CAPTURE
 from torch_moe_mps.models.attention.attention import NAME
 from torch_moe_mps.models.caches import growing
 from torch_moe_mps.models.caches.batched import BatchedCache, NotBatchable
+from torch_moe_mps.models.caches.cache import hands_cache_on
 from torch_moe_mps.models.caches.prompt_cache import new_cache
 from torch_moe_mps.models.trials.batching import reason_against_rows, reason_for_order
 from torch_moe_mps.models.upstream.calls import cache_argument
@@ -29,7 +30,7 @@ OTHERS = {
 NO_ROWS = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant",
     "data2vec-text", "git", "marian", "mbart", "mvp",
-    "openai-gpt", "pegasus", "plbart", "prophetnet", "reformer",
+    "openai-gpt", "pegasus", "plbart", "prophetnet", "recurrent_gemma", "reformer",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "unlimited_ocr", "xlm-roberta",
     "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip
@@ -62,6 +63,8 @@ def logits_of(own, ids: torch.Tensor, length: int) -> torch.Tensor:
 
 def joined(model, talks: list[torch.Tensor]) -> BatchedCache | str:
     """Rows of the first tokens of conversations; or why there are none, or none with drafts."""
+    if not hands_cache_on(model):
+        return "its states are in no cache"
     if forgets_states(model):
         return "it reads prompts whole"
     if (reason := reason_against_rows(model)) is not None:

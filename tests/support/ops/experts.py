@@ -82,7 +82,8 @@ def draw__moe_experts(d):
 def identity(d, options: dict[str, Any]) -> dict[str, Any]:
     """Whether ids beyond the experts give their input, instead of a shared expert."""
     has_identity = d.flag()
-    return {"has_identity": has_identity, **(dict.fromkeys(OF_SHARED) if has_identity else {})}
+    without = {**dict.fromkeys(OF_SHARED), "gate_is_logit": False} if has_identity else {}
+    return {"has_identity": has_identity, **without}
 
 
 def part_of(name: str, call: dict[str, Any]) -> dict[str, Any]:

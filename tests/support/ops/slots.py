@@ -27,7 +27,7 @@ def draw__expert_slots(d):
 def expected__expert_slots(a):
     ids = a.ids.long().clamp(-1, 2**31 - 1).int().numpy()
     lies = (ids >= 0) & (ids < 8)
-    return [Expected(ids if a.pool == RESIDENT else np.where(lies, 7 - ids, -1).astype(ids.dtype))]
+    return [Expected(ids if a.pool == RESIDENT else np.where(lies, 7 - ids, ids).astype(ids.dtype))]
 
 
 def invalid__expert_slots(zeros):

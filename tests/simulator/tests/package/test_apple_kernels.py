@@ -58,7 +58,7 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
     yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, norm_eps=1e-6), {}, x.numel()
     yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, norm_eps=1e-6), {}, x.numel()
     yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, norm_eps=1e-6), {}, x.numel()
-    shifted = functools.partial(ops.fused_residual_layer_norm, x, y, weight, weight, 1e-6)
+    shifted = functools.partial(ops.fused_residual_layer_norm, x, y, weight, weight, norm_eps=1e-6)
     yield "fused_residual_layer_norm", shifted, {}, x.numel()
 
 
@@ -322,7 +322,7 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
         yield f"moe_compute_ids_tpe {kind}", call, {}, ids.numel()
 
 
-def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *format_, **options) -> Call:
+def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, **options) -> Call:
     """One call of an operator for experts; `matrices` gives a stack's tensors from rows and inputs."""
     gate_up, down = matrices(experts, 2 * INTERMEDIATE, HIDDEN), matrices(experts, HIDDEN, INTERMEDIATE)
     x, weights, ids = (
@@ -337,8 +337,9 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         gate_up[0]: apple.Work("gate+up", pairs * 2 * INTERMEDIATE * HIDDEN),
         down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
     }
-    operator = torch.ops.moe_mps._moe_experts_quantized if format_ else torch.ops.moe_mps._moe_experts
-    call = functools.partial(operator, x, weights, ids, *gate_up, *down, *format_, **options)
+    name = "_moe_experts_quantized" if "format" in options else "_moe_experts"
+    operator = getattr(torch.ops.moe_mps, name)
+    call = functools.partial(operator, x, weights, ids, *gate_up, *down, **options)
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 
 
@@ -380,11 +381,11 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
         return words.int().to("mps"), on_device(*shape, dtype=dtype), on_device(*shape, dtype=dtype)
 
     for tokens, experts, slots in ((1, 32, 4), (3, 4, 2), (8, 32, 4), (64, 32, 4), (256, 32, 4)):
-        yield layer(name, tokens, experts, slots, dtype, stack, name)
+        yield layer(name, tokens, experts, slots, dtype, stack, format=name)
     norm = on_device(HIDDEN, dtype=dtype)
-    yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, name, norm_weight=norm)
+    yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, format=name, norm_weight=norm)
     routed = {"norm_weight": norm, "logits": on_device(1, 32, dtype=dtype), "top_k": 4}
-    yield layer(f"{name}, normed, chosen", 1, 32, 4, dtype, stack, name, **routed)
+    yield layer(f"{name}, normed, chosen", 1, 32, 4, dtype, stack, format=name, **routed)
     yield from of_heads(dtype, torch.ops.moe_mps._heads_quantized, stack(4, 192, 512), name)
 
 

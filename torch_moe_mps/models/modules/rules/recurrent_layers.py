@@ -240,7 +240,8 @@ def lightning_layer(
     out = ops.rms_norm_gated(out, gate, norm.weight, norm_eps=norm.variance_epsilon, activation="sigmoid")
     if cache is not None and cached is not state:
         cache.set_linear_cache(layer.layer_idx, state)
-    return layer.out_proj(out), state
+    # The next token changes the cache's memory, which a record of this call must not share.
+    return layer.out_proj(out), state.clone() if is_observed(layer) else state
 
 
 _DECAYS = "query_decay", "key_decay", "diagonal_decay"  # buffers of lightning attention
