@@ -296,6 +296,8 @@ def test_the_page_says_what_each_job_prints(simulated):
     for name, job in test.items():
         assert all(label in rows[name] for label in runners(job)), name
     ours = torch.ops.moe_mps
+    files = len([*(REPOSITORY / "torch_moe_mps/csrc").rglob("*.mm")])
+    assert f"for macOS: {files} files, " in page
     plain, with_tensors = ours._libraries(), ours._libraries(tensor_units=True)
     count = len(plain) + 1  # with the one that measures a GPU
     assert f"`{count + len(with_tensors)} libraries in build/shaders`" in page

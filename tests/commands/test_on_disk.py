@@ -22,6 +22,7 @@ from torch_moe_mps.checkpoints import on_disk
 from torch_moe_mps.checkpoints.quantize import sizes
 from torch_moe_mps.commands import experts_memory, fit, main
 from torch_moe_mps.commands.residency import hits_of
+from torch_moe_mps.disk import pool as disk_pool
 from torch_moe_mps.disk.file import Layer, written
 
 ON_DISK = ("--experts-memory", "1GB")
@@ -225,6 +226,38 @@ def test_sizes_of_the_experts_memory(tmp_path, capsys):
     assert all(row["tokens_per_second"] > 0 and row["bench"]["rows"] for row in rows)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][-3:]
     assert [line.split(" | ")[1::2] for line in table] == [["yes", f"{hit:.1%} |"] for hit in hits]
+
+
+@pytest.mark.own_gpu
+@pytest.mark.slow("loads a model twice, on the simulated GPU")
+def test_a_gpu_is_measured_with_and_without_keep_warm(tmp_path, simulated, monkeypatch, capsys):
+    """While the second row was measured, the GPU got no small kernels."""
+    monkeypatch.delenv("MOE_MPS_KEEP_WARM")
+    monkeypatch.setattr(disk_pool, "BEAT", (1e-3, 1))
+    monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 2)
+    size, beats, measure = 10**6, [], experts_memory.main
+    monkeypatch.setattr(experts_memory, "memories_to_compare", lambda *_: [size])
+
+    def counted(arguments):
+        before = torch.ops.moe_mps._beats()[0]
+        code = measure(arguments)
+        beats.append(torch.ops.moe_mps._beats()[0] - before)
+        return code
+
+    monkeypatch.setattr(experts_memory, "main", counted)
+    folder, file = tmp_path / "converted", tmp_path / "sizes.json"
+    tiny("qwen3_moe", dtype=torch.float16, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    assert run("convert", tmp_path / "model", folder, "--bits", 4, "--group-size", 32) == 0
+    few = ("--device", "mps", "--dtype", "float16", "--prompt", "3", "--max-tokens", "3", "--turn", "2")
+    try:
+        assert experts_memory.compare(str(folder), str(file), *few, "--repeats", "1") == 0
+    finally:
+        torch.ops.moe_mps._keep_warm(0.0, 1)
+    rows = json.loads(file.read_text())["sizes"]
+    assert [(row["experts_memory"], row["keep_warm"]) for row in rows] == [(size, True), (size, False)]
+    assert beats[0] > 0 == beats[1] and all(row["tokens_per_second"] > 0 for row in rows)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][-2:]
+    assert [line.split(" | ")[1] for line in table] == ["yes", "no"]
 
 
 @pytest.mark.parametrize(("room", "expected"), [(90, [22, 45, 67]), (46, [20, 32, 46]), (8, [8]), (7, [])])

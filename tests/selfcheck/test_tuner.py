@@ -376,7 +376,7 @@ def test_nothing_is_timed_until_a_check_has_passed(new_machine, monkeypatch, lin
     has_variants = []
     for passed in (False, True):
         machine.remember_check(passed)
-        tuner.begin()  # of one model more
+        tuner.start()  # of one model more
         assert first_call(linear) == ({name: tuner.Tuned(8, 2, 0.1)} if passed else {})
         assert ("of 256x1x1" in traced(new_machine, linear)[0]) is passed
         names = compiling.libraries_of(model, quantized)
