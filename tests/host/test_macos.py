@@ -84,6 +84,7 @@ STANDARD = {
     "condition_variable": "condition_variable",
     "cstddef": "ptrdiff_t size_t",
     "cstdint": "int64_t",
+    "cstdlib": "free",
     "cstring": "memcmp memcpy strstr",
     "deque": "deque",
     "exception": "current_exception exception_ptr rethrow_exception",
