@@ -35,7 +35,6 @@ LEFT_OUT = {
     "clip": "a vision tower, without a language model",
     "cogvlm": "a vision model",
     "deepseek2-ocr": "a vision model",
-    "kimi-linear": "no row yet: convolutions are joined in the class",
     "llama-embed": "an embedding model",
     "mimo2": "no row yet: two kinds of attention layers with rotary embeddings of their own",
     "mistral4": "the class is a vision model's",

@@ -631,3 +631,39 @@ PUBLISHED["glm-dsa"] = Published(
     },
     _latents,
 )
+
+
+def _kimi_linear(name: str, value: Tensor, config: Any) -> Tensors | None:
+    if name.endswith("A_log"):
+        return {"ssm_a": -value.exp()}
+    if name.endswith("conv1d.weight"):
+        parts = zip("qkv", value.chunk(3), strict=True)
+        return {f"ssm_conv1d_{part}.weight": each[None] for part, each in parts}
+    return _latents(name, value, config)
+
+
+PUBLISHED["kimi-linear"] = Published(
+    "kimi_linear",
+    lambda hidden: {
+        **{"moe_intermediate_size": 2 * hidden, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"n_shared_experts": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
+        **{"v_head_dim": 32, "num_key_value_heads": 4, "linear_head_dim": 32, "linear_num_heads": 4},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    lambda config: {
+        **{"attention.head_count_kv": [0, 1], "ssm.conv_kernel": 4, "kda.head_dim": 32},
+        **{"rope.dimension_count": 16, "attention.kv_lora_rank": 32, "attention.key_length": 48},
+        **{"attention.value_length": 32, "attention.key_length_mla": 48, "attention.value_length_mla": 32},
+        **{"expert_count": 4, "expert_shared_count": 1, "leading_dense_block_count": 1},
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        **{"expert_weights_scale": float(config.routed_scaling_factor), "expert_gating_func": 2},
+        "expert_weights_norm": True,
+    },
+    {
+        **{"self_attn.forget_gate.dt_bias": "ssm_dt.bias", "self_attn.b_proj": "ssm_beta"},
+        **{f"self_attn.forget_gate.f_{part}_proj": f"ssm_f_{part}" for part in "ab"},
+        **{f"self_attn.g_{part}_proj": f"ssm_g_{part}" for part in "ab"},
+        **{"self_attn.o_norm": "ssm_norm", **LATENTS},
+    },
+    _kimi_linear,
+)

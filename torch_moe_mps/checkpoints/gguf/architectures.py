@@ -135,6 +135,11 @@ def flat(config: Any, tensors: list[Tensor]) -> Tensor:
     return tensors[0].flatten()
 
 
+def of_channels(config: Any, tensors: list[Tensor]) -> Tensor:
+    """Convolutions of queries, keys and values, which the class has as one."""
+    return torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
+
+
 def joined(config: Any, tensors: list[Tensor]) -> Tensor:
     """Rows of the first tensor, then those of the others."""
     return torch.cat(tensors)
@@ -380,6 +385,18 @@ def _deepseek(stated: Stated) -> dict[str, Any]:
         groups = stated.get("expert_group_count", 1)
         result["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     return result
+
+
+def _kimi_linear(stated: Stated) -> dict[str, Any]:
+    """Layers without key heads have a recurrent state; no layer has a rotary embedding."""
+    stated.get("rope.freq_base")
+    attends = stated.by_layer("attention.head_count_kv")
+    return _latent_sizes(stated) | {
+        "layer_types": ["full_attention" if heads else "linear_attention" for heads in attends],
+        "linear_head_dim": stated.need("kda.head_dim"),
+        "linear_num_heads": stated.need("attention.head_count"),
+        "linear_conv_kernel_dim": stated.need("ssm.conv_kernel"),
+    }
 
 
 def _glm_dsa(stated: Stated) -> dict[str, Any]:
@@ -689,6 +706,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", config=_hunyuan, gating=_SOFTMAX),
     "jamba": Architecture("jamba", values={"ssm_a": log_of_negative}, config=_jamba, gating=_SOFTMAX),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        {r"\.forget_gate\.": "."},
+        {
+            **_LATENTS,
+            "self_attn.conv1d.weight": (tuple(f"ssm_conv1d_{part}.weight" for part in "qkv"),),
+        },
+        {**_OF_LATENTS, "ssm_a": log_of_negative, "ssm_conv1d_q.weight": of_channels},
+        _kimi_linear,
+        _SIGMOID,
+    ),
     "lfm2moe": Architecture("lfm2_moe", config=_lfm2_moe, gating=_SIGMOID),
     "llama4": Architecture(
         "llama4_text",
