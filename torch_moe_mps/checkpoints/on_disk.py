@@ -366,7 +366,7 @@ def _tables(
 
 
 def _key(source: Source, model: Any) -> str:
-    """Digest of what experts depend on beside the checkpoint's files: how these and the model have them."""
+    """Digest of all that the experts' file depends on, except the checkpoint's files."""
     formats = {
         _in_decoder(model, name): {part: format.name for part, format in formats_of(experts).items()}
         for name, experts in experts_of(model).items()

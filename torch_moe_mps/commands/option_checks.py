@@ -61,6 +61,7 @@ def importing_torch(command: str) -> Iterator[None]:
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Refuses options of `check --bisect` that it would ignore, before torch is imported."""
     if options.bisect is None:
         return
     for option, value in (("--dtype", options.dtype), ("--format", options.format)):

@@ -121,7 +121,7 @@ def first_fault(check: CallsToCheck, end: float = math.inf, passed: set[str] | N
 
 
 def watch(wanted: bool, seconds: float = SECONDS) -> None:
-    """True if each first call on the GPU, of any model in this process, waits for its comparison.
+    """Sets whether each first call on the GPU, of any model in this process, waits for its comparison.
 
     `seconds`: for all such comparisons; then a warning names the operators not compared.
     """

@@ -111,6 +111,7 @@ def _cache_in_layers(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _warn_of_16_bits(cache: Any) -> None:
+    """Warns that a cache keeps 16 bits although kv_bits=8 was requested."""
     name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
     warnings.warn(
         f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",

@@ -324,6 +324,8 @@ def _copy(layer: Any) -> Any:
 
 
 def _narrow(memory: Tensor, start: Any, tokens: Any, column: int, width: int) -> Callable[[], Tensor]:
+    """Function that returns a view of `tokens` tokens of a buffer, and of some of its columns."""
+
     def narrowed() -> Tensor:
         some = memory.narrow(-2, start, tokens)
         return some if width == memory.shape[-1] else some.narrow(-1, column, width)

@@ -100,6 +100,7 @@ def _rotated(
 
 
 def _pairs_rotated(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+    """Pairs of elements of `y`, rotated by cosines and sines."""
     interleaved, rotary = pairs != "half", y.shape[-1]
     first, second = _split(y, interleaved)
     (cos1, cos2), (sin1, sin2) = (

@@ -121,6 +121,7 @@ def _ignored_of_types(node: dict[str, Any]) -> Iterator[Found]:
 
 
 def _ignored_of_strings(node: dict[str, Any]) -> Iterator[Found]:
+    """Keywords of a string that the grammar ignores."""
     name = node.get("format")
     if isinstance(name, str) and name in _OTHER_FORMATS:
         yield "format", f" with {name}"
