@@ -141,7 +141,7 @@ class FormatRow:
         elif self.step == 2:
             type, file = f"SignScales<{group}>", "typed_scales"
         else:
-            type, file = f"TypedScales<half, {group}, {offset}>", "typed_scales"
+            type, file = f"TypedScales<half, {group}{f', {offset}' if offset else ''}>", "typed_scales"
         if self.levels:
             return f"LevelCodes<MOE_DTYPE, {type}>", "levels"
         return f"Integers<MOE_DTYPE, {self.bits}, {type}>", file

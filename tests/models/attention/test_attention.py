@@ -627,7 +627,7 @@ def test_summands_of_each_head(tokens, heads, mask, is_ours, device, monkeypatch
     )
 
 
-@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], ("deepseek_v4",)))
+@pytest.mark.parametrize("name", in_sweep([*WITHOUT_MASKS, *OTHERS], ("deepseek_v4", "minimax")))
 @torch.no_grad()
 def test_weights_that_a_call_asks_for(name):
     """Of a prompt and of tokens behind it: those of the eager code, in the same layers."""

@@ -496,22 +496,25 @@ def check_together(sources: Sequence[str]) -> list[str]:
 # A line at the end of a source that names a type or a number, or makes a kernel of a template.
 ENDING = re.compile(r"\s*(#.*|typedef [^;]*;|constant constexpr [^;\[]*;|template\b.*;)?\s*")
 NAMED = re.compile(r"^(?:typedef [^;]*?|constant constexpr [^;=]*?)\b(\w+)\s*(?:=[^;]*)?;", re.MULTILINE)
+HOST_NAME = re.compile(r"\[\[host_name\([^)]*\)\]\]|^#.*\n", re.MULTILINE)
 
 
 def joined(texts: Iterable[str]) -> list[str]:
     """Preprocessed sources that are the same but for their ends as one: what they share is looked at once.
 
-    An end names types and numbers, which get another name in each, and makes kernels of templates.
+    An end names types and numbers, which get another name in each, and makes kernels of templates. Of ends
+    that differ only in the kernels' names one is looked at: a template is instantiated once for each type.
     """
-    ends: dict[str, list[str]] = {}
+    ends: dict[str, dict[str, str]] = {}
     for text in texts:
         lines = text.splitlines(keepends=True)
         count = len(lines)
         while count and ENDING.fullmatch(lines[count - 1]):
             count -= 1
-        ends.setdefault("".join(lines[:count]), []).append("".join(lines[count:]))
+        end = "".join(lines[count:])
+        ends.setdefault("".join(lines[:count]), {})[HOST_NAME.sub("", end)] = end
     return [
-        head + "".join(_with_own_names(end, number) for number, end in enumerate(all_ends))
+        head + "".join(_with_own_names(end, number) for number, end in enumerate(all_ends.values()))
         for head, all_ends in ends.items()
     ]
 

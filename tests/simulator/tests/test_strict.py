@@ -186,6 +186,8 @@ def test_sources_that_end_otherwise_are_checked_as_one():
     (text,) = strict.joined(texts)
     assert text.count("2.0f") == 1 and "typedef half Element_1;" in text and "kWidth_0 = 0" in text
     assert len(strict.joined([*texts, texts[0].replace("2.0f", "3.0f")])) == 2
+    twin = sources[1].replace("twice_half", "twice_of_another")  # one template, by two names
+    assert strict.check_together([*sources, twin]) == []
     bad = HEAD + SHARED + OF_A_TYPE.format("bfloat", 8)
     for together in ([*sources, bad], [bad, *sources]):
         (problem,) = strict.check_together(together)
