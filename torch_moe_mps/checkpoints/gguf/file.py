@@ -46,7 +46,7 @@ from .header import (
     check_sizes,
     config_of_first_loader,
     header_of,
-    names_in,
+    tensor_names_in,
     present_parts,
 )
 from .named import Named
@@ -565,7 +565,7 @@ def stated_config(path: str) -> dict[str, Any]:
         ImportError without the package `gguf`, where transformers needs it.
     """
     check_file(path)
-    metadata, names = copy.deepcopy(header_of(path).metadata), tuple(names_in(path))
+    metadata, names = copy.deepcopy(header_of(path).metadata), tuple(tensor_names_in(path))
     architecture = metadata["general.architecture"]
     if architecture in ARCHITECTURES:
         return config_of(metadata, names)

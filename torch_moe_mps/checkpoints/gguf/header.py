@@ -91,7 +91,7 @@ def present_parts(path: str) -> list[str]:
     return parts
 
 
-def names_in(path: str) -> list[str]:
+def tensor_names_in(path: str) -> list[str]:
     """Names of the tensors in all parts of a file."""
     parts = enumerate(parts_of(os.fspath(path)))
     return [name for number, part in parts for name, *_ in header_of(part, number == 0).tensors]
@@ -162,7 +162,7 @@ def config_of_first_loader(path: str) -> dict[str, Any]:
     if header.config is None:
         with TemporaryDirectory() as folder:
             small = Path(folder) / "header.gguf"
-            _write_small(small, header, names_in(path))
+            _write_small(small, header, tensor_names_in(path))
             header.config = load(str(small))["config"]
         tokens = header.metadata.get(_TOKENS)
         if header.config.get("vocab_size") == 0 and tokens:  # it was counted
