@@ -46,8 +46,8 @@ from .header import (
     check_sizes,
     config_of_first_loader,
     header_of,
-    tensor_names_in,
     present_parts,
+    tensor_names_in,
 )
 from .named import Named
 
