@@ -33,6 +33,7 @@ from torch_moe_mps.models.families.glm5_next import indexer as kpool_indexer
 from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 from torch_moe_mps.models.upstream.reach import hold_reach
 from torch_moe_mps.selfcheck import units
+from torch_moe_mps.selfcheck.long_sums import is_wrong
 from torch_moe_mps.selfcheck.units import chunks_run_sdpa
 
 NAME = "moe_mps_test"
@@ -562,6 +563,7 @@ _NOT_TRIED = {"inkling", "inkling2", "inkling2_loop"}
 def test_memory_of_a_prompt_of_every_architecture(simulated, name, monkeypatch):
     # Whether a prompt is padded is asked of a mask's values, which there are none of here.
     monkeypatch.setattr(kpool_indexer, "_is_padded", lambda mask, layer: False)
+    assert not is_wrong()  # asked while tensors have values
     model = tiny_models.tiny_model(name, **OF_A_PROMPT.get(name, {}))
     torch_moe_mps.accelerate(model)
     short, long = peak_of_a_prompt(model, 4096), peak_of_a_prompt(model, 32768)
