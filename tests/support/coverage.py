@@ -30,7 +30,7 @@ from torch_moe_mps._text import first_line
 from torch_moe_mps.models.basics.report import Report
 from torch_moe_mps.models.trials.memory import apart
 from torch_moe_mps.models.trials.small_models import small_model
-from torch_moe_mps.models.trials.untested import said
+from torch_moe_mps.models.trials.untested import results_of
 
 from . import tiny_models
 from .launches import (
@@ -115,7 +115,7 @@ def says_tokens(model: PreTrainedModel) -> bool:
     """Whether a model's own code says tokens behind a prompt alone."""
     try:
         with apart():
-            said(model)
+            results_of(model)
     except Exception:  # of sizes that it does not take, or of a prompt without an image
         return False
     return not model.config.is_encoder_decoder
@@ -149,7 +149,7 @@ def _shrunk(name: str) -> PreTrainedModel:
         model = cls(cls.config_class())
     with apart():
         torch.default_generator.manual_seed(0)
-        return small_model(model, said)
+        return small_model(model, results_of)
 
 
 # --- cells
