@@ -1,6 +1,7 @@
 """Models whose experts are quantised in place."""
 
 import copy
+import sys
 
 import expecttest
 import pytest
@@ -9,12 +10,14 @@ from support import tiny_models
 from support.interrupts import Interrupts, interrupted
 from support.memory import Memory
 from support.models import eager, quantize_experts
+from support.ours import is_file_of_ours
 from support.quantized_layers import bits_of
 from support.tiny_models import dense_twin, tiny_model
 
 import torch_moe_mps
 from torch_moe_mps.checkpoints import in_place
 from torch_moe_mps.checkpoints.quantize import weights
+from torch_moe_mps.models.basics import interface
 from torch_moe_mps.models.basics.report import QuantizedProjection
 from torch_moe_mps.quantization import Format, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of, is_quantized
@@ -182,6 +185,63 @@ def test_an_interrupt_leaves_a_model_that_computes():
     points = sorted(torch.randint(1, lines, (6,), generator=generator).tolist())
     for after in points:
         assert check_interrupted(after)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "dbrx"])
+def test_experts_compute_at_every_line_that_replaces_them(architecture, monkeypatch):
+    """A user may interrupt at any of them. The dense stacks of DBRX have other names."""
+    model, outputs, states = small(architecture, num_hidden_layers=1), [], []
+    (module,) = experts_of(model).values()
+    twin = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(3, 64, generator=generator), torch.tensor([[0, 1], [2, 1], [1, 3]])
+    inputs = x, ids, torch.rand(3, 2, generator=generator)
+
+    def state():
+        return type(module), *map(id, vars(module).values()), *map(id, module.parameters())
+
+    def at_each_line(frame, event, argument):
+        if not is_file_of_ours(frame.f_code.co_filename):
+            return None
+        if event == "line" and states[-1:] != [state()]:
+            outputs.append(module(*inputs))
+            states.append(state())
+        return at_each_line
+
+    def traced(*arguments):
+        sys.settrace(at_each_line)
+        try:
+            replace(*arguments)
+        finally:
+            sys.settrace(None)
+
+    replace = weights.replace
+    monkeypatch.setattr(weights, "replace", traced)
+    with torch.no_grad():
+        dense = twin(*inputs)
+        quantize_experts(model, 4, 32)
+        quantized = dense_twin(twin, module)(*inputs)
+    outputs.append(module(*inputs))
+    assert not torch.allclose(dense, quantized, 1e-2, 1e-2)
+    is_dense = [torch.allclose(output, dense, 1e-4, 1e-5) for output in outputs]
+    assert is_dense == sorted(is_dense, reverse=True) and is_dense[0] and not is_dense[-1]
+    for output in outputs[is_dense.index(False) :]:
+        torch.testing.assert_close(output, quantized, rtol=1e-4, atol=1e-5)
+
+
+def test_an_interrupt_leaves_no_dense_weights_next_to_packed_ones(monkeypatch):
+    model = small("dbrx", num_hidden_layers=1)
+
+    def interrupt(module):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interface, "remove_unread", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_experts(model, 4, 32)
+    (module,) = experts_of(model).values()
+    assert is_quantized(module)
+    names = {name.partition("_proj_")[0] for name in module.state_dict()}
+    assert names == {"gate_up", "down"}
 
 
 @pytest.mark.sweep

@@ -8,7 +8,7 @@ from torch import nn
 
 from .._faults import release_cache
 from .._progress import with_progress
-from ..models.basics.interface import formats_of, is_quantized, weights_in
+from ..models.basics.interface import formats_of, is_quantized, remove_unread, weights_in
 from ..models.basics.report import QuantizationReport
 from ..models.modules.experts import unsupported
 from ..models.modules.linears import QuantizedLayer, has_quantized_weights
@@ -80,6 +80,9 @@ def quantize_targets(
             report.shared.update({other.name: name for other in others})
             release_cache(next(weights_in(dense[name].module)).device)
     finally:  # after an interruption the model works, and can be saved
+        for target in dense.values():
+            if target.kind == "experts":
+                remove_unread(target.module)
         tie_quantized(model)
         if report.modules:
             if not _is_adapted(model):  # there PEFT has chosen what is trained

@@ -180,15 +180,15 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
                 parameters[name] = cast(nn.Parameter, tensor)
             elif tensor is not None:
                 buffers[name] = as_codes(tensor)
-    experts = target.experts.packed(target.formats)
-    module.__dict__.update(
+    run_operators(module)  # which take dense weights, too, while eager code takes no packed ones
+    set_experts(
+        module,
+        target.experts.packed(target.formats),
         _parameters=parameters,
         _buffers=buffers,
         config=pinned_config(module),
         _reach=hold_reach("peft"),
     )
-    set_experts(module, experts)
-    run_operators(module)
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:

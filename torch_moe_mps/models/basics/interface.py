@@ -136,13 +136,20 @@ def move_into_interface(module: nn.Module) -> bool:
     return not moved.can_run_eager
 
 
-def set_experts(module: nn.Module, experts: Experts) -> None:
-    """Sets the experts of a module, and removes dense parameters that these do not read any more."""
-    before = get_experts(module)
-    vars(module)[ATTRIBUTE] = experts
-    if not before.has_other_names or experts.has_other_names:
-        return
-    paths = (path for _, stack in before.eager.stacks if isinstance(stack, Stack) for path in stack.names)
+def set_experts(module: nn.Module, experts: Experts, **attributes: Any) -> None:
+    """Sets the experts of a module, and removes dense parameters that these do not read any more.
+
+    Args:
+        attributes: further attributes, set by the same assignment: no interruption parts experts from the
+            tensors that they read.
+    """
+    vars(module).update({ATTRIBUTE: experts, **attributes})
+    remove_unread(module)
+
+
+def remove_unread(module: nn.Module) -> None:
+    """Removes the dense parameters of eager code from a module whose experts have other stacks by now."""
+    paths = (path for _, stack in get_experts(module).source_stacks for path in stack.names)
     for owner, _, name in (path.rpartition(".") for path in paths):
         part = module.get_submodule(owner)
         part._parameters.pop(name, None)
