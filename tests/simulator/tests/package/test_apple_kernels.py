@@ -237,7 +237,7 @@ def gated_delta_rule(dtype: torch.dtype) -> Iterator[Call]:
             ("Mamba-2", None, mamba),
         ):
             options = {"beta": beta} | options
-            call = functools.partial(run, q, q, v, decay, state, 0.1, **options)
+            call = functools.partial(run, q, q, v, decay, state, scale=0.1, **options)
             yield f"_gated_delta_rule_ of {tokens}, {name}", call, {}, state.numel() * tokens
 
 
