@@ -70,8 +70,9 @@ def test_embeddings(simulated, load, tmp_path, monkeypatch):
 @pytest.mark.slow("loads two models")
 def test_dense_matrices_whose_inputs_come_first(simulated, load, tmp_path):
     """They lie as the kernels read them, in slots and in staging: no call copies them."""
-    tiny("gpt_oss", dtype=torch.float16).save_pretrained(tmp_path)
-    resident, model = load(), load(experts_memory="1GB")
+    tiny("gpt_oss", dtype=torch.float32).save_pretrained(tmp_path)  # whose bytes are not those of the model
+    half = {"dtype": torch.float16}
+    resident, model = load(**half), load(**half, experts_memory="1GB")
     with torch.no_grad():
         a, b = Conversation(resident), Conversation(model)
         assert torch.equal(a.token, b.token) and all(map(torch.equal, a.tokens(2), b.tokens(2)))
@@ -82,7 +83,7 @@ def test_dense_matrices_whose_inputs_come_first(simulated, load, tmp_path):
     assert staged.is_contiguous() and staged.shape[1:] == experts.gate_up_proj.mT.shape[1:]
     says = r"experts\.moe_mps has its experts for another device or class: remove it"
     with pytest.raises(ValueError, match=says):
-        from_pretrained(str(tmp_path), experts_memory="1GB")
+        from_pretrained(str(tmp_path), **half, experts_memory="1GB")
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")
