@@ -3,7 +3,9 @@
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -370,7 +372,13 @@ class Library(Writer):
         made = self.compressor.compress(state, self.scheme)
         # Not rounded to the dtype of the scales, as it is where the library runs the model in that dtype.
         wide = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in made.items()}
-        values = self.compressor.decompress(wide, self.scheme)["weight"]
+        if strategy == "tensor_group":  # the library's decompress rounds scales and values to bfloat16
+            rows, columns = weight.shape
+            codes = unpack_fp4_from_uint8(made["weight_packed"], rows, columns, torch.float32)
+            scales, scale = made["weight_scale"].float(), made["weight_global_scale"]
+            values = dequantize(codes, scales, None, self.args, torch.float32, scale)
+        else:
+            values = self.compressor.decompress(wide, self.scheme)["weight"]
         return {name: t for name, t in made.items() if t is not None}, values.contiguous()
 
 
