@@ -634,6 +634,7 @@ def test_summands_of_each_head(tokens, heads, mask, is_ours, device, monkeypatch
 def test_weights_that_a_call_asks_for(name):
     """Of a prompt and of tokens behind it: those of the eager code, in the same layers."""
     model = tiny_models.tiny_model(name)
+    last = [1, 1, 1] if name == "jamba" else [3]  # whose own code forgets its states before several tokens
     model.set_attn_implementation("eager")
     model = eager(model)
     found, ids = [], prompt(1, 18)
@@ -641,7 +642,7 @@ def test_weights_that_a_call_asks_for(name):
         if accelerates:
             torch_moe_mps.accelerate(model, capture=True)
         cache = None
-        for piece in ids.split([11, 1, 1, 1, 1, 3], 1):
+        for piece in ids.split([11, 1, 1, 1, 1, *last], 1):
             out = model(piece, **cache_argument(model, cache), use_cache=True, output_attentions=True)
             cache = cache_among(out)
             found += out.get("attentions") or out.get("decoder_attentions") or ()

@@ -105,7 +105,7 @@ class TestMlx:
     @pytest.mark.parametrize(
         "name, inputs, fast",
         [
-            *((n, 512, "_fast") for n in cases.FORMATS),
+            *((n, 512, "_fast") for n in cases.FORMATS if n != "fp8_32"),  # MLX has no such format
             *((n, 320, "") for n in ("int4", "int6", "mxfp4")),
             ("int8", 768, "_fast"),
         ],
