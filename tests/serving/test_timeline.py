@@ -193,7 +193,7 @@ def about(*waits: int):
 # next: behind the ids of a prompt for its chunk, behind the places of rows for a step. The host also reads
 # the first token before that step.
 CHANGES = [
-    ("begins", 0.3, (420, 760)),
+    ("begins", 0.3, (420, 680)),
     ("begins", 1.0, (420, 1030)),
     ("has its length", 1.0, (290,)),
     ("has a stop string", 0.3, (290,)),

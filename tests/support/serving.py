@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ from torch_moe_mps.commands import serving as commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.option_checks import check_options
 from torch_moe_mps.commands.serve import key_of, server_of, sockets_of
+from torch_moe_mps.serving.engine.loop import EngineThread
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
@@ -118,6 +120,26 @@ def printable_checkpoint(folder: Path, **settings: object) -> Path:
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def last_until_the_server_ends(step: int, seconds: float = 60) -> None:
+    """The engine's step of this number lasts until the server ends, for so many seconds at most: how many
+    tokens a client then sees does not depend on the load."""
+    run = EngineThread._run
+
+    def lasting(self: EngineThread) -> None:
+        take, steps = self._engine.step, itertools.count(1)
+
+        def one() -> None:
+            take()
+            end = time.monotonic() + seconds * (next(steps) == step)
+            while not self._closed and time.monotonic() < end:
+                time.sleep(0.01)
+
+        self._engine.step = one
+        run(self)
+
+    EngineThread._run = lasting
 
 
 def letters() -> transformers.PreTrainedTokenizerFast:

@@ -312,12 +312,10 @@ def test_chat(checkpoint, monkeypatch, capsys):
 
 
 class Terminal:
-    """A command that runs in a terminal of its own."""
+    """A command that runs in a terminal of its own, after a statement of Python."""
 
-    def __init__(self, *arguments, longest_file: int | None = None):
-        begin = "import os; os.open(os.ttyname(0), os.O_RDWR)"  # Ctrl-C comes from its terminal
-        if longest_file is not None:
-            begin += f"; from support.disk import fill; fill({longest_file})"
+    def __init__(self, *arguments, first: str = "pass"):
+        begin = f"import os; os.open(os.ttyname(0), os.O_RDWR); {first}"  # Ctrl-C comes from its terminal
         leader, follower = pty.openpty()
         self.process = Forked(
             f"{begin}; {COMMAND}", *arguments, files=(follower,) * 3, TERM="dumb", COLUMNS=300
@@ -387,7 +385,7 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     """It says what it cannot keep."""
     port, folder = serving.free_port(), tmp_path / "kept"
     arguments = ["--port", port, "--device", "cpu", "--prompt-folder", folder, "--log-level", "error"]
-    server = Terminal("serve", checkpoint, *arguments, longest_file=2000)
+    server = Terminal("serve", checkpoint, *arguments, first="from support.disk import fill; fill(2000)")
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
         end = time.monotonic() + 90
         while True:
@@ -412,7 +410,8 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
     """The client is told; a second one loses no prompts."""
     port, folder = serving.free_port(), tmp_path / "kept"
     kept = ["--prompt-folder", folder, "--parallel", 2]
-    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", *kept)
+    first = "from support import serving; serving.last_until_the_server_ends(step=20)"
+    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", *kept, first=first)
     server.wait_for(f"answers at http://localhost:{port}/v1")
     asked = {"model": "m", "messages": said("hello"), "temperature": 0, "stream": True}
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
@@ -422,7 +421,7 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
                 if shown == 3:
                     server.type(CTRL_C * times)
     code, text = server.rest()
-    assert code == 128 + signal.SIGINT and "Traceback" not in text and shown < 200
+    assert code == 128 + signal.SIGINT and "Traceback" not in text and shown <= 20  # of 250 tokens
     assert max(int(file.stem.rpartition("-")[2]) for file in folder.glob("*/*.state")) > 5  # tokens
 
 
