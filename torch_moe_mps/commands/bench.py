@@ -242,8 +242,11 @@ class Bench:
     def experts(self) -> str | None:
         """Line on the experts that a step of several sequences reads; None for a model without ours.
 
-        A step takes as long as the weights that it reads, which are the fewer the more sequences agree.
+        A step takes as long as the weights that it reads, which are the fewer the more sequences agree. None
+        in a pipeline too: its other processes follow the engine, and these steps are calls of the model.
         """
+        if processes() > 1:
+            return None
         found = []
         for count in SEQUENCES:
             ids = self.ids.repeat(1, count * 2 * CONTEXT // self.ids.shape[1] + 1)[0, : count * (CONTEXT + 1)]

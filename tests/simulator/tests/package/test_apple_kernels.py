@@ -301,7 +301,8 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
     for experts in (64, 128, 256, 512, 1024):
         logits = on_device(8, experts, dtype=dtype)
         label = f"moe_router_topk_softmax of {experts}"
-        yield label, functools.partial(ops.moe_router_topk_softmax, logits, 4, True), {}, logits.numel()
+        call = functools.partial(ops.moe_router_topk_softmax, logits, 4, norm_topk_prob=True)
+        yield label, call, {}, logits.numel()
     router, norm, scale = (on_device(*shape, dtype=dtype) for shape in ((64, HIDDEN), (HIDDEN,), (64,)))
     for tokens in (1, 32):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
@@ -313,12 +314,15 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
-        call = functools.partial(ops.moe_gate, hidden, router, norm, scale, 4, 1e-6, True)
+        options = {"norm_eps": 1e-6, "renormalize_after_scale": True}
+        call = functools.partial(ops.moe_gate, hidden, router, norm, scale, 4, **options)
         yield f"moe_gate of {tokens}", call, work, 0
     for kind in (torch.int32, torch.int64):
         ids = ids_of(64, 4, 32).to(kind)
-        yield f"moe_bucket {kind}", functools.partial(ops.moe_bucket, ids, 32), {}, ids.numel()
-        call = functools.partial(ops.moe_compute_ids_tpe, ids, 32, 128, 128)
+        yield f"moe_bucket {kind}", functools.partial(ops.moe_bucket, ids, num_experts=32), {}, ids.numel()
+        call = functools.partial(
+            ops.moe_compute_ids_tpe, ids, num_experts=32, gate_up_rows=128, down_rows=128
+        )
         yield f"moe_compute_ids_tpe {kind}", call, {}, ids.numel()
 
 
