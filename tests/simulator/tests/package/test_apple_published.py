@@ -25,12 +25,14 @@ def test_published_measurement(entry):
 
 
 @pytest.mark.sweep
-def test_fewer_instructions_with_more_registers_may_be_slower(simulated):
+def test_fewer_instructions_keep_their_registers(simulated):
     """fastmlx built a gemm like ours on an M3 Max: 24 % fewer instructions than MLX's, and 1.2 to 1.6 times
-    its time at many rows. Slots alone do not rank the two; the range of the time has the measured one."""
+    its time at many rows. Slots alone do not rank two kernels, as one with many registers hides less latency.
+    Ours, in tiles of 16 tokens, has few enough: it is the faster one where no instructions are independent,
+    too."""
     found = published.direct_over_staged(64, 2048, 2048, GPUS["M3 Max"])
     assert 0.7 <= found.instructions <= 0.8
-    assert found.least < 1.0 and 1.2 <= found.most <= 1.6
+    assert found.instructions <= found.least < found.most < 1.0
 
 
 def test_few_exceptions():
