@@ -58,7 +58,10 @@ SENTENCES = """
     import sys
     import torch
     from sentence_transformers import SentenceTransformer
-    model = SentenceTransformer(sys.argv[1], device="cpu")
+    from torch_moe_mps import QuantizationConfig
+    from transformers import AutoConfig
+    config = QuantizationConfig(**AutoConfig.from_pretrained(sys.argv[1]).quantization_config)
+    model = SentenceTransformer(sys.argv[1], device="cpu", config_kwargs={"quantization_config": config})
     inner = model[0].auto_model
     sentences = ["a first sentence", "of two"]
     result = torch.from_numpy(model.encode(sentences))
@@ -73,7 +76,7 @@ SENTENCES = """
 
 @pytest.mark.sweep  # sentence-transformers, and what it imports, take ten seconds
 def test_sentence_transformers(tmp_path):
-    """A saved model in a program that does not import this package: embeddings are means of tokens."""
+    """A saved model with a config of this package, as docs/embeddings.md has it: means of tokens."""
     model = tiny("qwen3").model
     torch_moe_mps.accelerate(model, 4, 32)
     model.save_pretrained(tmp_path)
