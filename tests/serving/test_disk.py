@@ -82,7 +82,7 @@ def test_a_turn_behind_a_restart(architecture, how, tmp_path):
     first = Asked(LONG)
     answer(model, Disk(tmp_path, MEMORY), first)
     disk = Disk(tmp_path, MEMORY)
-    second = Asked(turn(first, 5, 7, 9))
+    second = Asked(turn(first, 5, 8, 9))
     prompts = answer(model, disk, second)
     assert second.tokens == second.expected(model)
     usage = second.job.usage

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 import torch_moe_mps
 from support import tiny_models
@@ -102,7 +102,11 @@ class ModelMachine(RuleBasedStateMachine):
         cls = type(self.fast)
 
         def load():
-            return torch_moe_mps.from_pretrained(folder, cls) if ours else cls.from_pretrained(folder).eval()
+            if ours:
+                return torch_moe_mps.from_pretrained(folder, cls)
+            stored = getattr(AutoConfig.from_pretrained(folder), "quantization_config", None)
+            given = stored and {"quantization_config": torch_moe_mps.QuantizationConfig(**stored)}
+            return cls.from_pretrained(folder, **given or {}).eval()
 
         with tempfile.TemporaryDirectory() as folder:
             if interrupt == "save":

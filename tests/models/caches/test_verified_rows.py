@@ -32,7 +32,7 @@ NO_ROWS = {
     "data2vec-text", "git", "marian", "mbart", "mvp",
     "openai-gpt", "pegasus", "plbart", "prophetnet", "recurrent_gemma", "reformer",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "unlimited_ocr", "xlm-roberta",
-    "xlm-roberta-xl", "xlnet", "xmod",
+    "xlm-roberta-xl", "xlnet", "xmod", "zamba",
 }  # fmt: skip
 OWN_STEPS = {"nemotron_h", "zamba2"}  # a token alone has other time steps than in a prompt
 # Windows, latents, a model that takes no positions, and states that lag: Mamba-2 beside keys, convolutions.

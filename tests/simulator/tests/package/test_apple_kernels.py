@@ -185,8 +185,8 @@ def adapters(dtype: torch.dtype) -> Iterator[Call]:
         factors = on_device(rank * experts, hidden), on_device(rows, rank * experts)
         pairs = ops.moe_bucket(ids, num_experts=experts)
         work = tokens * slots * rank * (hidden + rows)
-        listed = pairs if tokens > 1 else (None, None)
-        call = functools.partial(ops.expert_lora, *around, ids, *factors, experts, *listed)
+        listed = dict(zip(("pair_order", "offsets"), pairs, strict=True)) if tokens > 1 else {}
+        call = functools.partial(ops.expert_lora, *around, ids, *factors, num_experts=experts, **listed)
         yield f"expert_lora of {tokens} tokens", call, {}, work
     call = functools.partial(ops._expert_lora_backward, *around, ids, *factors, *pairs, experts)
     yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
