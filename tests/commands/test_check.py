@@ -356,7 +356,7 @@ VARIANTS = (
     ("gemm32_affine4_64_bf16", "M4 Max", "linear_quantized"),
     ("gemm16_split_affine4_64_bf16", "M4 Max", "linear_quantized"),
     ("gemm16_split_mxfp4_bf16", "M1", "linear_quantized"),
-    ("linear128_tensor_affine4_64_bf16", "M5 Max", "linear_quantized"),
+    ("gemm64_tensor_affine4_64_bf16", "M5 Max", "linear_quantized"),
 )
 
 
