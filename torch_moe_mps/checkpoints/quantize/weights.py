@@ -180,7 +180,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
                 parameters[name] = cast(nn.Parameter, tensor)
             elif tensor is not None:
                 buffers[name] = as_codes(tensor)
-    run_operators(module)  # which take dense weights, too, while eager code takes no packed ones
+    run_operators(module)  # operators take dense weights, too, while eager code takes no packed ones
     set_experts(
         module,
         target.experts.packed(target.formats),
