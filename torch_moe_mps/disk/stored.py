@@ -50,6 +50,11 @@ class StoredTensor:
         raise IndexError(row)
 
 
+def bytes_of_block(kind: str) -> int:
+    """Bytes of a block of ggml's type, in lower case; of one value that is not quantised."""
+    return VALUES[kind].itemsize if kind in VALUES else block_size(kind)
+
+
 @dataclass(frozen=True)
 class FileBlocks:
     """Rows of a matrix of each expert of a layer in a GGUF file.
@@ -76,8 +81,7 @@ class FileBlocks:
     @property
     def size(self) -> int:
         """Bytes of the rows of one expert."""
-        dtype = VALUES.get(self.kind)
-        return self.rows * self.in_row * (block_size(self.kind) if dtype is None else dtype.itemsize)
+        return self.rows * self.in_row * bytes_of_block(self.kind)
 
     def converted(self, data: bytearray, dtype: torch.dtype) -> list[Tensor]:
         """The rows of one expert, of codes, scales and zeros. Values become those of a dtype."""

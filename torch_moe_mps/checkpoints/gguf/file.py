@@ -30,7 +30,6 @@ from ...models.upstream.weights import (
 from ...quantization import Format, QuantizedWeight
 from ...quantization.gguf import (
     VALUES_AT_ONCE,
-    block_size,
     block_values,
     blocks_of,
     format_of_blocks,
@@ -90,11 +89,6 @@ class GgufTensor(NamedTuple):
     @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
-
-    @property
-    def block_size(self) -> int:
-        """Bytes of a block of a quantised tensor."""
-        return block_size(self.kind)
 
     def values(self, data: np.ndarray | None = None) -> np.ndarray:
         """Dequantised float32 values of all rows, or of the given bytes.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...disk.file import Layer
-from ...disk.stored import VALUES, FileBlocks
+from ...disk.stored import VALUES, FileBlocks, bytes_of_block
 from ..quantize.weights import quantized_names
 from .file import GgufTensor
 from .reading import GgufLayout
@@ -77,7 +77,7 @@ def _blocks(
     result = []
     for run in _runs(tensors, order.reshape(experts, -1), by_value) if order.numel() % experts == 0 else ():
         tensor, kind = run.tensor, run.tensor.kind.lower()
-        block = VALUES[kind].itemsize if kind in VALUES else tensor.block_size
+        block = bytes_of_block(kind)
         size = block if by_value else tensor.data.shape[-1]  # bytes of a row
         offset = tensor.offset + run.begin * size
         place = offset, run.each * size, run.rows, size // block

@@ -192,9 +192,8 @@ def state_in(module: nn.Module) -> State:
 
     A token runs many modules, so their forwards look it up themselves: a call in Python counts there.
     """
-    state: State = module.__dict__.get(
-        STATE, EMPTY_STATE
-    )  # getattr of a missing attribute is slow on modules
+    # getattr of a missing attribute is slow on modules
+    state: State = module.__dict__.get(STATE, EMPTY_STATE)
     return state
 
 
