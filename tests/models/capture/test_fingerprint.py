@@ -22,6 +22,7 @@ from transformers.utils import output_capturing
 from torch_moe_mps.models.capture import fingerprint as fingerprints
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.capture.fingerprint import Fingerprint
+from torch_moe_mps.models.upstream import reach
 from torch_moe_mps.models.upstream.calls import cache_argument
 
 pytestmark = pytest.mark.usefixtures("captured")
@@ -170,6 +171,42 @@ def test_what_the_fingerprint_holds(monkeypatch):
     norm(model).factor = 1.0  # what is an equal object is not said to have changed
     assert not fingerprint.holds()
     assert fingerprint.changed() == "model.layers.0.post_attention_layernorm.factor"
+
+
+NAMES = {
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.apply_rotary_pos_emb": sets(
+        file_of, "apply_rotary_pos_emb", double
+    ),
+    ".ALL_ATTENTION_FUNCTIONS.sdpa": puts(  # a table that several files import
+        lambda m: file_of(m).ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double
+    ),
+    "transformers.cache_utils.DynamicLayer.get_mask_sizes": sets(
+        lambda m: DynamicLayer, "get_mask_sizes", double
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_library_name_that_changed_is_named(name, monkeypatch):
+    model = accelerated("qwen3_moe", "cpu")
+    fingerprint = Fingerprint(model)
+    NAMES[name](model, monkeypatch)
+    assert not fingerprint.holds() and fingerprint.changed().endswith(name)
+
+
+def test_functions_that_stand_in_for_those_of_transformers_stay(monkeypatch):
+    """They would go with the last layer of attention that needs them, in another model."""
+    monkeypatch.setattr(reach, "_held", {})  # whichever models of other tests are alive
+    monkeypatch.setattr(reach, "_undo", {})
+    model, entries = accelerated("deepseek_v32", "cpu"), AttentionInterface._global_mapping
+    own, of_another_model = entries["sdpa"], reach.hold_reach("transformers")
+    fingerprint = Fingerprint(model)
+    assert reach._held and entries["sdpa"] is not own
+    del of_another_model
+    assert fingerprint.holds(), fingerprint.changed()
+    del fingerprint
+    gc.collect()
+    assert entries["sdpa"] is own
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from operator import is_, is_not
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from ..._extension import host_library
 from ..basics.state import State, UntrackedState
 from ..graphs.tracing import NotCapturable
 from ..upstream.models import RECORDERS, CacheLayerMixin, GeneralInterface
+from ..upstream.reach import hold_reach
 from .user_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -71,6 +72,7 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module, exchange: object = None) -> None:
         """`exchange`: an object that changes while nothing of the model does, and has hooks in it."""
+        self._reach = hold_reach("transformers")  # or its entries change with the end of another model
         reached = _Reached(model, exchange)
         self.model = model
         self._modules = reached.modules
@@ -79,14 +81,14 @@ class Fingerprint:
         _require_known(hooks, model, exchange)
         classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
         self._classes = classes  # alive: the end of a cache's class that nobody uses is no change
-        files = list(_files(classes))
-        _note_first(classes, files)
+        self._names = [*_members(classes), *_files(classes)]
+        _note_first(classes, (names.container for names in self._names))
         self._copies = [
             (watched, watched.container.copy())
             for watched in reached.watched
             if isinstance(watched.container, (dict, list))
         ]
-        every = [*hooks, *_members(classes), *files, *(container for _, container in reached.watched)]
+        every = [*hooks, *(container for _, container in (*self._names, *reached.watched))]
         # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
         entries = [item for item in every if type(item) is dict or (isinstance(item, dict) and not item)]
         known = set(map(id, entries))
@@ -102,9 +104,9 @@ class Fingerprint:
             return False
 
     def changed(self) -> str:
-        """The first thing of the model that code can tell from what it was, by its path.
+        """The path of the first thing that code can tell from what it was, in the model or a library's names.
 
-        "the model" where its classes, their files or what is around it have changed.
+        "the model" where it is nothing of these.
         """
         for watched, before in self._copies:
             if _differs(watched.container, before):
@@ -112,7 +114,11 @@ class Fingerprint:
                 if found is not None:
                     return found
         dtype = torch.get_default_dtype()
-        return "the model" if dtype is self._now[1] else f"torch's default dtype ({dtype})"
+        if dtype is not self._now[1]:
+            return f"torch's default dtype ({dtype})"
+        names = {id(each.container): each for each in self._names}
+        every = (names[id(now)].changed(old) for now, old in self._entries.changed() if id(now) in names)
+        return next((each for each in every if each is not None), "the model")
 
     def undo(self) -> None:
         """Gives the model's attributes their values at the begin again."""
@@ -163,6 +169,15 @@ class _Entries(_Contents):
 
     def are_equal(self) -> bool:
         return _comparison()(*self._arguments) or super().are_equal()
+
+    def changed(self) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Dictionaries that hold other objects than they did, each with its former entries."""
+        alive = iter(self._alive)
+        for container, length in zip(self._containers, self._arrays[1], strict=True):
+            entries = islice(alive, 2 * length)
+            before = dict(zip(entries, entries, strict=True))
+            if _differs(container, before):
+                yield container, before
 
     def _read(self) -> tuple[list[Any], ...]:
         return *super()._read(), list(map(list, self._containers))  # the keys, in their order
@@ -334,9 +349,11 @@ def _with_subclasses(*classes: type) -> Iterator[type]:
         yield from _with_subclasses(*cls.__subclasses__())
 
 
-def _members(classes: Iterable[type]) -> list[Any]:
+def _members(classes: Iterable[type]) -> Iterator[Watched]:
     """The dictionaries of what classes have by name, which Python shows read-only."""
-    return [names for cls in classes for names in gc.get_referents(_attributes(cls))]
+    for cls in classes:
+        for names in gc.get_referents(_attributes(cls)):
+            yield Watched(f"{cls.__module__}.{cls.__qualname__}", names)
 
 
 def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
@@ -351,7 +368,7 @@ def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
             file.setdefault("__warningregistry__", {})
 
 
-def _files(classes: Iterable[type]) -> Iterator[Any]:
+def _files(classes: Iterable[type]) -> Iterator[Watched]:
     """Names in the files of libraries' classes, and of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
@@ -363,17 +380,18 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
                 names_of_file = getattr(inspect.unwrap(value), "__globals__", value.__globals__)
                 files.setdefault(id(names_of_file), names_of_file)
     for file in files.values():
-        yield file
-        yield from _tables_in(file)
+        watched = Watched(file["__name__"], file)
+        yield watched
+        yield from _tables_in(watched)
 
 
-def _tables_in(file: dict[str, Any]) -> Iterator[Any]:
+def _tables_in(file: Watched) -> Iterator[Watched]:
     """Containers at the top level of a file, and the mappings of tables of implementations."""
-    for name, value in file.items():
+    for name, value in file.container.items():
         if isinstance(value, GeneralInterface):
-            yield from (value._global_mapping, value._local_mapping)
+            yield from (Watched(file.inside(name), m) for m in (value._global_mapping, value._local_mapping))
         elif type(value) in (dict, list, set) and not name.startswith("__"):
-            yield value
+            yield Watched(file.inside(name), value)
 
 
 def _is_of(name: str, packages: tuple[str, ...]) -> bool:

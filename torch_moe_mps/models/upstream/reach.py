@@ -1,9 +1,9 @@
 """All that this package replaces in other libraries, a row each, and only while models of ours need it.
 
 An object that needs the rows of a library keeps the result of `hold_reach`: modules whose weights are packed
-or on the disk need PEFT's rows, layers of attention that run on the operator need transformers' rows. The
-first such object puts the rows in, and they are undone when the last one is gone. All else that changes a
-model is in its modules and classes.
+or on the disk need PEFT's rows, layers of attention that run on the operator need transformers' rows, and
+captured tokens need that these stay as they are. The first such object puts the rows in, and they are undone
+when the last one is gone. All else that changes a model is in its modules and classes.
 """
 
 import importlib
@@ -46,7 +46,9 @@ _BY_NAME = (
     "so a model that runs torch's attention in part has to keep that name"
 )
 _ENDS_NAMES = "interfaces say what an implementation needs, in place of comparisons with its name"
-_WITH_LAYERS = "with the last accelerated layer of attention: `restore`, or the end of the model"
+_WITH_LAYERS = (
+    "with the last accelerated layer of attention or captured token: `restore`, or the end of the model"
+)
 ROWS = (
     ReachRow(
         library="peft",
