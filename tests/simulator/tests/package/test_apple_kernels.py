@@ -164,8 +164,9 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
     """A token of a vocabulary as large as Qwen3's; the same where nothing limits what is drawn from."""
     torch.manual_seed(0)
     logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
-    for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
-        call = functools.partial(torch.ops.moe_mps._sample_with_flags, logits, draws, *how)
+    both = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    for label, how in {"top-k and top-p": both, "top-p": {"top_p": 0.9}, "all": {}}.items():
+        call = functools.partial(torch.ops.moe_mps._sample_with_flags, logits, draws, **how)
         yield f"_sample_with_flags of {label}", call, {}, logits.numel()
 
 
