@@ -58,10 +58,13 @@ PROGRAM = """
 """
 # Operators register themselves, and so do forwards that know what runs unmodified in their place.
 OWN = [
+    "torch_moe_mps.models.basics.state._EAGER",
     "torch_moe_mps.ops._registry.DECLARED",
     "torch_moe_mps.ops._registry.OPERATORS",
+    "torch_moe_mps.ops._registry.PUBLIC",
+    "torch_moe_mps.ops._registry.PUBLIC_FOR",
     "torch_moe_mps.ops._registry.WITH_BACKWARD",
-    "torch_moe_mps.models.basics.state._EAGER",
+    "torch_moe_mps.ops._registry._OPERATORS",
 ]
 
 

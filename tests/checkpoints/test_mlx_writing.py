@@ -195,6 +195,17 @@ def test_several_files(tmp_path, monkeypatch):
     assert torch.equal(output(model, prompt()), output(again, prompt()))
 
 
+def test_packed_experts_that_a_trial_recognised_are_planned(tmp_path, capsys):
+    """On the meta device: what their code reads is made anew there, in place of the checkpoint's tensors."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("step3p7")
+    torch_moe_mps.accelerate(model, 4, 32)
+    model.save_pretrained(tmp_path / "packed")
+    convert(tmp_path, "packed", "mlx", "--dry-run")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "experts.gate_up_proj" in line]
+    assert row.split()[1:3] == ["affine4_32", "affine4_32"]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", ["kimi_k25", "qwen3_vl_moe", "gemma4 with vision", "step3p5"])
 def test_the_language_model_of_more_is_converted(architecture, tmp_path):

@@ -110,8 +110,6 @@ def empty_weight(target: Target, parameter: str) -> QuantizedWeight:
 def install_stored(model: nn.Module, target: Target) -> None:
     """Makes a module quantised once the tensors of `store_empty` are loaded."""
     replace(model, target, {parameter: _stored(target, parameter) for parameter in target.formats})
-    for parameter in target.formats:
-        vars(target.module).pop(parameter, None)
 
 
 def _stored(target: Target, parameter: str) -> QuantizedWeight:
@@ -189,6 +187,8 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
         config=pinned_config(module),
         _reach=hold_reach("peft"),
     )
+    for parameter in weights:
+        vars(module).pop(parameter, None)  # left by `store_empty`
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:
