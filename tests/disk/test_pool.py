@@ -583,6 +583,7 @@ NO_THREAD = """
         return result.tolist()
 
     torch.ops.moe_mps._expert_slots(ids, 0).tolist()  # what a GPU needs is there
+    torch.ops.moe_mps._pipelines("probe_f32")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), before[1]))
@@ -603,11 +604,12 @@ NO_THREAD = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no memory for a thread's stack")
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_no_thread_can_be_made(tmp_path, device):
-    """Each step says so, and a later one reads."""
+@pytest.mark.parametrize(("place", "keeps_warm"), [("cpu", 0), ("mps", 0), ("mps", 1)])
+def test_no_thread_can_be_made(tmp_path, place, keeps_warm):
+    """Each step says so, and a later one reads; that the GPU is not kept warm, no step says."""
     write(tmp_path / "experts")
-    *said, slots = processes.forked(NO_THREAD, tmp_path / "experts", device).splitlines()
+    variables = {"MOE_MPS_KEEP_WARM": str(keeps_warm)}
+    *said, slots = processes.forked(NO_THREAD, tmp_path / "experts", place, **variables).splitlines()
     assert len(said) == 3 and slots == "[0, 1]"
     says = "experts cannot be read, as no thread can be made: Resource temporarily unavailable"
     assert all(says in line for line in said)
