@@ -1,5 +1,6 @@
 """Pools: the slots have the bytes of the experts that were asked for, whatever the disk does."""
 
+import errno
 import fcntl
 import gc
 import itertools
@@ -167,8 +168,17 @@ def test_an_error_of_the_disk_without_the_extension(file, monkeypatch):
 
 
 def test_reads_that_give_less_than_was_asked(file, simulated):
-    with simulated.reads(lambda fd, offset, size: 1 + size // 3):
+    """And every third one, which a signal interrupts, gives nothing."""
+    calls = itertools.count()
+
+    def read(fd, offset, size):
+        if next(calls) % 3 == 1:
+            raise InterruptedError(errno.EINTR, "")
+        return 1 + size // 3
+
+    with simulated.reads(read):
         check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
+    assert next(calls) > 3
 
 
 @pytest.mark.parametrize("seed", range(3))
