@@ -14,7 +14,7 @@ fail() {
 
 # --help installs nothing: it prints the comment at a script's head, or what the Python program says where the environment is there.
 print_help() {
-  sed -n '2,${/^#/!q;s/^# \{0,1\}//p}' "$script"
+  sed -n '2,${/^#/!q;s/^# \{0,1\}//p;}' "$script"  # BSD's sed needs the last semicolon
   exit
 }
 help=
@@ -97,4 +97,12 @@ make_toolchain() {
   echo "installing$missing"
   apt-get -qq update
   DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends $missing > /dev/null
+}
+
+# Both at once. Process substitutions of make_environment change $!.
+make_environment_and_toolchain() {
+  make_toolchain &
+  local toolchain=$!
+  make_environment
+  wait "$toolchain"
 }

@@ -201,6 +201,12 @@ def test_what_the_gpu_job_decides_by():
     assert not any("scripts/test" in step["run"] for step in decide)
 
 
+def test_slow_steps_of_the_gpu_job_end_before_it():
+    """A quarter of an hour is left for the environment; a job that ends by its limit uploads no reports."""
+    job = jobs(FOLDER / "test.yml")["gpu"]
+    assert sum(step.get("timeout-minutes", 0) for step in job["steps"]) + 15 <= job["timeout-minutes"]
+
+
 def fixtures_of(file: str, test: str) -> set[str]:
     """Fixtures that a test takes, those of fixtures in its file too."""
     functions = {
@@ -295,6 +301,7 @@ def test_the_page_says_what_each_job_prints(simulated):
     assert [name for name in rows if name in test] == [*test]
     for name, job in test.items():
         assert all(label in rows[name] for label in runners(job)), name
+    assert rows["linux"] == f"{len(of_matrix(test['linux']))} of ubuntu-24.04"
     ours = torch.ops.moe_mps
     files = len([*(REPOSITORY / "torch_moe_mps/csrc").rglob("*.mm")])
     assert f"for macOS: {files} files, " in page

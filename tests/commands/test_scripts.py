@@ -14,6 +14,7 @@ from support.processes import LEAVE, REPOSITORY
 SCRIPTS = REPOSITORY / "scripts"
 SHELL = sorted(path for path in SCRIPTS.rglob("*") if path.is_file() and not path.suffix)
 IN_PYTHON = sorted(path for path in SCRIPTS.rglob("*.py") if '"__main__"' in path.read_text())
+SED = re.compile(r"\bsed (?:-\w+ )*'([^']*)'")
 # Those that take seconds -> the page that they write a part of, and the mark in front of it.
 QUICK = {
     "make_gguf_table": ("docs/gguf.md", "<!-- scripts/make/"),
@@ -189,6 +190,35 @@ def test_an_operator_and_a_family_are_added_as_the_page_says(tmp_path):
     for file in re.findall(r"^wrote   (\S+)$", result.stdout, re.MULTILINE):
         assert "NEW_ONE" not in (clone / file).read_text(), file
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 9, result.stdout
+
+
+# What installs is replaced: packages of the system, which take longer than those of Python.
+INSTALLS = """
+make_toolchain() { sleep 0.3; [ -z "${REFUSED:-}" ] || fail "the simulator needs packages"; touch toolchain; }
+make_environment() { PYTHON=./python; cat <(echo "ls toolchain") > "$PYTHON"; chmod +x "$PYTHON"; }
+"""
+
+
+@pytest.mark.parametrize("script", ["test", "upstream"])
+def test_the_toolchain_is_there_before_it_is_used(script, tmp_path):
+    """A script waits for it, and ends with its error. What runs beside changes bash's `$!`."""
+    clone = new_clone(tmp_path)
+    with open(clone / "scripts" / "environment.sh", "a") as file:
+        file.write(INSTALLS)
+
+    def run(**more: str) -> subprocess.CompletedProcess:
+        command = [str(clone / "scripts" / script), "tests/a_test.py"]
+        return subprocess.run(command, capture_output=True, text=True, env=variables() | more, timeout=60)
+
+    refused = run(REFUSED="1")
+    assert refused.returncode == 1 and refused.stderr == "error: the simulator needs packages\n"
+    assert run().stdout == "toolchain\n"
+
+
+def test_seds_programs_are_also_those_of_macos():
+    """BSD's takes no bracket behind a substitution's flags."""
+    programs = [p for path in (*SHELL, SCRIPTS / "environment.sh") for p in SED.findall(path.read_text())]
+    assert len(programs) > 0 and not [p for p in programs if re.search(r"s/[^/]*/[^/]*/\w*}", p)]
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)

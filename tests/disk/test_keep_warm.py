@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from support.experts_on_disk import NumberedPool as Pool
+from support.processes import forked
 
 import torch_moe_mps
 from torch_moe_mps.disk import pool as disk_pool
@@ -97,6 +98,36 @@ def test_pools_turn_it_on(simulated, monkeypatch):
             torch_moe_mps.synchronize()
         assert (torch.ops.moe_mps._beats()[0] > before) is wanted
     torch.ops.moe_mps._keep_warm(0.0, 1)
+
+
+BROKEN = """
+    import os, shutil, sys, time
+    from pathlib import Path
+    import simulator, torch
+    from support.simulated import install
+    install()
+    import torch_moe_mps
+    from support.experts_on_disk import NumberedPool as Pool
+    from torch_moe_mps._extension import SHADERS
+
+    shaders = Path(sys.argv[1]) / "shaders"
+    shutil.copytree(SHADERS, shaders)
+    (shaders / "probe.metal").write_text("kernel void broken() { undeclared = 1; }")
+    torch.ops.moe_mps._set_shader_directory(str(shaders))
+    pool, ids = Pool(), torch.tensor([[3, 1]], dtype=torch.int32, device="mps")
+    pool.before = lambda: time.sleep(0.01)
+    with simulator.reads(Pool.read_of):
+        for _ in range(2):
+            slots = torch.ops.moe_mps._expert_slots(ids, pool.number)
+            torch_moe_mps.synchronize()
+            print(pool.holds(slots, [3, 1]), torch.ops.moe_mps._beats())
+"""
+
+
+def test_a_kernel_that_does_not_compile(tmp_path, simulated):
+    """Of the beats: the GPU is not kept warm then, and each step has its slots."""
+    said = forked(BROKEN, tmp_path, MOE_MPS_KEEP_WARM="1")
+    assert said.splitlines() == ["True (0, True)"] * 2
 
 
 def test_wrong_seconds_are_refused(simulated):

@@ -1,5 +1,6 @@
 """Pools: the slots have the bytes of the experts that were asked for, whatever the disk does."""
 
+import errno
 import fcntl
 import gc
 import itertools
@@ -167,8 +168,17 @@ def test_an_error_of_the_disk_without_the_extension(file, monkeypatch):
 
 
 def test_reads_that_give_less_than_was_asked(file, simulated):
-    with simulated.reads(lambda fd, offset, size: 1 + size // 3):
+    """And every third one, which a signal interrupts, gives nothing."""
+    calls = itertools.count()
+
+    def read(fd, offset, size):
+        if next(calls) % 3 == 1:
+            raise InterruptedError(errno.EINTR, "")
+        return 1 + size // 3
+
+    with simulated.reads(read):
         check(Pools(file[0], 4, CPU), file[1], 2, [1, 5, 6])
+    assert next(calls) > 3
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -583,6 +593,7 @@ NO_THREAD = """
         return result.tolist()
 
     torch.ops.moe_mps._expert_slots(ids, 0).tolist()  # what a GPU needs is there
+    torch.ops.moe_mps._pipelines("probe_f32")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), before[1]))
@@ -603,11 +614,12 @@ NO_THREAD = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no memory for a thread's stack")
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_no_thread_can_be_made(tmp_path, device):
-    """Each step says so, and a later one reads."""
+@pytest.mark.parametrize(("place", "keeps_warm"), [("cpu", 0), ("mps", 0), ("mps", 1)])
+def test_no_thread_can_be_made(tmp_path, place, keeps_warm):
+    """Each step says so, and a later one reads; that the GPU is not kept warm, no step says."""
     write(tmp_path / "experts")
-    *said, slots = processes.forked(NO_THREAD, tmp_path / "experts", device).splitlines()
+    variables = {"MOE_MPS_KEEP_WARM": str(keeps_warm)}
+    *said, slots = processes.forked(NO_THREAD, tmp_path / "experts", place, **variables).splitlines()
     assert len(said) == 3 and slots == "[0, 1]"
     says = "experts cannot be read, as no thread can be made: Resource temporarily unavailable"
     assert all(says in line for line in said)

@@ -15,6 +15,7 @@
     with torch_version(version):    torch's copies and errors are those of another version
     with failing(kind, after):      a command buffer fails, as where macOS stops it
     with ignoring(timeouts):        after so many timeouts macOS runs nothing more of the process
+    with working_set(bytes):        a command buffer that needs more memory at once fails
     commits()                       how often the stream was committed
     commit_unseen()                 ends its command buffer as MPSGraph may
     with stream(number):            the thread's stream is another one
@@ -61,6 +62,7 @@ from .runtime import (
     torch_memory,
     torch_version,
     trace,
+    working_set,
 )
 from .shaderlib import DispatchCounters, shader_library
 
@@ -100,4 +102,5 @@ __all__ = [
     "torch_memory",
     "torch_version",
     "trace",
+    "working_set",
 ]

@@ -62,6 +62,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
     library.simulator_ignore_buffers.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    library.simulator_limit_working_set.argtypes = [ctypes.c_size_t]
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
     library.simulator_time_host.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
     library.simulator_advance_host.argtypes = [ctypes.c_double]
@@ -203,7 +204,7 @@ def torch_memory(recommended: int = RECOMMENDED) -> Iterator[None]:
     A freed buffer is given out again at once, with what is in it. `driver_allocated_memory` counts heaps: of
     8 MiB for tensors up to 1 MiB, 32 MiB below 10 MiB, 1 GiB below 512 MiB, which `empty_cache` returns. From
     torch 2.14 on it finds the places in them itself. From 1.4 of that size on large tensors get heaps of
-    their own, and over 1.7 of it none.
+    their own, and over 1.7 of it none. No tensor may have that size.
     """
     torch.mps.synchronize()
     _runtime().simulator_pool_memory(recommended)
@@ -283,6 +284,22 @@ def ignoring(timeouts: int, victims: bool = False) -> Iterator[None]:
         torch.mps.synchronize()
     finally:
         _runtime().simulator_ignore_buffers(0, 0)
+
+
+@contextlib.contextmanager
+def working_set(size: int) -> Iterator[None]:
+    """The GPU may have so many bytes at once: a command buffer whose kernels need more fails.
+
+    It fails as one of `failing("memory")`, and so does each later one that needs as much. Tensors are made
+    nevertheless, and what residency sets keep does not count.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_limit_working_set(size)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_limit_working_set(2**64 - 1)
 
 
 def reset() -> None:

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
 import struct
 import sys
@@ -34,6 +35,7 @@ from torch import Tensor
 from ..selfcheck.machine import NO_CACHE, was_faster
 
 ALIGNMENT = 1 << 14  # bytes: a page of Apple silicon
+OTHER_FILES = 1024  # most open files of a process besides those of experts
 _MAGIC = b"moe_mps experts\n"
 _LENGTH = struct.Struct("<Q")
 _ENTRY = struct.Struct("<II")
@@ -377,6 +379,21 @@ class ExpertsFile:
 
     def _of(self, layer: int, expert: int) -> str:
         return f"{self.path}: expert {expert} of {self.layers[layer].name}"
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the limit of files that this process may have open, if it is below these and OTHER_FILES.
+
+    macOS begins with 256, and a checkpoint may have as many. Where the system allows fewer, whoever opens one
+    too many says so.
+    """
+    most, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if allowed != resource.RLIM_INFINITY:
+        wanted = min(wanted, allowed)
+    if most != resource.RLIM_INFINITY and most < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, allowed))
 
 
 def opened(path: str | Path) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..quantization.gguf import block_size, from_blocks
-from .file import Layer, Places, dtype_of, fill, opened, stamp_of
+from .file import Layer, Places, allow_open_files, dtype_of, fill, opened, stamp_of
 
 # Values that are not quantised, by ggml's names.
 VALUES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -114,9 +114,11 @@ class StoredExperts:
 
     def _open(self, path: Path, key: str, layers: Sequence[Layer], names: set[str]) -> None:
         self.path, self.layers = path, list(layers)
-        self.opened = {name: opened(name) for name in sorted(names)}
-        for file in self.opened.values():
-            weakref.finalize(self, os.close, file)
+        allow_open_files(2 * len(names))  # the reading threads have descriptors of their own
+        self.opened: dict[str, int] = {}
+        for name in sorted(names):
+            self.opened[name] = opened(name)
+            weakref.finalize(self, os.close, self.opened[name])
         stamps = b"".join(map(stamp_of, self.opened))
         self.fingerprint = hashlib.sha256(key.encode() + stamps).hexdigest()
 

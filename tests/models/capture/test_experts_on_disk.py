@@ -1,11 +1,13 @@
 """Captured tokens of models whose experts are on the disk: the GPU waits for them, the host does not."""
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.experts_on_disk import NGRAMS
+from support.jobs import Asked, ids_of
 from support.models import Conversation, generate, in_parts, prompt, tiny
 from torch import nn
 
@@ -16,6 +18,7 @@ from torch_moe_mps.disk import pool
 from torch_moe_mps.models.basics.interface import on_disk_of
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.modules.experts_on_disk import expert_pools
+from torch_moe_mps.serving.engine.loop import EngineThread
 
 pytestmark = pytest.mark.own_gpu
 SLOTS = 3  # of 8 experts, 2 of which a token needs
@@ -170,6 +173,41 @@ def test_threads_that_share_a_model(load, captured, monkeypatch):
             expected = Conversation(resident, length=3 + number).tokens(8)
         assert all(map(torch.equal, own, expected))
     assert bool(captures_of(model) and captures_of(model).programs) == bool(captured)
+
+
+@pytest.mark.slow("loads a model, and captures its tokens")
+def test_memory_that_the_gpu_may_not_have_ends_one_answer(simulated, load):
+    """Prompts that need a whole layer of experts at once do not fit; tokens, which need some slots, do."""
+    model = load(experts_memory="1GB")
+    whole_layer = expert_pools(model).staging.tensors[0]["down_proj"].untyped_storage().nbytes()
+    engine = EngineThread(model, None, 1)
+
+    def answer(length: int, until=lambda tokens: None) -> list[int]:
+        asked = Asked(ids_of(length, length), 6, until=lambda token: until(asked.tokens))
+        asked.config.do_sample = False
+        engine.submit(asked.job)
+        assert asked.done.wait(60)
+        if isinstance(asked.reasons[0], Exception):
+            raise asked.reasons[0]
+        return asked.tokens
+
+    def fails(length: int, *until) -> None:
+        says = r"Insufficient Memory .* a smaller experts_memory, "
+        with pytest.raises(torch.AcceleratorError, match=says) as raised:
+            answer(length, *until)
+        assert "\n" not in str(raised.value)
+
+    one, many = answer(1), answer(9)
+    assert is_captured(model)
+    with simulated.working_set(whole_layer - 1):
+        for _ in range(2):
+            fails(9)
+            assert answer(1) == one
+    assert answer(9) == many
+    with contextlib.ExitStack() as nothing:  # is left for a captured token, from the third on
+        fails(1, lambda tokens: len(tokens) == 2 and nothing.enter_context(simulated.working_set(0)))
+    assert answer(1) == one and is_captured(model)
+    engine.close()
 
 
 @pytest.mark.slow("loads two models, and captures their tokens")

@@ -238,6 +238,7 @@ void* allocate(size_t bytes) {
   State& s = state();
   std::unique_lock<std::recursive_mutex> lock(s.mutex);
   if (s.bytes.recommended == 0) return nullptr;
+  TORCH_CHECK(bytes < s.bytes.recommended, "Invalid buffer size: ", text_of(bytes));
   const size_t size = size_and_align(bytes).size;
   Pool& pool = size <= kSmall ? s.small : s.large;
   const bool has_pressure = &pool == &s.large && is_over(kLow);

@@ -38,9 +38,10 @@ struct State {
   uint64_t before_failure = 0;       // buffers
   uint64_t failures = 0;             // that many in a row
   bool failed = false;
-  uint64_t timeouts = 0;       // buffers that have timed out
-  uint64_t most_timeouts = 0;  // so many, and all later buffers are ignored; 0: none is
-  bool fails_victims = false;  // buffers that are committed after one that fails
+  uint64_t timeouts = 0;                       // buffers that have timed out
+  uint64_t most_timeouts = 0;                  // so many, and all later buffers are ignored; 0: none is
+  bool fails_victims = false;                  // buffers that are committed after one that fails
+  std::atomic<size_t> working_set = SIZE_MAX;  // bytes that the GPU may have at once
   simulator_execute execute = nullptr, plain_execute = nullptr;  // now, and of the executor
   uint64_t seed = 0;
   std::atomic<bool> runs_alone = false;  // the GPU has a thread of its own
@@ -391,6 +392,13 @@ Buffers take_committed(const char* event, bool is_alone) {
   return buffers;
 }
 
+// Whether a buffer's kernels need more memory than the GPU may have at once.
+bool is_too_large(const CommandBuffer& buffer) {
+  size_t bytes = 0;
+  for (const auto& [identity, size] : buffer.used) bytes += size;
+  return bytes > state().working_set;
+}
+
 // What a test wants of the next buffer.
 Failure next_failure() {
   State& s = state();
@@ -714,6 +722,7 @@ void run(const char* event, bool stands_in = false, bool stops = false, bool is_
     if (!std::exchange(buffer->has_begun, true)) {
       buffer->began = std::chrono::steady_clock::now();
       buffer->failure = has_victims ? Failure::kVictim : next_failure();
+      if (buffer->failure == Failure::kNone && is_too_large(*buffer)) buffer->failure = Failure::kOutOfMemory;
       begin(*buffer);
     }
     if (runs && buffer->failure == Failure::kNone) {
@@ -796,6 +805,10 @@ void record(const Command& command, Encoding& into) {
   }
   open.commands.emplace_back(command).use = use;
   add_step(*open.line, use, nullptr);
+  if (s.working_set != SIZE_MAX) {
+    for (const Binding& each : command.buffers)
+      if (each.memory) open.used[each.memory->identity] = each.memory->size;
+  }
   if (open.retains) return;
   for (const Binding& each : command.buffers) borrow(open, {each.memory});
 }
@@ -1117,6 +1130,10 @@ void simulator_ignore_buffers(uint64_t timeouts, int victims) {
   s.most_timeouts = timeouts;
   s.timeouts = 0;
   s.fails_victims = victims;
+}
+
+void simulator_limit_working_set(size_t bytes) {
+  state().working_set = bytes;
 }
 
 void simulator_advance_clock(double seconds) {

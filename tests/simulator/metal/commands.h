@@ -24,6 +24,8 @@ void simulator_set_dropping(int dropping, int validating);
 // After so many more command buffers `count` fail, with an error of this code; 0 calls it off.
 void simulator_fail_buffer(uint64_t after, int code, uint64_t count);
 int simulator_has_failed(void);  // since then
+// A command buffer that needs more bytes than these at once fails.
+void simulator_limit_working_set(size_t bytes);
 // Seconds by which the GPU's clock moves on.
 void simulator_advance_clock(double seconds);
 // Whether the host has a clock beside the GPU's, how many seconds it takes to encode a command or an operator

@@ -222,6 +222,7 @@ struct CommandBuffer {
   bool is_hosts = false;                         // of a queue of host code's own
   bool retains = true;                           // the memory of its commands,
   std::vector<std::shared_ptr<void>> borrowed;   // which is not released before, otherwise
+  std::map<uint64_t, size_t> used;               // {identity: bytes} of it, where a test limits them
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
   uint64_t last = 0;                            // number of the last command that has run when it ends

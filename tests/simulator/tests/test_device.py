@@ -280,6 +280,8 @@ def test_the_watermarks(simulated):
         )
         with pytest.raises(RuntimeError, match=text):
             torch.empty(900 * MIB, dtype=torch.uint8, device="mps")
+        with pytest.raises(RuntimeError, match=r"^Invalid buffer size: 1\.00 GiB"):  # of any memory
+            torch.empty(1024 * MIB, dtype=torch.uint8, device="mps")
         del first, second, third  # what is cached goes before that
         assert torch.empty(900 * MIB, dtype=torch.uint8, device="mps").nbytes == 900 * MIB
         torch.mps.empty_cache()

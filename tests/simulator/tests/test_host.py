@@ -377,6 +377,34 @@ def test_what_follows_a_timeout(calls, simulated, x):
 
 
 @simulator.torch_version("2.14")
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_memory_that_the_gpu_may_not_have(calls, simulated, x, schedule):
+    """Each buffer whose kernels need more fails, and none of its commands runs; the host has its tensors."""
+    simulated.set_schedule(schedule)
+    y, few = torch.zeros_like(x), torch.ones(10, device="mps")
+    torch.mps.synchronize()
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        result = calls.axpy(tensor, tensor, 2.0)
+        calls.watch("a"), calls.commit()
+        torch.mps.synchronize()
+        return result
+
+    with simulated.working_set(2 * x.nbytes - 1):
+        for _ in range(2):
+            assert run(x).isnan().all()
+            text = "5 8 Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+            assert calls.seen() == [f"a: {text}"]
+        assert torch.equal(run(few), 3 * few) and calls.seen() == ["a: 4"]
+        calls.axpy(few, few, 2.0), calls.axpy(x, y, 2.0)  # of the same buffer
+        run(few)
+        assert calls.seen() == [f"a: {text}"]
+    with simulated.working_set(2 * x.nbytes):
+        assert torch.equal(run(x), 3 * x) and calls.seen() == ["a: 4"]
+    assert usable(calls)
+
+
+@simulator.torch_version("2.14")
 @pytest.mark.parametrize("schedule", [2, 3])
 def test_late_handlers(calls, simulated, x, schedule):
     """Of the newest buffer first, behind the wait, on another thread; the buffer knows its end before."""

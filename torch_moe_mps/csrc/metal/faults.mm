@@ -104,8 +104,8 @@ const char* advice(NSError* error, const Work& work) {
     return "other work on the GPU failed, of this program or of another: the same call may be right now";
   }
   if (error != nil && [error code] == MTLCommandBufferErrorOutOfMemory) {
-    return "what the model, its cache and a prompt take must fit in the GPU's memory: fewer bits, kv_bits=8, "
-           "prefill_chunk_size=512 in generate(), or fewer other programs";
+    return "what the model, its cache and a prompt take must fit in the GPU's memory: fewer bits, a smaller "
+           "experts_memory, kv_bits=8, prefill_chunk_size=512 in generate(), or fewer other programs";
   }
   if (error != nil && [error code] == MTLCommandBufferErrorTimeout && work.waits_for) {
     return "macOS stops a GPU that has waited for some 5 s, and this one waited for experts: the disk was "

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "blocks.h"
@@ -24,6 +25,22 @@ namespace moe_mps {
 struct ReadFault {
   std::string why;
   int error = 0;  // of the system; 0 for a file that is not what it was
+};
+
+// An open file. What was opened before one that cannot be is closed with it.
+class OpenFile {
+ public:
+  // Another descriptor of the file; below 0 where the process may have no more, as errno says.
+  explicit OpenFile(int file);
+  OpenFile(OpenFile&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  OpenFile& operator=(OpenFile&&) = delete;
+  ~OpenFile();
+  int number() const { return number_; }
+
+ private:
+  int number_;
 };
 
 // Rows of a tensor behind each other in an open file.
@@ -96,7 +113,6 @@ class Disk : public std::enable_shared_from_this<Disk> {
        int64_t piece);
   Disk(const Disk&) = delete;
   Disk& operator=(const Disk&) = delete;
-  ~Disk();
 
   void add_layer(StoredLayer layer) { layers_.push_back(std::move(layer)); }
   const StoredLayer& layer(int64_t number) const { return layers_.at(static_cast<size_t>(number)); }
@@ -144,7 +160,7 @@ class Disk : public std::enable_shared_from_this<Disk> {
 
   std::string path_;
   std::vector<std::string> names_;
-  std::vector<int> files_;
+  std::vector<OpenFile> files_;
   std::deque<StoredLayer> layers_;
   int64_t depth_, piece_;
   std::mutex mutex_;

@@ -90,6 +90,12 @@ SharedMemory shared_memory(const at::Tensor& tensor) {
 
 }  // namespace
 
+OpenFile::OpenFile(int file) : number_(fcntl(file, F_DUPFD_CLOEXEC, 0)) {}
+
+OpenFile::~OpenFile() {
+  if (number_ >= 0) ::close(number_);
+}
+
 HostRows::HostRows(const at::Tensor& tensor, const at::Tensor& view)
     : kept_(shared_memory(tensor)),
       version_(tensor.is_inference() ? c10::VariableVersion(c10::VariableVersion::DISABLED)
@@ -101,16 +107,13 @@ Disk::Disk(std::string path, std::vector<std::string> names, const std::vector<i
            int64_t piece)
     : path_(std::move(path)), names_(std::move(names)), depth_(depth), piece_(piece), process_(getpid()) {
   for (const int64_t file : files) {
-    const int own = fcntl(static_cast<int>(file), F_DUPFD_CLOEXEC, 0);  // a late read outlives the caller's
-    TORCH_CHECK(own >= 0, "moe_mps: ", path_, " cannot be read: ", std::generic_category().message(errno));
-    files_.push_back(own);
+    OpenFile own(static_cast<int>(file));  // a late read outlives the caller's
+    TORCH_CHECK(own.number() >= 0, "moe_mps: ", path_,
+                " cannot be read: ", std::generic_category().message(errno));
+    files_.push_back(std::move(own));
   }
   reads_.most = depth;
   turns_.most = 1;
-}
-
-Disk::~Disk() {
-  for (const int file : files_) ::close(file);
 }
 
 void Disk::close() {
@@ -245,7 +248,7 @@ ReadFault Disk::fill_memory(const ExpertRead& read, int64_t file, int64_t offset
                             std::vector<iovec> rest) const {
   const int64_t end = offset + needed;
   for (size_t begun = 0; offset < end;) {
-    ssize_t count = preadv(files_[static_cast<size_t>(file)], rest.data() + begun,
+    ssize_t count = preadv(files_[static_cast<size_t>(file)].number(), rest.data() + begun,
                            static_cast<int>(rest.size() - begun), offset);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) {

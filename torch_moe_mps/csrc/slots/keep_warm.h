@@ -5,8 +5,8 @@
 
 namespace moe_mps {
 
-// Makes ready what beats need, if they are wanted. Compiles a kernel: outside of blocks of the stream's
-// queue.
+// Makes ready what beats need, if they are wanted; without it there are none. Compiles a kernel: outside of
+// blocks of the stream's queue.
 void prepare_keep_warm();
 
 // The GPU waits for one more request, and for one less. From any thread; neither waits.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <tuple>
 
@@ -114,6 +115,33 @@ std::tuple<int64_t, bool> beats() {
   return {warm.beats, !warm.has_thread || warm.is_parked};
 }
 
+// The kernel of a beat; null where Metal does not compile it.
+const Pipeline* beat_pipeline() {
+  try {
+    return &pipeline(probe_library(), "probe_fma");
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+// Starts the thread once it has all that beats need. Returns: whether it runs. Under the mutex.
+bool begin_beating(const Pipeline* pipeline, id<MTLDevice> device) {
+  if (warm.has_thread) return true;  // another thread was first
+  warm.pipeline = pipeline;
+  if (warm.queue == nil) warm.queue = [device newCommandQueue];
+  if (warm.out == nil) {
+    warm.out = [device newBufferWithLength:kBeatGroups * kBeatThreads * sizeof(float)
+                                   options:MTLResourceStorageModeShared];
+  }
+  if (pipeline == nullptr || warm.queue == nil || warm.out == nil) return false;
+  try {
+    std::thread(keep_beating).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return warm.has_thread = true;
+}
+
 }  // namespace
 
 void prepare_keep_warm() {
@@ -121,22 +149,10 @@ void prepare_keep_warm() {
     const std::lock_guard<std::mutex> lock(warm.mutex);
     if (warm.every == 0 || warm.has_thread) return;
   }
-  const Pipeline& compiled = pipeline(probe_library(), "probe_fma");
+  const Pipeline* compiled = beat_pipeline();
   const id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
   const std::lock_guard<std::mutex> lock(warm.mutex);
-  if (warm.has_thread) return;  // another thread was first
-  warm.pipeline = &compiled;
-  if (warm.queue == nil) warm.queue = [device newCommandQueue];
-  if (warm.out == nil) {
-    warm.out = [device newBufferWithLength:kBeatGroups * kBeatThreads * sizeof(float)
-                                   options:MTLResourceStorageModeShared];
-  }
-  if (warm.queue == nil || warm.out == nil) {
-    warm.every = 0;  // the model does without
-    return;
-  }
-  std::thread(keep_beating).detach();  // may raise
-  warm.has_thread = true;
+  if (!begin_beating(compiled, device)) warm.every = 0;  // the model does without
 }
 
 void gpu_waits() {
