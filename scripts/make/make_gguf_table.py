@@ -33,14 +33,10 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("llada-moe", "minicpm", "rnd1", "smallthinker"), NO_CLASS),
     "clip": "a vision tower, without a language model",
-    "cogvlm": "a vision model",
-    "deepseek2-ocr": "a vision model",
+    "cogvlm": "reads images alone, whose tower is in another file",
+    "deepseek2-ocr": "reads images alone, whose tower is in another file",
     "llama-embed": "an embedding model",
-    "mimo2": "no row yet: two kinds of attention layers with rotary embeddings of their own",
-    "mistral4": "the class is a vision model's",
     "nomic-bert-moe": "an encoder",
-    "qwen3vlmoe": "the class is a vision model's",
-    "step35": "the class is a vision model's",
 }
 HEAD = ("type", "bits", "read otherwise")
 TOLERANCE = 2e-5  # of the largest output

@@ -1,17 +1,22 @@
 """GGUF files of the architectures that our rows read, written by hand from small models of their classes."""
 
+import copy
+import re
 import warnings
 
 import pytest
 import torch
-from support.gguf_models import PUBLISHED, VOCABULARY, small_model, write_model
+from gguf import GGUFWriter
+from support.gguf_models import PUBLISHED, VOCABULARY, small_model, text_state, write_model
 from support.llama_cpp import log_probabilities
-from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import torch_moe_mps
 from torch_moe_mps.checkpoints.gguf import architectures
 from torch_moe_mps.checkpoints.gguf.file import read_architectures
 from torch_moe_mps.checkpoints.source import read_tokenizer
+from torch_moe_mps.commands import main
 
 IDS = [*range(3, 15)]
 # Entries of a config that a file does not state, or states in other words.
@@ -19,7 +24,7 @@ NOT_STATED = ("_name_or_path", "dtype", "architectures", "quantization_config")
 
 
 def load(path):
-    return torch_moe_mps.from_pretrained(path, AutoModelForCausalLM, device_map="cpu", check=False)
+    return torch_moe_mps.from_pretrained(path, device_map="cpu", check=False)
 
 
 def logits(model, ids):
@@ -32,11 +37,11 @@ def test_has_the_model_of_the_file(tmp_path, architecture):
     """Config, parameters and logits of transformers' model that was written."""
     written = small_model(architecture)
     model = load(write_model(tmp_path / "model.gguf", architecture, written))
-    expected, found = written.config.to_dict(), model.config.to_dict()
+    expected, found = (each.config.get_text_config().to_dict() for each in (written, model))
     unlike = {key for key in expected if key not in NOT_STATED and found.get(key) != expected[key]}
     assert unlike <= NO_KEY.get(architecture, set())
     state = model.state_dict()
-    for name, value in written.state_dict().items():
+    for name, value in text_state(written).items():
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6, msg=name)
     expected_logits = logits(written, IDS)
     assert (logits(model, IDS) - expected_logits).abs().max() <= 1e-5 * expected_logits.abs().max()
@@ -69,8 +74,31 @@ def test_factors_of_frequencies_are_those_of_llama_3(tmp_path, factor):
         found, expected = (m(torch.tensor([IDS]), position_ids=positions).logits for m in (model, written))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     write_model(path, "arcee", written, others={"rope_freqs.weight": factors * 1.5})
-    with pytest.raises(ValueError, match=r"rope_freqs\.weight must be the factors of Llama 3\.1 for"):
+    message = r"rope_freqs\.weight must be the factors of Llama 3\.1 for 8,192 or 131,072 positions, got"
+    with pytest.raises(ValueError, match=message):
         load(path)
+
+
+def test_factors_of_step_35_are_of_the_layers_without_a_window(tmp_path):
+    """A file has those of a whole head, of which such layers turn a half."""
+    scaled = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+    scaled |= {"original_max_position_embeddings": 131072, "rope_theta": 5e6}
+    whole = LlamaConfig(hidden_size=64, num_attention_heads=2, rope_parameters=scaled)
+    inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](whole, "cpu")
+    factors = 5e6 ** -(torch.arange(16) / 16) / inverse
+    torch.testing.assert_close(factors.aminmax(), (torch.tensor(1.0), torch.tensor(2.0)))
+    model = small_model("step35")
+    config = copy.deepcopy(model.config)
+    config.text_config.rope_parameters["full_attention"] |= scaled
+    written = type(model)(config).eval()
+    written.load_state_dict(model.state_dict())
+    path = write_model(tmp_path / "model.gguf", "step35", written, others={"rope_freqs.weight": factors})
+    model = load(path)
+    assert model.config.text_config.rope_parameters == config.text_config.rope_parameters
+    positions = torch.arange(12)[None] * 700
+    with torch.no_grad():
+        found, expected = (m(torch.tensor([IDS]), position_ids=positions).logits for m in (model, written))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +148,9 @@ NO_KEY = {
     "nemotron_h_moe": {"intermediate_size"},
 }
 # llama.cpp has windows of EXAONE 4 only in a model of 64 layers, and norms and a router of its own in
-# Phi-3.5-MoE.
-IN_LLAMA_CPP = [name for name in PUBLISHED if name not in ("exaone4:windows", "phimoe")]
+# Phi-3.5-MoE. In MiMo-V2 its windows are a token shorter, and values are as they are without a factor.
+ONLY_HERE = ("exaone4:windows", "phimoe", "mimo2:window", "mimo2:first")
+IN_LLAMA_CPP = [name for name in PUBLISHED if name not in ONLY_HERE]
 
 
 @pytest.mark.sweep
@@ -142,16 +171,52 @@ def test_llama_cpp_has_the_same_probabilities(tmp_path, architecture, kind):
     assert error <= 1e-4
 
 
-@pytest.mark.parametrize("architecture", ["dots1", "glm4moe", "qwen3next", "granitehybrid", "hunyuan-moe"])
+TAKEN_OUT = ("dots1", "glm4moe", "qwen3next", "granitehybrid", "hunyuan-moe")
+
+
+@pytest.mark.parametrize("architecture", TAKEN_OUT)
 def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch, architecture):
-    """What has no row is refused before anything is read, and the message names what is read."""
+    """Five have no row here; each is refused before anything is read, and the message names what is read."""
     path = write_model(tmp_path / "model.gguf", architecture, small_model(architecture))
-    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name != architecture}
+    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name not in TAKEN_OUT}
     monkeypatch.setattr("torch_moe_mps.checkpoints.gguf.file.ARCHITECTURES", rows)
-    assert {"deepseek2", "qwen3moe", "gpt-oss"} <= {*read_architectures()} and len(rows) > 30
-    expected = f"an architecture among {', '.join(read_architectures())}; got {architecture}"
+    known = read_architectures()
+    assert {"deepseek2", "qwen3moe", "gpt-oss"} <= {*known} and not {*TAKEN_OUT} & {*known}
+    expected = f"an architecture among {', '.join(known)}; got {architecture}"
     with pytest.raises(ValueError, match=f"^moe_mps::gguf: {path} must be of {expected}$"):
         load(path)
+
+
+def test_a_vision_tower_is_refused_by_what_it_is(tmp_path, capsys):
+    """Its file lies next to that of the model, and is easily taken for it."""
+    writer = GGUFWriter(path := tmp_path / "mmproj.gguf", "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_tensor("v.blk.0.attn_q.weight", torch.ones(32, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = f"{path} must be the file of a language model, got that of a vision or audio tower (clip)"
+    with pytest.raises(ValueError, match=f"^moe_mps::gguf: {re.escape(expected)}$"):
+        load(path)
+    for command in (["fit", str(path)], ["generate", str(path), "--prompt", "a"]):
+        assert main(command) == 1
+        assert capsys.readouterr().err == f"torch-moe-mps: error: moe_mps::gguf: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "class_name", "tower"),
+    [
+        ("qwen3vlmoe", "Qwen3VLMoeForConditionalGeneration", "visual"),
+        ("step35", "Step3p7ForConditionalGeneration", "vision_model"),
+    ],
+)
+def test_a_language_model_is_the_whole_class_without_its_tower(tmp_path, architecture, class_name, tower):
+    model = load(write_model(tmp_path / "model.gguf", architecture, small_model(architecture)))
+    assert type(model).__name__ == class_name and text_state(model).keys() == model.state_dict().keys()
+    expected = f"the checkpoint must have model.{tower} for this, got a language model alone"
+    with pytest.raises(RuntimeError, match=expected):
+        getattr(model.model, tower)(torch.zeros(1, 3, 28, 28))
 
 
 @pytest.mark.parametrize("architecture", ["glm4moe", "deepseek2", "exaone-moe"])
@@ -190,6 +255,43 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path
 )
 def test_wrong_metadata_is_refused_before_anything_is_read(tmp_path, changes, message):
     path = write_model(tmp_path / "model.gguf", "dots1", small_model("dots1"), keys=changes)
+    with pytest.raises(ValueError, match=f"^moe_mps::gguf: {message}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        (
+            "mimo2",
+            {"attention.head_count_kv": [1, 1, 1, 2]},
+            r"mimo2.attention.head_count_kv must be the same in all layers of a type, 2 times as large in "
+            r"those with a window, got \[1, 1, 1, 2\]",
+        ),
+        ("mimo2", {"rope.freq_base_swa": None}, "mimo2.rope.freq_base_swa must be in the metadata"),
+        ("mimo2", {"rope.scaling.type": "yarn"}, "mimo2.rope.scaling.type must be none, got yarn"),
+        (
+            "step35",
+            {"attention.head_count": [4, 6, 5, 6]},
+            r"step35.attention.head_count must be the same in all layers of a type, got \[4, 6, 5, 6\]",
+        ),
+        ("step35", {"expert_weights_norm": False}, "step35.expert_weights_norm must be true, got false"),
+        ("step35", {"expert_weights_norm": None}, "step35.expert_weights_norm must be in the metadata"),
+        ("qwen3vlmoe", {"expert_weights_norm": False}, "qwen3vlmoe.expert_weights_norm must be true, got"),
+        (
+            "qwen3vlmoe",
+            {"rope.dimension_sections": None},
+            "qwen3vlmoe.rope.dimension_sections must be in the",
+        ),
+        (
+            "mistral4",
+            {"attention.temperature_length": 9},
+            "mistral4.attention.temperature_length must be 8, as rope.scaling.original_context_length, got 9",
+        ),
+    ],
+)
+def test_wrong_metadata_of_two_kinds_of_layers(tmp_path, architecture, changes, message):
+    path = write_model(tmp_path / "model.gguf", architecture, small_model(architecture), keys=changes)
     with pytest.raises(ValueError, match=f"^moe_mps::gguf: {message}"):
         load(path)
 

@@ -11,6 +11,7 @@ from transformers import modeling_gguf_pytorch_utils
 from transformers.integrations.gguf import get_gguf_config, reader
 
 import torch_moe_mps
+from torch_moe_mps.checkpoints.gguf import header
 from torch_moe_mps.checkpoints.gguf.file import stated_config
 from torch_moe_mps.commands import main
 
@@ -30,18 +31,23 @@ def vocabulary() -> dict[str, object]:
 
 @pytest.fixture
 def counts(monkeypatch, tmp_path):
-    """How often a header is taken apart, with lists of texts or without, and gguf reads the file."""
-    found = {"headers": 0, "lists": 0, "readers": 0}
-    own, reads = reader._read_metadata, gguf.GGUFReader.__init__
+    """How often a header is taken apart here and by transformers, and gguf reads the file."""
+    found = {"headers": 0, "others": 0, "readers": 0}
+    own, others, reads = header.parsed, reader._read_metadata, gguf.GGUFReader.__init__
 
-    def metadata(file, path: str, texts=()):
-        found["lists" if texts else "headers"] += 1
-        return own(file, path, texts)
+    def parsed(path: str, is_first: bool = True):
+        found["headers"] += 1
+        return own(path, is_first)
+
+    def metadata(*arguments):
+        found["others"] += 1
+        return others(*arguments)
 
     def read(self, path, *others, **named):
         found["readers"] += tmp_path in Path(path).parents
         reads(self, path, *others, **named)
 
+    monkeypatch.setattr(header, "parsed", parsed)
     monkeypatch.setattr(reader, "_read_metadata", metadata)
     monkeypatch.setattr(gguf.GGUFReader, "__init__", read)
     return found
@@ -53,13 +59,13 @@ def test_a_header_is_read_once_without_lists(tmp_path, counts):
     stored, keys, matrices, _ = of_architecture("gemma3", "q8_0")
     path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
     assert main(["fit", str(path)]) == 0
-    assert counts == {"headers": 1, "lists": 0, "readers": 0}
+    assert counts == {"headers": 1, "others": 0, "readers": 0}
     model = torch_moe_mps.from_pretrained(path)
-    assert model.config.vocab_size == 96 and counts == {"headers": 1, "lists": 0, "readers": 0}
+    assert model.config.vocab_size == 96 and counts == {"headers": 1, "others": 0, "readers": 0}
     write(path, stored, keys | {"general.name": "another"}, matrices)
     os.utime(path, ns=(1, 1))
     assert stated_config(str(path))["vocab_size"] == 96
-    assert counts == {"headers": 2, "lists": 0, "readers": 0}
+    assert counts == {"headers": 2, "others": 0, "readers": 0}
 
 
 def test_the_length_of_a_vocabulary_is_its_size(tmp_path, counts):
@@ -68,7 +74,7 @@ def test_the_length_of_a_vocabulary_is_its_size(tmp_path, counts):
     del keys["vocab_size"]
     path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
     assert stated_config(str(path))["vocab_size"] == TOKENS
-    assert counts["lists"] == counts["readers"] == 0
+    assert counts["others"] == counts["readers"] == 0
 
 
 @pytest.mark.parametrize("architecture", [*FIRST_LOADER, "qwen35", "lfm2"])

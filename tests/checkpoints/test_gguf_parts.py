@@ -136,7 +136,7 @@ def cut(parts: list[Path]) -> str:
 
 def another_file(parts: list[Path]) -> str:
     parts[1].write_bytes(b"{}" * 40)
-    return r"00002-of-00004\.gguf is damaged .* does not start with the GGUF magic bytes\)$"
+    return r"00002-of-00004\.gguf is damaged .*\(the file must begin with b'GGUF', got b'\{\}\{\}'\)$"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import unicodedata
 
 import pytest
+import regex
 import sentencepiece
 import torch
 from support.gguf_models import small_config, write_model
@@ -80,6 +81,31 @@ WORDS = {
 @pytest.mark.parametrize("split", WORDS)
 def test_words(tmp_path, split):
     assert words(of_bytes(tmp_path / "model.gguf", split), TEXT) == WORDS[split]
+
+
+# By the pattern of Moonshot's own tokenizer: words end in front of a capital letter after a small one, in all
+# scripts, and Han stands apart.
+OF_KIMI = [
+    *(["get", "User", "Name"], ["i", "Phone"], ["HTTPServer"], ["École", "ÀLa"], ["ΑΒ", " Αβγ", "Δ"]),
+    *(["don't"], ["I'M"], ["x", "'"], [HAN, "ab", HAN], [HAN, "\u304b\u306a"], ["123", "4"], [" .", "Ab"]),
+    *(["e\u0301", "E"], ["\u0915\u0940"], ["\n\n", " ", " a"], ["a", "\t\t", "\tb"], ["#a"], ["!?\n", "x"]),
+]
+
+
+def test_words_of_kimi(tmp_path):
+    path = of_bytes(tmp_path / "model.gguf", "kimi-k2")
+    for expected in OF_KIMI:
+        assert words(path, "".join(expected)) == expected
+
+
+def test_words_of_kimi_are_those_of_another_engine(tmp_path):
+    """Of 200 texts, with marks and capital letters, which llama.cpp does not tell from others."""
+    path, (pattern,) = of_bytes(tmp_path / "model.gguf", "kimi-k2"), SPLITS["kimi-k2"]
+    engine = regex.compile(pattern, regex.V1)  # sets with && are of its version 1
+    many = texts()
+    assert sum(not is_plain(text) for text in many) >= 50
+    for text in many:
+        assert words(path, text) == engine.findall(text)
 
 
 def is_plain(text: str) -> bool:

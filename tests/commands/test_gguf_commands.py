@@ -143,6 +143,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
         (("convert", file, tmp_path / "a", "--to", "mlx"), "--to mlx of a GGUF file needs --bits"),
         (("convert", bare, tmp_path / "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", bare, "-p", "a"), "bare.gguf has no tokenizer that transformers reads"),
+        (("generate", file, "-p", "a", "--image", cut), "--image is for a model that takes images, got "),
         (("fit", cut), "cut.gguf is damaged or not in GGUF (blk."),
         (("fit", tmp_path / "none.gguf"), "none.gguf does not exist"),
         (("fit", file, "--revision", "v2"), "--revision needs a name on the Hub"),
@@ -150,6 +151,26 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
         assert run(*arguments) == 1, arguments
         lines = capsys.readouterr().err.strip().splitlines()
         assert message in lines[-1] and not any("Traceback" in line for line in lines), (arguments, lines)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(("generate", "-p", "ab"), ("chat",), ("serve",), ("convert", "new")),
+        ("convert", "new", "--bits", "4", "--importance", "text.txt"),
+        ("perplexity", "--text", "text.txt"),
+    ],
+)
+def test_an_unknown_way_to_split_text_is_refused(tmp_path, monkeypatch, capsys, command):
+    """By each command that reads a tokenizer, before weights."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("ab " * 100)
+    write_file(tmp_path / "model.gguf", tokenizer=True, split_text="new")
+    name, *others = command
+    assert run(name, "model.gguf", *others) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.gguf has no tokenizer that transformers reads (ValueError: tokenizer.ggml.pre must" in line
+    assert line.endswith("; got new. Take the tokenizer of the model's own repository)")
 
 
 def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):

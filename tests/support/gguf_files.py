@@ -31,12 +31,14 @@ def write_file(
     up=None,
     tokenizer=False,
     split=0,
+    split_text="qwen2",
 ) -> Path:
     """A model whose matrices have three types, turn by turn.
 
     Args:
         up: the type of up projections of experts.
         split: number of tensors in each part but the first and the last; 0 for one file.
+        split_text: name of the tokenizer's way to do it.
     """
     keys, matrices = _ARCHITECTURES.get(architecture, _usual)(architecture, *kinds, up or kinds[0])
     if tied:
@@ -50,7 +52,7 @@ def write_file(
         ]  # of bytes, as in GPT-2
         keys |= {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.pre": split_text,
             "tokenizer.ggml.tokens": letters,
         }
         keys |= {"tokenizer.ggml.token_type": [1] * 95 + [3], "tokenizer.ggml.merges": ["a b"]}

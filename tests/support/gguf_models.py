@@ -12,16 +12,22 @@ import numpy as np
 import torch
 from gguf import GGUFWriter, quantize
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from support import gguf_published
 from support.gguf_blocks import SIZES, random_blocks, type_of, values_of
 from support.gguf_published import Published, Tensors
+from support.gguf_recent import RECENT
 from support.gguf_rotated import ROTATED
 
 VOCABULARY = 96
 # {architecture of the file, and after a colon the case: what is published of it}
-PUBLISHED = {**gguf_published.PUBLISHED, **ROTATED}
+PUBLISHED = {**gguf_published.PUBLISHED, **ROTATED, **RECENT}
 # Names that most architectures share: of a layer's parameters, and of those around.
 USUAL = {
     "self_attn.q_proj": "attn_q",
@@ -56,13 +62,20 @@ def small_config(architecture: str, hidden: int = 64) -> Any:
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
         **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False},
     }
-    return AutoConfig.for_model(published.model_type, **{**usual, **published.config(hidden)})
+    text = AutoConfig.for_model(published.model_type, **{**usual, **published.config(hidden)})
+    if published.around is None:
+        return text
+    kind, vision = published.around
+    return AutoConfig.for_model(kind, text_config=text.to_dict(), vision_config=vision)
 
 
 def small_model(architecture: str, hidden: int = 64) -> Any:
     """A model whose weights all matter: also norms, biases and the router's."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(architecture, hidden), dtype=torch.float32).eval()
+    config = small_config(architecture, hidden)
+    of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING  # transformers has Mistral 4 in the other table
+    auto_class = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+    model = auto_class.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if not value.is_floating_point():
@@ -94,12 +107,12 @@ def write_model(
         keys: metadata that replaces that of the model; None leaves a key out.
         others: {name: tensor} that the file has, too, or in place of the model's; None leaves one out.
     """
-    published = PUBLISHED[architecture]
+    published, config = PUBLISHED[architecture], model.config.get_text_config()
     file_architecture = architecture.partition(":")[0]
     writer = GGUFWriter(path, file_architecture)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     kinds |= {list: writer.add_array, str: writer.add_string}
-    for key, value in {**_usual_keys(model.config), **published.keys(model.config), **(keys or {})}.items():
+    for key, value in {**_usual_keys(config), **published.keys(config), **(keys or {})}.items():
         if value is not None:
             name = key if key.startswith(("tokenizer.", "general.")) else f"{file_architecture}.{key}"
             kinds[type(value)](name, value)
@@ -138,7 +151,7 @@ def _usual_keys(config: Any) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
     return {
         **{"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size},
-        **{"block_count": config.num_hidden_layers, "attention.head_count": config.num_attention_heads},
+        **{"block_count": config.num_hidden_layers, "attention.head_count": _heads(config)},
         **{"attention.head_count_kv": config.num_key_value_heads, "vocab_size": config.vocab_size},
         "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -151,14 +164,27 @@ def _usual_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _heads(config: Any) -> int | None:
+    """Their number; None where it differs from layer to layer."""
+    return None if hasattr(config, "num_sliding_attention_heads") else config.num_attention_heads
+
+
 def tensors_of(architecture: str, model: Any) -> Tensors:
     """{name in the file: value} of a model."""
     published, result = PUBLISHED[architecture], {}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for name, value in model.state_dict().items():
+    for name, value in text_state(model).items():
         if name not in tied:
-            result.update(_tensors(published, name, value.float(), model.config))
+            of_text = name.replace("model.language_model.", "model.")
+            result.update(_tensors(published, of_text, value.float(), model.config.get_text_config()))
     return result
+
+
+def text_state(model: Any) -> Tensors:
+    """The parameters of a language model, without those of a vision tower."""
+    text = ("model.language_model.", "lm_head.")
+    state, is_whole = model.state_dict(), model.config.get_text_config() is model.config
+    return {name: value for name, value in state.items() if is_whole or name.startswith(text)}
 
 
 def _tensors(published: Published, name: str, value: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:

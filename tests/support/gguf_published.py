@@ -19,6 +19,7 @@ class Published(NamedTuple):
         keys: config -> metadata, beside those that all have.
         names: those that differ from the usual ones.
         split: (name in the layer, value, config) -> the file's tensors of it, or None for the usual one.
+        around: type of the model with a vision tower that has it inside, and the tower's config.
     """
 
     model_type: str
@@ -26,6 +27,7 @@ class Published(NamedTuple):
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     names: Mapping[str, str] = MappingProxyType({})
     split: Callable[[str, Tensor, Any], Tensors | None] = lambda name, value, config: None
+    around: tuple[str, dict[str, Any]] | None = None
 
 
 def _experts(hidden: int) -> dict[str, Any]:
@@ -65,7 +67,7 @@ PUBLISHED["glm4moe"] = Published(
 )
 
 
-def _latents(name: str, value: Tensor, config: Any) -> Tensors | None:
+def latents(name: str, value: Tensor, config: Any) -> Tensors | None:
     """Keys' and values' parts of kv_b_proj; those of the keys are transposed in each head."""
     if name != "self_attn.kv_b_proj.weight":
         return None
@@ -84,7 +86,7 @@ LATENTS = {
 }
 
 
-def _latent_config(hidden: int) -> dict[str, Any]:
+def latent_config(hidden: int) -> dict[str, Any]:
     return {
         **_experts(hidden),
         **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32},
@@ -92,7 +94,7 @@ def _latent_config(hidden: int) -> dict[str, Any]:
     }
 
 
-def _latent_keys(config: Any) -> dict[str, Any]:
+def latent_keys(config: Any) -> dict[str, Any]:
     rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
     return {
         **_expert_keys(config),
@@ -110,7 +112,7 @@ def _latent_keys(config: Any) -> dict[str, Any]:
 PUBLISHED["deepseek2"] = Published(
     "deepseek_v3",
     lambda hidden: {
-        **_latent_config(hidden),
+        **latent_config(hidden),
         "rope_parameters": {
             **{
                 "rope_type": "yarn",
@@ -123,7 +125,7 @@ PUBLISHED["deepseek2"] = Published(
         },
     },
     lambda config: {
-        **_latent_keys(config),
+        **latent_keys(config),
         **{
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 8.0,
@@ -133,14 +135,14 @@ PUBLISHED["deepseek2"] = Published(
         "rope.scaling.yarn_log_multiplier": 0.1,
     },
     LATENTS,
-    _latents,
+    latents,
 )
 PUBLISHED["deepseek2:v2"] = Published(
     "deepseek_v2",
-    lambda hidden: {**_latent_config(hidden), "norm_topk_prob": False, "topk_method": "greedy"},
-    lambda config: {**_latent_keys(config), "expert_gating_func": 1, "expert_weights_norm": None},
+    lambda hidden: {**latent_config(hidden), "norm_topk_prob": False, "topk_method": "greedy"},
+    lambda config: {**latent_keys(config), "expert_gating_func": 1, "expert_weights_norm": None},
     LATENTS,
-    _latents,
+    latents,
 )
 PUBLISHED["dots1"] = Published(
     "dots1",
@@ -155,7 +157,7 @@ def _qwen3_next(name: str, value: Tensor, config: Any) -> Tensors | None:
     if name.endswith("conv1d.weight"):
         return {"ssm_conv1d.weight": value[:, 0]}
     if name.endswith("norm.weight") and not name.startswith("linear_attn."):
-        return {f"{_NORMS[name.removesuffix('.weight')]}.weight": value + 1}
+        return {f"{NORMS[name.removesuffix('.weight')]}.weight": value + 1}
     if name.endswith("in_proj_qkvz.weight"):
         keys, key_width = config.linear_num_key_heads, config.linear_key_head_dim
         per_key = config.linear_num_value_heads // keys * config.linear_value_head_dim
@@ -167,7 +169,7 @@ def _qwen3_next(name: str, value: Tensor, config: Any) -> Tensors | None:
     return None
 
 
-_NORMS = {
+NORMS = {
     **{"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"},
     **{"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "model.norm": "output_norm"},
 }
@@ -568,7 +570,7 @@ PUBLISHED["lfm2moe"] = Published(
     },
     _lfm2_moe,
 )
-POST_NORMS = {
+POSTNORMS = {
     **{"post_attention_layernorm": "ffn_norm", "post_self_attn_layernorm": "post_attention_norm"},
     **{"post_mlp_layernorm": "post_ffw_norm", "mlp.gate_up_proj": "ffn_up"},
 }
@@ -579,7 +581,7 @@ PUBLISHED["glm4"] = Published(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     lambda config: {"rope.dimension_count": config.head_dim // 2},
-    POST_NORMS,
+    POSTNORMS,
 )
 PUBLISHED["olmo2"] = Published(
     "olmo2",
@@ -616,11 +618,11 @@ PUBLISHED["cohere2"] = Published(
 PUBLISHED["glm-dsa"] = Published(
     "glm_moe_dsa",
     lambda hidden: {
-        **_latent_config(hidden),
+        **latent_config(hidden),
         **{"index_topk": 8, "index_head_dim": 64, "index_n_heads": 4, "rms_norm_eps": 1e-6},
     },
     lambda config: {
-        **_latent_keys(config),
+        **latent_keys(config),
         **{"attention.indexer.head_count": 4, "attention.indexer.key_length": 64},
         "attention.indexer.top_k": 8,
     },
@@ -629,7 +631,7 @@ PUBLISHED["glm-dsa"] = Published(
         **{"self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k"},
         **{"self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj"},
     },
-    _latents,
+    latents,
 )
 
 
@@ -639,7 +641,7 @@ def _kimi_linear(name: str, value: Tensor, config: Any) -> Tensors | None:
     if name.endswith("conv1d.weight"):
         parts = zip("qkv", value.chunk(3), strict=True)
         return {f"ssm_conv1d_{part}.weight": each[None] for part, each in parts}
-    return _latents(name, value, config)
+    return latents(name, value, config)
 
 
 PUBLISHED["kimi-linear"] = Published(

@@ -44,7 +44,7 @@ from .third_party.schemes import METHODS, modelopt_beside
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 # Types of text alone that transformers has only within a type of more.
-_WITHIN = {"step3p5": "step3p7"}
+_WITHIN = {"qwen3_vl_moe_text": "qwen3_vl_moe", "step3p5": "step3p7"}
 # Arguments of from_pretrained: a config would swallow the first; the others say where the files are.
 _FOR_THE_MODEL = ("dtype",)
 _FOR_BOTH = (
@@ -288,7 +288,8 @@ def _config_of_gguf(file: str, **passed: Any) -> tuple[PreTrainedConfig, dict[st
         stated, return_unused_kwargs=True, **passed
     )
     set_rope(config, file)
-    return config, unused
+    within = _WITHIN.get(stated["model_type"])
+    return (config if within is None else _around(config, CONFIG_MAPPING[within])), unused
 
 
 def _looked_for(name: str, inside: str, arguments: Mapping[str, Any]) -> str:
@@ -351,7 +352,8 @@ def _config_class(kind: Any, is_of_mlx: bool, arguments: Mapping[str, Any]) -> A
 
 def _around(text: PreTrainedConfig, config_class: Any) -> PreTrainedConfig:
     """A config of a multimodal model around one of its language model."""
-    config: PreTrainedConfig = config_class(text_config=text.to_dict(), dtype=text.dtype)
+    shared = {"dtype": text.dtype, "tie_word_embeddings": text.tie_word_embeddings}
+    config: PreTrainedConfig = config_class(text_config=text.to_dict(), **shared)
     for attribute in ("quantization_config", "quantization"):
         if hasattr(text, attribute):
             setattr(config, attribute, getattr(text, attribute))

@@ -14,6 +14,7 @@ from torch import nn
 
 from .._limits import LARGEST_CHUNK
 from .._text import aligned, fitted, unit_of
+from ..checkpoints.absent import leave_out
 from ..checkpoints.layouts.files import checkpoint_files
 from ..checkpoints.mtp import bytes_of_mtp, empty_mtp
 from ..checkpoints.own.config import QuantizationConfig
@@ -85,9 +86,10 @@ def run(options: argparse.Namespace) -> None:
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
     source, model = skeleton_of(options, folder)
+    stored = stored_targets(source, model, folder)
     sizes = sizes_of(model, options.group_size)
-    if (stored := as_stored(source, model, folder)) is not None:
-        sizes.insert(0, stored)
+    if stored is not None:
+        sizes.insert(0, _size(_STORED, model, stored))
     names = list(NAMED) if experts_of(model) else []  # elsewhere they are numbers of bits
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
@@ -364,8 +366,8 @@ def sizes_of(model: Any, group_size: int | None) -> list[Size]:
     ]
 
 
-def as_stored(source: Source, model: Any, folder: str) -> Size | None:
-    """Sizes of a quantised checkpoint loaded unchanged.
+def stored_targets(source: Source, model: Any, folder: str) -> Iterable[Target] | None:
+    """Quantised weights of a checkpoint loaded unchanged; parts that it lacks are left out of the model.
 
     None for a checkpoint that loads in 16 bits, and for another library's without its files.
     """
@@ -375,12 +377,13 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     told_by_files = bool({"mlx", "other", "gguf"} & stored.keys())
     files = _files(folder) if told_by_files else []
     if files or not told_by_files:
-        return _size(_STORED, model, layout_of(QuantizationConfig(**stored), model, files).targets.values())
+        layout = layout_of(QuantizationConfig(**stored), model, files)
+        leave_out(model, layout.absent)
+        return layout.targets.values()
     if not stored.get("mlx"):
         return None
     usual: dict[str, Any] = {key: stored["mlx"].get(key) for key in ("bits", "group_size", "mode")}
-    recipe = requested_recipe(**usual, linear_bits=SAME, embedding_bits=SAME)
-    return _size(_STORED, model, _targets(model, recipe))
+    return _targets(model, requested_recipe(**usual, linear_bits=SAME, embedding_bits=SAME))
 
 
 def _files(folder: str) -> list[str]:

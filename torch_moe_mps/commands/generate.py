@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ def _content(options: argparse.Namespace, prompt: str) -> Any:
 def _processor(options: argparse.Namespace, folder: str) -> Any:
     from transformers import AutoProcessor
 
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    is_gguf = Path(folder).is_file()  # of a language model alone
+    trust = {"trust_remote_code": options.trust_remote_code}
+    processor = None if is_gguf else AutoProcessor.from_pretrained(folder, **trust)
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"--image is for a model that takes images, got {options.model}")
     return processor

@@ -632,6 +632,125 @@ def _phimoe(stated: Stated) -> dict[str, Any]:
     }
 
 
+def _rope_by_type(stated: Stated, full: float, sliding: float) -> dict[str, Any]:
+    """rope_parameters of a class that has them for each type of layer, by the shares of a head that turn."""
+    shares = {
+        "full_attention": ("rope.freq_base", full),
+        "sliding_attention": ("rope.freq_base_swa", sliding),
+    }
+    if (kind := stated.get("rope.scaling.type", "none")) != "none":
+        key = f"{stated.architecture}.rope.scaling.type"
+        raise ValueError(f"moe_mps::gguf: {key} must be none, got {kind}")
+    return {
+        layer_type: {"rope_type": "default", "rope_theta": stated.need(key), "partial_rotary_factor": share}
+        for layer_type, (key, share) in shares.items()
+    }
+
+
+def _of_types(stated: Stated, key: str, types: list[str], factor: int | None = None) -> tuple[int, int]:
+    """Values of the layers that attend to all, and of those with a window.
+
+    Args:
+        factor: of the latter, if the class has one.
+
+    Raises: ValueError for layers of one type that differ, and for another factor.
+    """
+    values = stated.by_layer(key)
+    found = [
+        {value for value, each in zip(values, types, strict=True) if each == layer_type}
+        for layer_type in ("full_attention", "sliding_attention")
+    ]
+    full = max(found[0], default=0) or max(found[1]) // (factor or 1)
+    sliding = max(found[1], default=full * (factor or 1))
+    if max(map(len, found)) > 1 or (factor is not None and sliding != full * factor):
+        times = "" if factor is None else f", {factor} times as large in those with a window"
+        expected = f"the same in all layers of a type{times}"
+        raise ValueError(f"moe_mps::gguf: {stated.architecture}.{key} must be {expected}, got {values}")
+    return full, sliding
+
+
+def _mimo2(stated: Stated) -> dict[str, Any]:
+    """Its layers with a window have twice the key heads, and rotary frequencies of their own."""
+    types = _windows(stated)["layer_types"]
+    key_heads, _ = _of_types(stated, "attention.head_count_kv", types, 2)
+    width, sparse = stated.need("attention.key_length"), stated.layers_with("ffn_gate_inp.weight")
+    share = stated.get("rope.dimension_count", width) / width
+    stated.get("leading_dense_block_count")
+    result = {
+        "layer_types": types,
+        "num_key_value_heads": key_heads,
+        "v_head_dim": stated.need("attention.value_length"),
+        # The class counts the token itself, besides those of the window.
+        "sliding_window": stated.need("attention.sliding_window") + 1,
+        "rope_parameters": _rope_by_type(stated, share, share),
+        "mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in range(stated.layers)],
+        "norm_topk_prob": stated.get("expert_weights_norm", True),
+    }
+    # Files of MiMo-V2-Flash without the key are of a time when llama.cpp did not scale; the class does.
+    scale = stated.get("attention.value_scale")
+    return result if scale is None else result | {"attention_value_scale": scale}
+
+
+def _step35(stated: Stated) -> dict[str, Any]:
+    """Its layers with a window have more heads, which turn wholly; heads of the others turn by half."""
+    types, sparse = _windows(stated)["layer_types"], stated.layers_with("ffn_gate_inp.weight")
+    heads, sliding = _of_types(stated, "attention.head_count", types)
+    key_heads, _ = _of_types(stated, "attention.head_count_kv", types, 1)
+    width = stated.need("attention.key_length")
+    share = stated.get("rope.dimension_count", width) / width
+    if not stated.need("expert_weights_norm"):
+        raise ValueError("moe_mps::gguf: step35.expert_weights_norm must be true, got false")
+    for key in ("leading_dense_block_count", "moe_every_n_layers", "rope.dimension_count_swa"):
+        stated.get(key)  # the tensors say which layers have experts
+    return {
+        "layer_types": types,
+        "num_attention_heads": heads,
+        "num_sliding_attention_heads": sliding,
+        "num_key_value_heads": key_heads,
+        "pad_token_id": stated.metadata.get("tokenizer.ggml.padding_token_id", 1),
+        "rope_parameters": _rope_by_type(stated, share / 2, share),
+        "mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in range(stated.layers)],
+        "share_expert_dim": stated.need("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": stated.get("expert_weights_scale", 1.0),
+        **{
+            name: stated.by_layer(key) if key in stated else None
+            for name, key in (
+                ("swiglu_limits", "swiglu_clamp_exp"),
+                ("swiglu_limits_shared", "swiglu_clamp_shexp"),
+            )
+        },
+    }
+
+
+def _mistral4(stated: Stated) -> dict[str, Any]:
+    """Latents, and a factor of queries that grows with the position; files may lack the family's."""
+    result = _latent_sizes(stated)
+    rope = _rope(stated, result["qk_rope_head_dim"])
+    rope["llama_4_scaling_beta"] = stated.get("attention.temperature_scale", 0.1)
+    trained = rope.setdefault("original_max_position_embeddings", stated.need("context_length"))
+    if (length := stated.get("attention.temperature_length", trained)) != trained:
+        expected = f"{trained}, as rope.scaling.original_context_length"
+        raise ValueError(
+            f"moe_mps::gguf: mistral4.attention.temperature_length must be {expected}, got {length}"
+        )
+    width = result["qk_nope_head_dim"] + result["qk_rope_head_dim"]
+    return result | {"head_dim": width, "rope_parameters": rope}
+
+
+def _qwen3_vl_moe(stated: Stated) -> dict[str, Any]:
+    """Its rotary embedding has sections for the time, the height and the width."""
+    if not stated.get("expert_weights_norm", True):
+        raise ValueError("moe_mps::gguf: qwen3vlmoe.expert_weights_norm must be true, got false")
+    stated.get("n_deepstack_layers")  # features of the vision tower
+    sections = stated.need("rope.dimension_sections")
+    return {
+        "rope_parameters": {
+            **_rope(stated, stated.need("attention.key_length")),
+            **{"mrope_section": sections[:3], "mrope_interleaved": True},
+        }
+    }
+
+
 def _every_fourth_without_rope(stated: Stated) -> dict[str, Any]:
     return {"no_rope_layer_interval": 4, "no_rope_layers": None, "layer_types": None}
 
@@ -652,6 +771,9 @@ _GRANITE_SHARED = {
     "shared_mlp.output_linear.weight": (("ffn_down_shexp.weight",), ("ffn_down.weight",)),
 }
 _GRANITE_ROUTER = {r"\.block_sparse_moe\.router\.": ".mlp.gate."}
+# Classes with a vision tower: its parameters are not in the file of the language model.
+_IN_LANGUAGE_MODEL = {r"^model\.language_model\.": "model."}
+_SINKS = {r"\.sinks$": ".sinks.weight"}
 _NEMOTRON_H = Architecture(
     "nemotron_h",
     names={r"^model\.": "backbone.", r"\.dt_proj\.bias$": ".dt.bias"},
@@ -680,7 +802,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture("glm4_moe", gating=_SIGMOID),
     "gpt-oss": Architecture(
         "gpt_oss",
-        {r"\.sinks$": ".sinks.weight"},
+        _SINKS,
         values={
             **{f"ffn_gate_exps.{part}": alternating for part in ("weight", "bias")},
             "ffn_down_exps.weight": transposed,
@@ -728,7 +850,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H._replace(gating=_SIGMOID),
+    "mimo2": Architecture("mimo_v2_flash", _SINKS, config=_mimo2, gating=_SIGMOID),
     "mistral3": Architecture("ministral3", values=_LLAMA_ROPE, config=_mistral3),
+    "mistral4": Architecture(
+        "mistral4", joined=_LATENTS, values=_OF_LATENTS, config=_mistral4, gating=_SOFTMAX
+    ),
     "olmo": Architecture("olmo", values=_LLAMA_ROPE, config=_olmo),
     "olmo2": Architecture("olmo2"),
     "olmoe": Architecture("olmoe", config=_olmoe, gating=_SOFTMAX),
@@ -743,13 +869,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             )
         },
         values={
-            **{f"{name}.weight": minus_one for name in _ZERO_CENTERED},
-            **{"output_norm.weight": minus_one, "ssm_a": log_of_negative},
+            **{f"{name}.weight": minus_one for name in (*_ZERO_CENTERED, "output_norm")},
+            "ssm_a": log_of_negative,
             **{"ssm_in.weight": _grouped_qkvz, "attn_qkv.weight": _grouped_qkvz},
         },
         config=_qwen3_next,
         gating=_SOFTMAX,
     ),
+    "qwen3vlmoe": Architecture(
+        "qwen3_vl_moe_text", _IN_LANGUAGE_MODEL, config=_qwen3_vl_moe, gating=_SOFTMAX
+    ),
     "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", values=_LLAMA_ROPE, config=_every_fourth_without_rope),
+    "step35": Architecture(
+        "step3p5",
+        _IN_LANGUAGE_MODEL,
+        values={f"{name}.weight": minus_one for name in (*_ZERO_CENTERED, "ffn_norm", "output_norm")},
+        config=_step35,
+        gating=_SIGMOID,
+    ),
 }

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedModel
 
 from ...ops._checks import Check
+from ..absent import beside_text
 from ..layouts.checking import may_lack
 from .file import GgufFile
 from .header import header_of
@@ -87,13 +88,16 @@ def _block(name: str) -> int | None:
 
 
 def _needed(model: PreTrainedModel) -> Iterator[str]:
-    """Names of the tensors that a file must have: all but a new head, tied weights and computed ones."""
-    optional = may_lack(model)
+    """Names of the tensors that a file must have.
+
+    These are all but a new head, tied weights, computed ones, and those of a vision tower.
+    """
+    optional, towers = may_lack(model), tuple(f"{part}." for part in beside_text(model))
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     base = set(model.base_model.modules()) | {model.get_output_embeddings()}
     for name in model.state_dict():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if owner in base and name not in tied and not optional(name):
+        if owner in base and name not in tied and not optional(name) and not name.startswith(towers):
             yield name
 
 

@@ -9,7 +9,7 @@ import copy
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ REMOVED_TYPES = {
 }
 # Entries of a config that say nothing of the order of rows, and differ from file to file.
 _OF_ONE_FILE = ("_name_or_path", "dtype", "quantization_config", "transformers_version")
+_TOWERS = "clip"  # architecture of a file of vision or audio towers, whose sizes have keys of their own
 # {name that transformers' first loader has for an architecture: the one in files}
 _OTHER_NAMES = {
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2", "gpt_oss": "gpt-oss"},
@@ -133,7 +134,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
                 first = header
             if number == len(parts) - 1:
                 _check_names(first, result)
-        except Exception as error:  # also of struct and numpy
+        except (ValueError, OSError) as error:
             raise ValueError(
                 f"moe_mps::gguf: {part} is damaged or not in GGUF ({first_line(error)})"
             ) from error
@@ -142,28 +143,31 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
 
 def _check_names(first: Header, tensors: list[GgufTensor]) -> None:
     """Raises: ValueError for tensors of all parts that are not those which the first one declares."""
-    if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise ValueError("two tensors have one name")
+    times = Counter(tensor.name for tensor in tensors)
+    if twice := next((name for name, count in times.items() if count > 1), None):
+        raise ValueError(f"{twice} must be among the tensors of all parts once, got it twice")
     declared = first.metadata.get("split.tensors.count", len(tensors))
     if declared != len(tensors):
         raise ValueError(f"all parts must have {declared} tensors by split.tensors.count, got {len(tensors)}")
-    check_sizes(first.metadata, [tensor.name for tensor in tensors])
+    if first.metadata["general.architecture"] != _TOWERS:
+        check_sizes(first.metadata, [tensor.name for tensor in tensors])
 
 
 def _tensors_in(path: str, header: Header) -> list[GgufTensor]:
     """The tensors of a file or a part. Raises: as `read_file`."""
     types, result, places = known_types(), [], []
     blob = np.memmap(path, mode="r", dtype=np.uint8)
-    alignment = int(header.metadata.get("general.alignment", 32))
+    alignment = header.metadata.get("general.alignment", 32)
     start = -(-header.end // alignment) * alignment
     for name, shape, kind, offset in header.tensors:
         if kind in REMOVED_TYPES:
             raise ValueError(f"{name} has the type {REMOVED_TYPES[kind]}, which llama.cpp has given up")
         if kind not in types:
-            raise ValueError(f"{name} has the unknown type {kind}")
+            raise ValueError(f"{name} must be of a type of ggml that is known, got {kind}")
         type_name, values, size = types[kind]
-        if not shape or min(shape) < 1 or shape[-1] % values:
-            raise ValueError(f"{name} has the shape {shape}")
+        if min(shape) < 1 or shape[-1] % values:
+            expected = f"at least one row of whole blocks of {values} values"
+            raise ValueError(f"{name} must have {expected}, got the shape {shape}")
         row = shape[-1] // values * size
         first, end = start + offset, start + offset + math.prod(shape[:-1]) * row
         if end > len(blob):
@@ -178,11 +182,17 @@ def _tensors_in(path: str, header: Header) -> list[GgufTensor]:
 def check_file(path: str) -> None:
     """Raises the errors of `read_file`, and ValueError for an architecture that is not read.
 
-    Without the package `gguf`, which knows the types, nothing is checked.
+    A vision tower has a file of its own, which is no model. Without the package `gguf`, which knows the
+    types, nothing is checked.
     """
     if find_spec("gguf") is None:
         return
     architecture, _ = read_file(path)
+    if architecture == _TOWERS:
+        expected = "the file of a language model"
+        raise ValueError(
+            f"moe_mps::gguf: {path} must be {expected}, got that of a vision or audio tower ({_TOWERS})"
+        )
     known = read_architectures()
     if architecture not in known:
         raise ValueError(

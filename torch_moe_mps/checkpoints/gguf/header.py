@@ -1,14 +1,13 @@
-"""The header of a GGUF file, read once by transformers' second reader, for its first one, too.
+"""The header of a GGUF file, read once, also for transformers' first reader.
 
-The first one takes every value apart through numpy, and reads a file for each of its questions. Lists of
-texts, such as a vocabulary, are counted.
+That takes every value apart through numpy, and reads a file for each of its questions. Lists of texts, such
+as a vocabulary, are counted.
 """
 
 import copy
 import functools
 import os
 import re
-import struct
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..._text import parts_of
-from ...models.upstream.weights import reader
+from .parsing import parsed
 
 _TOKENS = "tokenizer.ggml.tokens"
 # Sizes of experts that files state and transformers' first loader leaves at its defaults.
@@ -46,32 +45,14 @@ class Header:
     """
 
     def __init__(self, path: str, is_first: bool = True):
-        file: Any = memoryview(reader._mapped(path))  # small parts of an array take longer
-        read = reader._read_metadata if is_first else _metadata_of_part
-        self.metadata: dict[str, Any]
-        self.metadata, count, place = read(file, path)
-        self.tensors, self.end = reader._read_tensor_table(file, count, place)
+        self.metadata, self.tensors, self.end = parsed(path, is_first)
         self.config: dict[str, Any] | None = None
-
-
-def _metadata_of_part(file: Any, path: str) -> tuple[dict[str, Any], int, int]:
-    """Metadata, number of tensors, and the byte behind the metadata, of a part after the first."""
-    if bytes(file[:4]) != b"GGUF":
-        raise ValueError(f"{path} does not start with the GGUF magic bytes")
-    count, entries = struct.unpack_from("<QQ", file, 8)
-    place = 24
-    metadata: dict[str, Any] = {}
-    for _ in range(entries):
-        key, place = reader._read_string(file, place)
-        (kind,) = struct.unpack_from("<I", file, place)
-        metadata[key], place = reader._read_value(file, place + 4, kind)
-    return metadata, count, place
 
 
 def header_of(path: str, is_first: bool = True) -> Header:
     """Header of a file, or of a part after the first, cached until the file changes.
 
-    Raises: what reading a damaged file raises, of struct, of numpy and of Python.
+    Raises: ValueError for a damaged file, OSError for one that cannot be read.
     """
     about = os.stat(path)
     return _header(os.path.realpath(path), about.st_size, about.st_mtime_ns, is_first)

@@ -38,8 +38,8 @@ class Named:
     def __init__(self, architecture: str, model: PreTrainedModel, names: Iterable[str]):
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-        self._row, self._config = ARCHITECTURES[architecture], model.config
-        layers = model.config.num_hidden_layers
+        self._row, self._config = ARCHITECTURES[architecture], model.config.get_text_config()
+        layers = self._config.num_hidden_layers
         kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
         self._table = get_tensor_name_map(kind, layers)
         self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...models.basics.report import QuantizationReport
+from ..absent import beside_text
 from ..layouts.converters import NamedConverter
 from ..layouts.layout import Layout
 from ..layouts.operations import Operation
@@ -65,6 +66,7 @@ class GgufLayout(Layout):
     def __init__(self, model: Any, file: str):
         super().__init__()
         self.model, self.file = model, checked_file(file, model)
+        self.absent = beside_text(model)
         self.report, self.dense_bytes = QuantizationReport(), bytes_a_token(model)
         self.sources: dict[str, GgufWeight] = {}
         reasons, every = Reasons(model), quantizable(model)
@@ -166,6 +168,7 @@ class DequantizedGguf(StreamingLayout):
     def __init__(self, model: Any, file: str):
         super().__init__(model)
         self.file = checked_file(file, model)  # before parts are cut out of the model
+        self.absent = beside_text(model)
 
     def conversions(self, others: list) -> list:
         return []

@@ -1,7 +1,7 @@
 """Frequencies of rotary embeddings that a GGUF file divides by factors, which are tensors.
 
-Files of Llama 3.1 and later have one list. Files of Phi-3 and Phi-3.5-MoE have two: for texts as long as the
-model was trained with, and for longer ones.
+Files of Llama 3.1 and later, and of Step-3.5, have one list. Files of Phi-3 and Phi-3.5-MoE have two: for
+texts as long as the model was trained with, and for longer ones.
 """
 
 import math
@@ -14,8 +14,8 @@ from .file import read_file
 from .header import header_of
 
 _FACTORS = "rope_freqs.weight"
-_BOUNDS = ((1.0, 4.0), (1.0, 1.0))  # low and high of Llama 3.1, and of Llama 4
-_TRAINED = 8192  # positions that these were trained on before
+# Positions of the training before, low and high: of Llama 3.1, of Llama 4, and of Step-3.5.
+_BOUNDS = ((8192, 1.0, 4.0), (8192, 1.0, 1.0), (131072, 1.0, 32.0))
 # Types of models whose classes read the factor of the cosines and sines by other names.
 _MSCALES = {"phimoe": ("short_mscale", "long_mscale")}
 
@@ -76,31 +76,41 @@ def _set_long_factors(config: PreTrainedConfig, file: str) -> None:
 
 def _set_factors(config: PreTrainedConfig, file: str) -> None:
     rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
+    if not isinstance(rope, dict):
+        return
+    # llama.cpp divides the frequencies of layers without a window, where those of the others are their own.
+    of_type = rope.get("full_attention")
+    plain = rope if of_type is None else of_type
+    if plain.get("rope_type") != "default":
         return
     factors = _values(file, _FACTORS).astype(np.float64)
     if (factors == 1).all():
         return
-    for low, high in _BOUNDS:
-        expected = _llama3_factors(len(factors), rope["rope_theta"], factors.max(), low, high)
+    for bounds in _BOUNDS:
+        expected = _llama3_factors(len(factors), plain["rope_theta"], factors.max(), *bounds)
         if np.allclose(factors, expected, rtol=1e-3):
-            config.rope_parameters = rope | {
+            trained, low, high = bounds
+            scaled = plain | {
                 "rope_type": "llama3",
                 "factor": float(factors.max()),
                 "low_freq_factor": low,
                 "high_freq_factor": high,
-                "original_max_position_embeddings": _TRAINED,
+                "original_max_position_embeddings": trained,
             }
+            config.rope_parameters = scaled if of_type is None else rope | {"full_attention": scaled}
             return
+    known = " or ".join(f"{trained:,}" for trained in sorted({trained for trained, *_ in _BOUNDS}))
     raise ValueError(
-        f"moe_mps::gguf: {_FACTORS} must be the factors of Llama 3.1 for {_TRAINED:,} positions, "
+        f"moe_mps::gguf: {_FACTORS} must be the factors of Llama 3.1 for {known} positions, "
         f"got others, from {factors.min():.4g} to {factors.max():.4g}"
     )
 
 
-def _llama3_factors(count: int, theta: float, factor: float, low: float, high: float) -> np.ndarray:
+def _llama3_factors(
+    count: int, theta: float, factor: float, trained: int, low: float, high: float
+) -> np.ndarray:
     """Divisors of the frequencies: 1 for short waves, `factor` for long ones, a blend in between."""
     waves = 2 * math.pi * theta ** (np.arange(count) / count)
-    turns = _TRAINED / waves
+    turns = trained / waves
     share = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > high).astype(np.float64)
     return 1 / ((1 - share) / factor + share)

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations import gguf
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, reader
+from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
 from transformers.integrations.gguf import gguf_tokenizer_mapping as tokenizer_mapping
 from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -1,0 +1,135 @@
+"""Small models of architectures of late 2025 and 2026, as llama.cpp's converter publishes them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from support.gguf_published import (
+    LATENTS,
+    NORMS,
+    WINDOWS,
+    Published,
+    Tensors,
+    latent_config,
+    latent_keys,
+    latents,
+)
+
+RECENT: dict[str, Published] = {}
+
+
+def _by_type(full: tuple[float, float], sliding: tuple[float, float]) -> dict[str, Any]:
+    """rope_parameters of two types of layers: a base, and the share of a head that turns."""
+    return {
+        f"{kind}_attention": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
+        for kind, (theta, share) in (("full", full), ("sliding", sliding))
+    }
+
+
+def _mimo2(window: int, scale: float | None) -> Published:
+    """transformers counts the token itself, besides those of the window."""
+    return Published(
+        "mimo_v2_flash",
+        lambda hidden: {
+            **{"moe_intermediate_size": 2 * hidden, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"num_hidden_layers": 4, "layer_types": WINDOWS[::-1], "num_key_value_heads": 1},
+            **{"head_dim": 48, "v_head_dim": 32, "sliding_window": window + 1, "rms_norm_eps": 1e-5},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "attention_value_scale": 0.707 if scale is None else scale,
+            "rope_parameters": _by_type((5e6, 1 / 3), (1e4, 1 / 3)),
+        },
+        lambda config: {
+            **{"attention.head_count_kv": [1, 2, 1, 2], "attention.sliding_window_pattern": [0, 1, 0, 1]},
+            **{"attention.key_length": 48, "attention.value_length": 32, "rope.dimension_count": 16},
+            **{"rope.freq_base": 5e6, "rope.freq_base_swa": 1e4, "attention.sliding_window": window},
+            **{"expert_count": 4, "expert_feed_forward_length": config.moe_intermediate_size},
+            **{"expert_gating_func": 2, "expert_weights_norm": True, "attention.value_scale": scale},
+        },
+        {"self_attn.sinks": "attn_sinks.weight"},
+    )
+
+
+RECENT["mimo2"] = _mimo2(64, 0.6)
+RECENT["mimo2:window"] = _mimo2(8, 0.6)
+RECENT["mimo2:first"] = _mimo2(64, None)
+RECENT["mistral4"] = Published(
+    "mistral4",
+    lambda hidden: {
+        **latent_config(hidden),
+        **{"first_k_dense_replace": 0, "intermediate_size": hidden},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0},
+            **{"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+            **{"original_max_position_embeddings": 8, "partial_rotary_factor": 1 / 3},
+        },
+    },
+    lambda config: {
+        **latent_keys(config),
+        **{"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "expert_gating_func": 1},
+        **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
+        **{"rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.original_context_length": 8},
+        **{"attention.temperature_scale": 0.5, "attention.temperature_length": 8},
+    },
+    LATENTS,
+    latents,
+)
+RECENT["qwen3vlmoe"] = Published(
+    "qwen3_vl_moe_text",
+    lambda hidden: {
+        **{"moe_intermediate_size": 2 * hidden, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 5e6},
+            **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        },
+    },
+    lambda config: {
+        **{"expert_count": 4, "expert_feed_forward_length": config.moe_intermediate_size},
+        **{"attention.key_length": 32, "attention.value_length": 32, "n_deepstack_layers": 1},
+        "rope.dimension_sections": [6, 5, 5, 0],
+    },
+    around=(
+        "qwen3_vl_moe",
+        {
+            **{"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4},
+            **{"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+        },
+    ),
+)
+
+
+def _plus_one(name: str, value: Tensor, config: Any) -> Tensors | None:
+    """Norms of classes that add one to their weights."""
+    names = NORMS | {"post_attention_layernorm": "ffn_norm"}
+    return {f"{names[name[:-7]]}.weight": value + 1} if name[:-7] in names else None
+
+
+RECENT["step35"] = Published(
+    "step3p5",
+    lambda hidden: {
+        **{"moe_intermediate_size": 2 * hidden, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"num_hidden_layers": 4, "layer_types": WINDOWS[::-1], "num_sliding_attention_heads": 6},
+        **{"head_dim": 32, "share_expert_dim": hidden, "moe_router_scaling_factor": 3.0},
+        **{"sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        **{"swiglu_limits": [0.0, 0.0, 0.0, 0.5], "swiglu_limits_shared": [0.0, 0.0, 0.25, 0.0]},
+        "rope_parameters": _by_type((5e6, 0.5), (1e4, 1.0)),
+    },
+    lambda config: {
+        **{"attention.head_count": [4, 6, 4, 6], "attention.head_count_kv": [2, 2, 2, 2]},
+        **{"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True, False, True]},
+        **{"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32},
+        **{"rope.freq_base": 5e6, "rope.freq_base_swa": 1e4, "leading_dense_block_count": 1},
+        **{"expert_count": 4, "expert_feed_forward_length": config.moe_intermediate_size},
+        "expert_shared_feed_forward_length": config.share_expert_dim,
+        **{"expert_weights_scale": 3.0, "expert_weights_norm": True, "moe_every_n_layers": 1},
+        **{"swiglu_clamp_exp": config.swiglu_limits, "swiglu_clamp_shexp": config.swiglu_limits_shared},
+    },
+    {"self_attn.g_proj": "attn_gate"},
+    _plus_one,
+    (
+        "step3p7",
+        {
+            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+            "mlp_ratio": 1.0,
+        },
+    ),
+)
