@@ -72,7 +72,7 @@ load like any other, with these exceptions:
 - llama4: the class with images raises an error for any call in transformers 5.24. Accelerated, it runs.
 - longcat_flash: published folders lack matrices that transformers creates and nothing reads. `bits`,
   `convert` and `experts_memory` load such a folder, dense loading does not.
-- GGUF files of these three are refused.
+- GGUF files have the language models of step3p7 and llama4; those of longcat_flash are refused.
 
 ## Dense models
 

@@ -73,28 +73,40 @@ RECENT["mistral4"] = Published(
     LATENTS,
     latents,
 )
-RECENT["qwen3vlmoe"] = Published(
-    "qwen3_vl_moe_text",
-    lambda hidden: {
-        **{"moe_intermediate_size": 2 * hidden, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
-        "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": 5e6},
-            **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+
+
+def _qwen3_vl(kind: str, experts: bool) -> Published:
+    """Of text alone; the tower that is written around it is not in the file."""
+    tower = {
+        **{"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4},
+        **{"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+    }
+    return Published(
+        f"{kind}_text",
+        lambda hidden: {
+            **(
+                {"moe_intermediate_size": 2 * hidden, "num_experts": 4, "num_experts_per_tok": 2}
+                if experts
+                else {}
+            ),
+            "head_dim": 32,
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 5e6},
+                **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+            },
         },
-    },
-    lambda config: {
-        **{"expert_count": 4, "expert_feed_forward_length": config.moe_intermediate_size},
-        **{"attention.key_length": 32, "attention.value_length": 32, "n_deepstack_layers": 1},
-        "rope.dimension_sections": [6, 5, 5, 0],
-    },
-    around=(
-        "qwen3_vl_moe",
-        {
-            **{"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4},
-            **{"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+        lambda config: {
+            "expert_count": 4 if experts else None,
+            "expert_feed_forward_length": config.moe_intermediate_size if experts else None,
+            **{"attention.key_length": 32, "attention.value_length": 32, "n_deepstack_layers": 1},
+            "rope.dimension_sections": [6, 5, 5, 0],
         },
-    ),
-)
+        around=(kind, tower),
+    )
+
+
+RECENT["qwen3vl"] = _qwen3_vl("qwen3_vl", False)
+RECENT["qwen3vlmoe"] = _qwen3_vl("qwen3_vl_moe", True)
 
 
 def _plus_one(name: str, value: Tensor, config: Any) -> Tensors | None:

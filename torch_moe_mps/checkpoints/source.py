@@ -44,7 +44,7 @@ from .third_party.schemes import METHODS, modelopt_beside
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 # Types of text alone that transformers has only within a type of more.
-_WITHIN = {"qwen3_vl_moe_text": "qwen3_vl_moe", "step3p5": "step3p7"}
+_WITHIN = {"qwen3_vl_text": "qwen3_vl", "qwen3_vl_moe_text": "qwen3_vl_moe", "step3p5": "step3p7"}
 # Arguments of from_pretrained: a config would swallow the first; the others say where the files are.
 _FOR_THE_MODEL = ("dtype",)
 _FOR_BOTH = (

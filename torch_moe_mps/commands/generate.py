@@ -109,7 +109,7 @@ def _content(options: argparse.Namespace, prompt: str) -> Any:
 def _processor(options: argparse.Namespace, folder: str) -> Any:
     from transformers import AutoProcessor
 
-    is_gguf = Path(folder).is_file()  # of a language model alone
+    is_gguf = Path(folder).is_file()  # the file of a language model alone
     trust = {"trust_remote_code": options.trust_remote_code}
     processor = None if is_gguf else AutoProcessor.from_pretrained(folder, **trust)
     if not hasattr(processor, "image_processor"):

@@ -737,10 +737,11 @@ def _mistral4(stated: Stated) -> dict[str, Any]:
     return result | {"head_dim": width, "rope_parameters": rope}
 
 
-def _qwen3_vl_moe(stated: Stated) -> dict[str, Any]:
+def _qwen3_vl(stated: Stated) -> dict[str, Any]:
     """Its rotary embedding has sections for the time, the height and the width."""
     if not stated.get("expert_weights_norm", True):
-        raise ValueError("moe_mps::gguf: qwen3vlmoe.expert_weights_norm must be true, got false")
+        key = f"{stated.architecture}.expert_weights_norm"
+        raise ValueError(f"moe_mps::gguf: {key} must be true, got false")
     stated.get("n_deepstack_layers")  # features of the vision tower
     sections = stated.need("rope.dimension_sections")
     return {
@@ -876,9 +877,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config=_qwen3_next,
         gating=_SOFTMAX,
     ),
-    "qwen3vlmoe": Architecture(
-        "qwen3_vl_moe_text", _IN_LANGUAGE_MODEL, config=_qwen3_vl_moe, gating=_SOFTMAX
-    ),
+    "qwen3vl": Architecture("qwen3_vl_text", _IN_LANGUAGE_MODEL, config=_qwen3_vl),
+    "qwen3vlmoe": Architecture("qwen3_vl_moe_text", _IN_LANGUAGE_MODEL, config=_qwen3_vl, gating=_SOFTMAX),
     "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", values=_LLAMA_ROPE, config=_every_fourth_without_rope),
     "step35": Architecture(
