@@ -34,6 +34,7 @@ TILE = 128
 PROMPT = 256  # tokens
 SCALE_BITS = 16
 LEAST_DEVIATION = 0.01  # of a tile's root mean square: a channel that all tokens have alike is no unit
+LEAST_CHANNEL = 0.03  # of the root mean square of the deviations of a tile's channels
 
 Round = Callable[[Tensor], Tensor]  # [..., TILE, D] -> the values that the cache would give
 
@@ -100,6 +101,26 @@ def tokenwise(bits: int, iterations: int) -> Round:
     return quantize
 
 
+def with_factors(bits: int) -> Round:
+    """A tile of 128 tokens as it is built: a token's factor is the root of its mean square."""
+
+    def quantize(x: Tensor) -> Tensor:
+        factors = x.square().mean(-1, keepdim=True).sqrt().half().float()
+        factors = torch.where(factors == 0, 1.0, factors)
+        return affine(x / factors, bits, -2, TILE) * factors
+
+    return quantize
+
+
+def by_channels(bits: int, centred: bool, x: Tensor, tile: Tensor) -> Tensor:
+    """Groups along the head, of channels in the units of those of a `tile` before these tokens."""
+    means = tile.mean(-2, keepdim=True) if centred else torch.zeros_like(tile[..., :1, :])
+    units = (tile - means).square().mean(-2, keepdim=True).sqrt()
+    least = LEAST_CHANNEL * units.square().mean(-1, keepdim=True).sqrt()
+    means, units = means.half().float(), units.maximum(least).clamp_min(1e-4).half().float()
+    return affine((x - means) / units, bits, -1, x.shape[-1]) * units + means
+
+
 def along(bits: int, group: int) -> Round:
     """Groups along the head: a token's codes need no other token's."""
     return lambda x: affine(x, bits, -1, group)
@@ -114,11 +135,12 @@ def rounding(kind: Callable[..., Round], turn: bool, *arguments: int) -> Round:
 class Format(NamedTuple):
     """How keys and values are rounded, and the bits that an element of each has for a head of 128."""
 
-    keys: Round | None
-    values: Round | None
+    keys: Callable[..., Tensor] | None  # a Round, or one that also gets the tile of `units`
+    values: Callable[..., Tensor] | None
     bits: tuple[float, float]
     sinks: int = 0  # tokens at the beginning that stay as they are
     tile: int = TILE  # the last tokens stay as they are until so many are there
+    units: str | None = None  # the tile whose channels give the units: "first" or "previous"
 
 
 def per_token(bits: tuple[int, int], groups: tuple[int, int], turn: bool = False, **more: int) -> Format:
@@ -132,6 +154,18 @@ def in_tiles(bits: tuple[int, int], iterations: int, turn: bool = True, **more: 
     keys, values = (rounding(tiled, turn, each, iterations) for each in bits)
     kinds = {"keys": keys, "values": values, "bits": tuple(each + factors for each in bits)}
     return Format(**{**kinds, "sinks": TILE, **more})
+
+
+def as_built(keys: int, values: int) -> Format:
+    """The cache of `--kv-bits 4` and `k4v2`."""
+    bits = (keys + 2 * SCALE_BITS / TILE, values + 3 * SCALE_BITS / TILE)
+    return Format(rounding(tiled, False, keys, 0), with_factors(values), bits, sinks=TILE)
+
+
+def in_units(units: str, keys: Callable[..., Tensor], values: Callable[..., Tensor]) -> Format:
+    """4 bits, a scale and a zero point for each token, of channels in units of an earlier tile."""
+    share = 4 + 2 * SCALE_BITS / 128
+    return Format(keys, values, (share, share), sinks=TILE, tile=1, units=units)
 
 
 def as_half(x: Tensor) -> Tensor:
@@ -164,6 +198,14 @@ FORMATS = {
     "tiles 4/2, 1 iteration": in_tiles((4, 2), 1),
     "tiles 4/2, values by tokens": in_tiles((4, 2), 16, values=rotated(tokenwise(2, 16))),
     "4/2 rotated, groups of 32": per_token((4, 2), (128, 32), turn=True),
+    "tiles 4/4, as built": as_built(4, 4),
+    "tiles 4/2, as built": as_built(4, 2),
+    "channels of the first tile, 4/4": in_units(
+        "first", functools.partial(by_channels, 4, False), lambda x, tile: affine(x, 4, -1, 128)
+    ),
+    "channels of the previous tile, 4/4": in_units(
+        "previous", *2 * [functools.partial(by_channels, 4, True)]
+    ),
 }  # fmt: skip
 
 
@@ -203,14 +245,28 @@ class Layer(DynamicLayer):
             end = self.tokens // each.tile * each.tile
             if start >= end:
                 continue
-            part = self.buffers[:, row :: len(self.formats), :, start:end]
-            tiles = part.unflatten(3, (-1, each.tile))
-            if each.keys is each.values:
-                rounded = tiles if each.keys is None else each.keys(tiles)
-            else:
-                functions = zip((each.keys, each.values), tiles, strict=True)
-                rounded = torch.stack([one if fn is None else fn(one) for fn, one in functions])
-            part.copy_(rounded.flatten(3, 4))
+            states = self.buffers[:, row :: len(self.formats)]
+            if each.units is None:
+                part = states[:, :, :, start:end]
+                part.copy_(rounded(each, part.unflatten(3, (-1, each.tile))).flatten(3, 4))
+                continue
+            for own in range(start // TILE * TILE, end, TILE):
+                first = 0 if each.units == "first" else own - TILE
+                part = states[:, :, :, max(start, own) : min(own + TILE, end)]
+                part.copy_(rounded(each, part, states[:, :, :, first : first + TILE]))
+
+
+def rounded(format_: Format, states: Tensor, *tile: Tensor) -> Tensor:
+    """Keys and values [2, ..., D] as the cache would give them."""
+    if format_.keys is format_.values:
+        return states if format_.keys is None else format_.keys(states, *tile)
+    functions = (format_.keys, format_.values)
+    return torch.stack(
+        [
+            one[0] if function is None else function(*one)
+            for function, *one in zip(functions, states, *tile, strict=True)
+        ]
+    )
 
 
 def cache_of(model: Any, formats: list[Format], length: int) -> Cache:
