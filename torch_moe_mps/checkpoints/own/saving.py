@@ -54,9 +54,10 @@ def describe_when_saving(model: nn.Module) -> None:
 
 
 def restore_saving(model: nn.Module) -> None:
-    """Undoes `describe_when_saving`: `save_pretrained` writes the config unchanged."""
+    """Undoes `describe_when_saving`, but for models that stay quantised."""
     for module in model.modules():
-        restore_class(module, _DESCRIBED)
+        if made_as(type(module), _DESCRIBED) is not None and _described(module) is module:
+            restore_class(module, _DESCRIBED)
 
 
 @functools.cache
