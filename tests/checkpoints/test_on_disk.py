@@ -560,8 +560,9 @@ def test_a_batch_whose_tokens_need_more_than_the_slots(folder, memory):
 
 
 def test_the_file_is_written_once(folder, memory, monkeypatch):
-    """And has each format of a model's experts."""
+    """And has each format of a model's experts. A start with it does not look for them elsewhere."""
     monkeypatch.setattr(on_disk, "written", None)
+    monkeypatch.setattr(on_disk, "_stored", None)
     load(folder, experts_memory=memory)
     file = expert_pools(load(folder, experts_memory=memory)).layers[0].reader.file
     assert [layer.name for layer in file.layers] == [f"model.layers.{n}.mlp.experts" for n in range(6)]

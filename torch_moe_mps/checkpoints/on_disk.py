@@ -82,7 +82,9 @@ def experts_file(
     Raises: ValueError for a file of another checkpoint or recipe, or without space on the disk; OSError.
     """
     path, key, named = path_of(source), _key(source, model), _named(model, layers)
-    if (stored := _stored(source, recipe, layers, key)) is not None:
+    # Blocks of a GGUF file are read in place, also if an earlier release wrote a file of what they hold.
+    may_be_stored = source.gguf is not None or not path.exists()
+    if may_be_stored and (stored := _stored(source, recipe, layers, key)) is not None:
         return stored
     if not path.exists():
         _write_file(path, key, source, recipe, layers, named)
@@ -451,8 +453,6 @@ def _put_on_disk(
             if slots is not None:
                 module.config = pinned_config(module)
                 run_operators(module)
-                for name in projections(module):  # in place of weights that are not read
-                    vars(module).pop(name, None)
             put(module, OnDisk(pool, pools))
             _put(model, pool.about.name, module)
             modules.append(module)
