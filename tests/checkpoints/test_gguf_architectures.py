@@ -268,6 +268,16 @@ def test_wrong_metadata_is_refused_before_anything_is_read(tmp_path, changes, me
             r"mimo2.attention.head_count_kv must be the same in all layers of a type, 2 times as large in "
             r"those with a window, got \[1, 1, 1, 2\]",
         ),
+        (
+            "mimo2",
+            {"attention.head_count_kv": [1, 2, 1]},
+            "mimo2.attention.head_count_kv must be one value, or one for each of the 4 layers, got 3",
+        ),
+        (
+            "dots1",
+            {"attention.head_count": 65},
+            "dots1.attention.head_count must be at most the embedding_length 64, got 65",
+        ),
         ("mimo2", {"rope.freq_base_swa": None}, "mimo2.rope.freq_base_swa must be in the metadata"),
         ("mimo2", {"rope.scaling.type": "yarn"}, "mimo2.rope.scaling.type must be none, got yarn"),
         (
