@@ -1,6 +1,7 @@
 """GGUF files of the architectures that our rows read, written by hand from small models of their classes."""
 
 import copy
+import json
 import re
 import warnings
 
@@ -214,7 +215,12 @@ def test_a_vision_tower_is_refused_by_what_it_is(tmp_path, capsys):
     ],
 )
 def test_a_language_model_is_the_whole_class_without_its_tower(tmp_path, architecture, class_name, tower):
-    model = load(write_model(tmp_path / "model.gguf", architecture, small_model(architecture)))
+    """`fit` counts no tower either, which would have gigabytes."""
+    path = write_model(tmp_path / "model.gguf", architecture, small_model(architecture))
+    assert main(["fit", str(path), "--json", str(tmp_path / "fit.json")]) == 0
+    sizes = json.loads((tmp_path / "fit.json").read_text())["sizes"]
+    assert len(sizes) > 2 and all(size["bytes"] < 2e6 for size in sizes)
+    model = load(path)
     assert type(model).__name__ == class_name and text_state(model).keys() == model.state_dict().keys()
     expected = f"the checkpoint must have model.{tower} for this, got a language model alone"
     with pytest.raises(RuntimeError, match=expected):
