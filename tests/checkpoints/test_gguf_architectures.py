@@ -190,16 +190,23 @@ def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch, architec
         load(path)
 
 
-def test_a_vision_tower_is_refused_by_what_it_is(tmp_path, capsys):
-    """Its file lies next to that of the model, and is easily taken for it."""
-    writer = GGUFWriter(path := tmp_path / "mmproj.gguf", "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_tensor("v.blk.0.attn_q.weight", torch.ones(32, 32).numpy())
+@pytest.mark.parametrize(
+    ("architecture", "kind", "tensor", "got"),
+    [
+        ("clip", "mmproj", "v.blk.0.attn_q.weight", "that of a vision or audio tower (clip)"),
+        ("llama", "adapter", "blk.0.attn_q.weight.lora_a", "one of the type adapter"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_what_it_is(tmp_path, capsys, architecture, kind, tensor, got):
+    """The file of a vision tower lies next to that of the model, and is easily taken for it."""
+    writer = GGUFWriter(path := tmp_path / "other.gguf", architecture)
+    writer.add_type(kind)
+    writer.add_tensor(tensor, torch.ones(32, 32).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    expected = f"{path} must be the file of a language model, got that of a vision or audio tower (clip)"
+    expected = f"{path} must be the file of a language model, got {got}"
     with pytest.raises(ValueError, match=f"^moe_mps::gguf: {re.escape(expected)}$"):
         load(path)
     for command in (["fit", str(path)], ["generate", str(path), "--prompt", "a"]):
