@@ -168,6 +168,10 @@ CASES = {
         in_tensor(4, number(0)),
         "blk.1.attn_q.weight must have at least one row of whole blocks of 256 values, got the shape (256, ",
     ),
+    "more blocks than there are": (
+        lambda data: put(data.index(b"llama.block_count") + 21, number(2**31, 4))(data),
+        "llama.block_count must be at most 2, as many as the tensors have, got 2147483648",
+    ),
     "half a block": (
         in_tensor(4, number(128)),
         "blk.1.attn_q.weight must have at least one row of whole blocks of 256 values, got the shape (256, ",

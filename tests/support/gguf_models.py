@@ -188,7 +188,7 @@ def text_state(model: Any) -> Tensors:
 
 
 def _tensors(published: Published, name: str, value: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
-    match = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    match = re.match(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.(.*)", name)
     block, place = (f"blk.{match[1]}.", match[2]) if match else ("", name)
     if (parts := published.split(place, value, config)) is not None:
         yield from ((f"{block}{part}", each.contiguous()) for part, each in parts.items())

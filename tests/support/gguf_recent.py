@@ -1,4 +1,5 @@
-"""Small models of architectures of late 2025 and 2026, as llama.cpp's converter publishes them."""
+"""Small models of architectures of late 2025 and 2026, of gpt-oss and of DBRX, as llama.cpp's converter
+publishes them."""
 
 from typing import Any
 
@@ -144,4 +145,77 @@ RECENT["step35"] = Published(
             "mlp_ratio": 1.0,
         },
     ),
+)
+
+
+def _gpt_oss(name: str, value: Tensor, config: Any) -> Tensors | None:
+    """Matrices of experts are transposed in the class, and outputs of gate and up alternate."""
+    of_experts = name.removeprefix("mlp.experts.")
+    if of_experts in ("gate_up_proj", "gate_up_proj_bias"):
+        kind = "bias" if value.dim() == 2 else "weight"
+        rows = value if value.dim() == 2 else value.transpose(1, 2)
+        return {f"ffn_{part}_exps.{kind}": rows[:, start::2] for part, start in (("gate", 0), ("up", 1))}
+    if of_experts == "down_proj":
+        return {"ffn_down_exps.weight": value.transpose(1, 2)}
+    return {"ffn_down_exps.bias": value} if of_experts == "down_proj_bias" else None
+
+
+def _gpt_oss_scaled(factor: float) -> Published:
+    return Published(
+        "gpt_oss",
+        lambda hidden: {
+            **{"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+            "intermediate_size": 2 * hidden,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": factor, "beta_fast": 32.0},
+                **{"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096},
+            },
+        },
+        lambda config: {
+            **{"expert_count": 4, "expert_feed_forward_length": config.intermediate_size},
+            **{"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 8},
+            **{"rope.scaling.type": "yarn", "rope.scaling.factor": factor},
+            "rope.scaling.original_context_length": 4096,
+        },
+        {
+            **{"self_attn.sinks": "attn_sinks.weight", "mlp.router": "ffn_gate_inp"},
+            "post_attention_layernorm": "post_attention_norm",
+        },
+        _gpt_oss,
+    )
+
+
+RECENT["gpt-oss"] = _gpt_oss_scaled(32.0)
+RECENT["gpt-oss:not scaled"] = _gpt_oss_scaled(1.0)
+
+
+def _dbrx(name: str, value: Tensor, config: Any) -> Tensors | None:
+    """Experts one below the other; the matrix of the outputs is transposed."""
+    owner, _, part = name.rpartition(".mlp.")
+    if owner != "ffn.experts":
+        return None
+    each = value.view(config.ffn_config.moe_num_experts, -1, value.shape[-1])
+    names = {"w1": "gate", "v1": "up", "w2": "down"}
+    return {f"ffn_{names[part]}_exps.weight": each.transpose(1, 2) if part == "w2" else each}
+
+
+RECENT["dbrx"] = Published(
+    "dbrx",
+    lambda hidden: {
+        **{"d_model": hidden, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 2 * hidden, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    lambda config: {
+        **{"expert_count": 4, "expert_used_count": 2, "attention.clamp_kqv": 1.0, "rope.freq_base": 5e5},
+        **{"feed_forward_length": config.ffn_config.ffn_hidden_size, "attention.head_count_kv": 2},
+        "attention.layer_norm_epsilon": 1e-5,
+    },
+    {
+        **{"transformer.wte": "token_embd", "transformer.norm_f": "output_norm"},
+        **{"norm_attn_norm.norm_1": "attn_norm", "norm_attn_norm.norm_2": "attn_output_norm"},
+        **{"norm_attn_norm.attn.Wqkv": "attn_qkv", "norm_attn_norm.attn.out_proj": "attn_output"},
+        "ffn.router.layer": "ffn_gate_inp",
+    },
+    _dbrx,
 )

@@ -64,9 +64,17 @@ class Stated:
         return self.get(key, _NO_DEFAULT)
 
     def by_layer(self, key: str, default: Any = _NO_DEFAULT) -> list[Any]:
-        """The values of all layers, also where the file has one for all."""
+        """The values of all layers, also where the file has one for all.
+
+        Raises: ValueError for an array with fewer values.
+        """
         value = self.get(key, default)
-        return [*value[: self.layers]] if isinstance(value, list) else [value] * self.layers
+        if not isinstance(value, list):
+            return [value] * self.layers
+        if len(value) < self.layers:
+            expected = f"one value, or one for each of the {self.layers} layers"
+            raise ValueError(f"moe_mps::gguf: {self.architecture}.{key} must be {expected}, got {len(value)}")
+        return value[: self.layers]
 
     def has(self, stem: str) -> bool:
         """True if a layer has a tensor of such a name, as "attn_q.bias"."""
@@ -311,7 +319,11 @@ def _heads(stated: Stated) -> dict[str, Any]:
     """Number of key heads, and the width of heads."""
     heads, hidden = stated.need("attention.head_count"), stated.need("embedding_length")
     key_heads = max(stated.by_layer("attention.head_count_kv", heads))
-    width = stated.get("attention.key_length") or hidden // max(stated.by_layer("attention.head_count"))
+    most = max(stated.by_layer("attention.head_count"))
+    width = stated.get("attention.key_length") or hidden // most
+    if width == 0:
+        key = f"{stated.architecture}.attention.head_count"
+        raise ValueError(f"moe_mps::gguf: {key} must be at most the embedding_length {hidden}, got {most}")
     return {"num_key_value_heads": key_heads, "head_dim": width}
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -59,7 +59,6 @@ REMOVED_TYPES = {
 }
 # Entries of a config that say nothing of the order of rows, and differ from file to file.
 _OF_ONE_FILE = ("_name_or_path", "dtype", "quantization_config", "transformers_version")
-_TOWERS = "clip"  # architecture of a file of vision or audio towers, whose sizes have keys of their own
 # {name that transformers' first loader has for an architecture: the one in files}
 _OTHER_NAMES = {
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2", "gpt_oss": "gpt-oss"},
@@ -149,8 +148,16 @@ def _check_names(first: Header, tensors: list[GgufTensor]) -> None:
     declared = first.metadata.get("split.tensors.count", len(tensors))
     if declared != len(tensors):
         raise ValueError(f"all parts must have {declared} tensors by split.tensors.count, got {len(tensors)}")
-    if first.metadata["general.architecture"] != _TOWERS:
+    if not _other_contents(first.metadata):  # sizes of others have other keys
         check_sizes(first.metadata, [tensor.name for tensor in tensors])
+
+
+def _other_contents(metadata: Mapping[str, Any]) -> str:
+    """Words for what a file holds in place of a language model; none for one."""
+    if metadata["general.architecture"] == "clip":
+        return "that of a vision or audio tower (clip)"
+    kind = metadata.get("general.type", "model")
+    return "" if kind == "model" else f"one of the type {kind}"
 
 
 def _tensors_in(path: str, header: Header) -> list[GgufTensor]:
@@ -182,17 +189,14 @@ def _tensors_in(path: str, header: Header) -> list[GgufTensor]:
 def check_file(path: str) -> None:
     """Raises the errors of `read_file`, and ValueError for an architecture that is not read.
 
-    A vision tower has a file of its own, which is no model. Without the package `gguf`, which knows the
-    types, nothing is checked.
+    Also for a file of a vision tower or an adapter, which is no model. Without the package `gguf`, which
+    knows the types, nothing is checked.
     """
     if find_spec("gguf") is None:
         return
     architecture, _ = read_file(path)
-    if architecture == _TOWERS:
-        expected = "the file of a language model"
-        raise ValueError(
-            f"moe_mps::gguf: {path} must be {expected}, got that of a vision or audio tower ({_TOWERS})"
-        )
+    if other := _other_contents(header_of(path).metadata):
+        raise ValueError(f"moe_mps::gguf: {path} must be the file of a language model, got {other}")
     known = read_architectures()
     if architecture not in known:
         raise ValueError(

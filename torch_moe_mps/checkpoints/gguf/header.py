@@ -28,6 +28,7 @@ _WIDTHS = {
     },
     "qwen3moe": {"qwen3moe.expert_feed_forward_length": "moe_intermediate_size"},
 }
+_BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 _SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
 
 
@@ -94,9 +95,10 @@ def check_part(metadata: dict[str, Any], number: int, count: int) -> None:
 def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
     """Validates sizes and counts in a file's metadata.
 
-    Raises: ValueError for a value that is not a nonnegative number, and for attention without a head count,
-        which transformers would guess.
+    Raises: ValueError for a value that is not a nonnegative number, for more blocks than the tensors have,
+        and for attention without a head count, which transformers would guess.
     """
+    names = [*names]
     heads = f"{metadata['general.architecture']}.attention.head_count"
     if any(".attn_q" in name for name in names):
         if heads not in metadata:
@@ -108,6 +110,20 @@ def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
             for number in value if isinstance(value, list) else [value]:
                 if type(number) is not int or number < 0:
                     raise ValueError(f"{key} must be a number from 0, got {number!r}")
+    _check_blocks(metadata, names)
+
+
+def _check_blocks(metadata: dict[str, Any], names: Iterable[str]) -> None:
+    """Raises: ValueError for more blocks than the tensors have, for each of which a module would be made.
+
+    Those that predict further tokens may be in another file.
+    """
+    key = f"{metadata['general.architecture']}.block_count"
+    count = metadata.get(key)
+    further = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
+    present = max((int(block) for name in names for block in _BLOCK.findall(name)), default=-1) + 1
+    if present and isinstance(count, int) and isinstance(further, int) and count - further > present:
+        raise ValueError(f"{key} must be at most {present}, as many as the tensors have, got {count}")
 
 
 def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int) -> None:
