@@ -189,6 +189,27 @@ def test_the_formats_of_the_help_are_those_that_are_taken(command):
                 found.type(str(value))
 
 
+@pytest.mark.parametrize(
+    "command", ["chat", "generate", "serve", "bench", "fit", "perplexity", "launch codex"]
+)
+def test_the_bits_of_a_kv_cache(command, capsys):
+    """16 unless another is named, everywhere."""
+    words = command.split()
+    expected = {"4": 4, "k4v2": "k4v2", "8": 8, "16": 16}
+    for text, bits in expected.items():
+        assert parse([*words, "model", "--kv-bits", text]).kv_bits == bits
+    assert parse([*words, "model"]).kv_bits == 16
+    for wrong in ("3", "4.0", "K4V2", "k8v4", "4.2", "", "none"):
+        with pytest.raises(SystemExit, match="2"):
+            parse([*words, "model", "--kv-bits", wrong])
+        assert capsys.readouterr().err == (
+            f"torch-moe-mps {words[0]}: error: argument --kv-bits: must be 4, k4v2, 8 or 16, got {wrong}\n"
+        )
+    with pytest.raises(SystemExit, match="0"):
+        parse([words[0], "--help"])
+    assert " [--kv-bits {4,k4v2,8,16}]" in capsys.readouterr().out
+
+
 def test_the_formats_of_convert(tmp_path):
     """Those of its --mode, and nothing is imported for another."""
     for arguments, expected in {

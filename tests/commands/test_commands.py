@@ -169,7 +169,7 @@ def test_perplexity_with_a_cache_in_8_bits(tmp_path):
     model = tiny_models.tiny_model("llama", head_dim=64)
     pieces = [torch.randint(2, 90, (40,), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     save_references(model, pieces, tmp_path)
-    means = measure(perplexity.WithQuantizedCache(model), pieces, tmp_path)
+    means = measure(perplexity.WithQuantizedCache(model, 8), pieces, tmp_path)
     assert means.loss == pytest.approx(means.other, rel=1e-3) and means.loss != means.other
     assert 0 < means.divergence < 1e-3
 

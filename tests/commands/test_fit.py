@@ -12,60 +12,19 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny_models
+from support.fit import PROMPT, QWEN3, context, table
 from support.memory import Memory
-from support.models import eager, stored
+from support.models import stored
 from support.mtp import with_mtp
 from support.processes import REPOSITORY
-from support.sweep import covering, in_sweep, rows_in_sweep
+from support.sweep import rows_in_sweep
 
 import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps.checkpoints.quantize.sizes import prompt_bytes
-from torch_moe_mps.commands import fit, main
-from torch_moe_mps.models.caches.batched import BatchedCache
-from torch_moe_mps.models.caches.prompt_cache import new_cache
-from torch_moe_mps.models.caches.state import parts
-from torch_moe_mps.models.kv_sizes import KVCache
-from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
-from torch_moe_mps.transformers.deferrable import deferrable_layers
-
-# Qwen3-30B-A3B with an eighth of its layers and twice the experts, where their numbers say nothing.
-QWEN3 = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "max_position_embeddings": 40960,
-    "dtype": "bfloat16",
-}
-
+from torch_moe_mps.commands import main
 
 SHOWN = (("bytes", 1), ("bytes_a_token", 2))  # what `fit` says of a size, with so many digits
-
-
-def table(output: str, first: str) -> dict[str, list[str]]:
-    """{first cell: the others} of the rows below the head that begins with `first`."""
-    lines = output.split(f"\n{first} ")[1].split("\n\n")[0].splitlines()[1:]
-    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in lines)}
-
-
-def context(space: int, token: int) -> int:
-    """The most tokens of so many bytes that fit, with room for a sixteenth more of them, or for 256."""
-    tokens = space // token
-    most = (16 * tokens + 15) // 17  # with room for a sixteenth
-    return next(n for n in range(most, -1, -1) if n + max(256, n // 16) <= tokens)
-
-
-# Bytes of a layer for the 2,048 tokens of a prompt that are read at once: the inputs and outputs of q, k, v,
-# o, and of the experts for 8 slots.
-PROMPT = 2048 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512) + 8 * (2048 + 2 * 768 + 768 + 2048))
 
 
 @pytest.fixture
@@ -158,6 +117,23 @@ def test_macs_that_cannot_share(qwen3, capsys, refused):
     assert "must be Macs as in 2x64 or 64+128, with the GB of each, got '64,128'" in capsys.readouterr().err
 
 
+def test_the_weights_beside_each_context(whole_qwen3, capsys):
+    """Those of the most bytes where a Mac holds another context with other --kv-bits."""
+    assert main(["fit", str(whole_qwen3)]) == 0
+    output = capsys.readouterr().out
+    shown = table(output, "--kv-bits")
+    names = re.split(r"  +", output.split("\nMac ")[1].splitlines()[0].strip())[1:]
+    weights = table(output, "weights")
+    for mac, contexts in table(output, "Mac").items():
+        held = dict(zip(names, contexts[1:], strict=True))
+        below = [name for name, text in held.items() if text not in ("-", "40,960")]
+        assert (mac in shown) is bool(below)
+        if below:
+            largest = max(below, key=lambda name: float(weights[name][0]))
+            assert shown[mac][:2] == [largest, held[largest]]
+    assert shown["32 GB"] == ["5 bit", "14,405", "27,937", "40,960", "40,960"]
+
+
 def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
     """Against arithmetic with its shapes."""
     layers, hidden, vocabulary = 48, 2048, 151936
@@ -177,7 +153,7 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
     output = capsys.readouterr().out
     shown = (REPOSITORY / "docs/memory.md").read_text().partition("Shortened:\n\n")[2].partition("\n\n")[0]
     shown = [line.strip() for line in shown.splitlines()]
-    assert len(shown) == 4 and {*shown} <= {line.rstrip() for line in output.splitlines()}
+    assert len(shown) == 6 and {*shown} <= {line.rstrip() for line in output.splitlines()}
     assert f"{(quantised + layers * attention + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
@@ -217,47 +193,6 @@ def test_a_model_that_reads_any_number_of_tokens(tmp_path, capsys):
     assert main(["fit", str(tmp_path), "--group-size", "32", "--json", str(file)]) == 0
     assert {*table(capsys.readouterr().out, "Mac")["16 GB"][1:]} == {"any"}
     assert {*json.loads(file.read_text())["macs"][0]["contexts"].values()} == {None}
-
-
-def test_a_cache_in_8_bits(tmp_path, capsys):
-    """Against arithmetic: a head of 128 is 128 codes, a scale and a bias."""
-    longest = 1 << 21
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"max_position_embeddings": longest}))
-    token = 6 * 2 * 4 * (128 + 2 * 2)
-    outputs = []
-    for bits in (16, 8):
-        assert main(["fit", str(tmp_path), "--kv-bits", str(bits), "--context", "32768"]) == 0
-        outputs.append(capsys.readouterr().out)
-    dense, output = outputs
-    assert f"KV cache in 8 bits: {token / 1e6:.3f} GB for each 1,000 tokens" in output
-    assert table(output, "weights") == table(dense, "weights")
-    two = fit.sizes_of(fit.Source(str(tmp_path), {"dtype": "bfloat16"}).skeleton(), 64)[-1]
-    fits = context(macs.wired_limit(16) - PROMPT - two.weights, token)
-    assert table(output, "Mac")["16 GB"][7] == f"{fits:,}" and 500_000 < fits < longest
-    bounds = table(output, "chip")["M4 Max (40 cores), 546 GB/s"]
-    assert bounds[6] == f"{546e9 / (two.token + 32768 * token):.0f}"
-
-
-@pytest.mark.parametrize(("architecture", "bits"), covering(("qwen3_moe", "gpt_oss"), (16, 8)))
-def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
-    """Of the caches of accelerated models after prompts and tokens; the window of gpt-oss is set to 16."""
-    options = {"head_dim": 64, "sliding_window": 16}
-    with torch.device("meta"):
-        config = tiny_models.tiny_config(architecture, **options)
-        found = KVCache.of_model(tiny_models.model_class(architecture)(config), bits)
-    model = tiny_models.tiny_model(architecture, **options)
-    torch_moe_mps.accelerate(model, kv_bits=bits)
-    for calls in ([3], [700, 1], [400, 300, *[1] * 70]):
-        cache = transformers.DynamicCache(config=model.config)
-        for tokens in calls:
-            with torch.no_grad():
-                model(torch.ones(1, tokens, dtype=torch.long), **cache_argument(model, cache))
-        states = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        held = sum(part.untyped_storage().nbytes() for tensor in states for part in parts(tensor))
-        read = sum(calls)
-        assert found.at(read) <= held <= found.memory(read) <= 1.5 * held
-        if len(calls) == 1:  # memory that is made for just so many tokens has room for none more
-            assert [found.tokens_in(space, 4096) for space in (held, held - 1)] == [read, read - 1]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "llama"])
@@ -389,73 +324,6 @@ def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
     assert "causal_conv1d" not in capfd.readouterr().err + caplog.text
 
 
-OF_A_RUN = (
-    "qwen3_moe",
-    "gemma4",
-    "small gemma4",
-    "deepseek_v3",
-    "qwen3_next",
-    "qwen3_5",
-    "glm5_next",
-    "qwen4_exp",
-    "llama4",
-    "longcat_flash",
-    "step3p7",
-)
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    in_sweep(
-        OF_A_RUN, ("small gemma4", "deepseek_v3", "qwen3_next", "qwen4_exp", "longcat_flash", "step3p7")
-    ),
-)
-def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
-    """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
-    overrides = tiny_models.SMALL_GEMMA4 if architecture == "small gemma4" else {}
-    architecture = architecture.removeprefix("small ")
-    config = tiny_models.tiny_config(architecture, **overrides)
-    text = config.get_text_config()
-    if getattr(text, "sliding_window", None):
-        text.sliding_window = 16
-    with torch.device("meta"):
-        found = KVCache.of_model(tiny_models.model_class(architecture)(config))
-    model = tiny_models.model_class(architecture)(config).eval()
-    for tokens in (1, 5, 40):
-        with torch.no_grad():
-            cache = cache_among(model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=True))
-        nbytes = 0
-        for layer in cache.layers:
-            for value in vars(layer).values():
-                parts = value.values() if isinstance(value, dict) else [value]
-                tensors = [t for t in parts if isinstance(t, torch.Tensor) and t.is_floating_point()]
-                nbytes += sum(t.nbytes for t in tensors)
-        window = 16 if tokens > 16 and getattr(text, "sliding_window", None) else 0
-        # transformers keeps one token less than the window, which it adds in the next step.
-        assert nbytes <= found.at(tokens) <= nbytes + (window > 0) * nbytes / (window - 1)
-
-
-LAGGING = ("qwen3_next", "kimi_linear", "granitemoehybrid", "lfm2_moe", "zamba2")
-
-
-@pytest.mark.parametrize("architecture", in_sweep(LAGGING, ("kimi_linear", "lfm2_moe")))
-def test_the_memory_beside_states_has_room_for_drafts(architecture):
-    """For what is pending in a row of a model, of whose kind of states fit does not know."""
-    config = tiny_models.tiny_config(architecture)
-    with torch.device("meta"):
-        found = KVCache.of_model(tiny_models.model_class(architecture)(config))
-    model = eager(tiny_models.tiny_model(architecture))
-    torch_moe_mps.accelerate(model)
-    rows, cache = BatchedCache(model, deferrable_layers(model)), new_cache(model)
-    with torch.no_grad():
-        model(torch.ones(1, 5, dtype=torch.long), **cache_argument(model, cache))
-        rows.admit(cache, 5)
-    pending = [layer.uncommitted for layer in rows.cache.layers if hasattr(layer, "uncommitted")]
-    held = sum(p.nbytes for each in pending for p in each.values() if p.is_floating_point())
-    assert 0 < held <= found.beside <= 1.7 * held
-    assert found.memory(5) - found.beside >= found.at(5)
-
-
 LOADED = (("qwen3_moe", 4), ("qwen3_moe", 8), ("gemma4", 4), ("qwen3_5", 4), ("dbrx", 4), ("jetmoe", 4))
 
 
@@ -580,14 +448,3 @@ def test_mtp_layers_are_counted(tmp_path, capsys):
             space -= sizes["4 bit"]["bytes"] + sizes["4 bit"]["speculative"]
             fits = found["macs"][0]["contexts"]["4 bit"]
             assert fits == pytest.approx(context(space, 2 * found["kv_cache"]["bytes_a_token"]), rel=1e-6)
-
-
-def test_mtp_layers_have_a_cache_as_the_last_layer():
-    """A model with two layers more has the same."""
-
-    def of(layers: int, more: int):
-        with torch.device("meta"):
-            model = tiny_models.tiny_model("glm4_moe", num_hidden_layers=layers)
-        return KVCache.of_model(model, more=more).rates
-
-    assert of(2, 2) == of(4, 0) != of(2, 0)

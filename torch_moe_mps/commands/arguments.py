@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from .._limits import KV_BITS
 from .._text import bytes_in, one_of, shown
 from .._weight_formats import BITS, GROUP_SIZES, MODES
 from ..serving.speculative import LOOKUP, MTP
@@ -137,14 +138,14 @@ def _number(expected: str, is_within: Callable[[float], bool]) -> Callable[[str]
 _POSITIVE = _number("above 0", lambda value: value > 0)
 
 
-def _one_of(*values: int) -> Callable[[str], int]:
-    """Parser of one of some integers."""
-    expected = one_of(values)
+def _one_of(*values: int | str) -> Callable[[str], Any]:
+    """Parser of one of some integers or words."""
+    expected, named = one_of(values), {str(value): value for value in values}
 
-    def read(text: str) -> int:
-        if text not in map(str, values):
+    def read(text: str) -> int | str:
+        if text not in named:
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text}")
-        return int(text)
+        return named[text]
 
     return read
 
@@ -213,10 +214,11 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": f"weights that share a scale, with --bits: {one_of(_GROUP_SIZES)} (64)",
     },
     "--kv-bits": {
-        "type": int,
-        "choices": (8, 16),
+        "type": _one_of(*KV_BITS),
+        "metavar": f"{{{','.join(map(str, KV_BITS))}}}",
         "default": 16,
-        "help": "of the keys and values in the cache; 16 leaves them as the model makes them (16)",
+        "help": "of the keys and values in the cache; k4v2: keys in 4 and values in 2; 16 leaves them as the "
+        "model makes them (16)",
     },
     "--experts-memory": {
         "type": _size,
@@ -456,7 +458,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
       torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
       torch-moe-mps perplexity qwen3-3bit qwen3-4bit qwen3-8bit --against Qwen/Qwen3-30B-A3B
       torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
-      torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes
+      torch-moe-mps perplexity qwen3-4bit --kv-bits 4 --against qwen3-4bit  # what a cache in 4 bits changes
     """
     add = command.add_argument
     add(
@@ -478,7 +480,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
     examples:
       torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
       torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, as it lets the GPU have memory
-      torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
+      torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 4
       torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
       torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json
     """
@@ -539,6 +541,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
       torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --max-tokens 1000 --temperature 0.6
       torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
+      torch-moe-mps chat qwen3-4bit --kv-bits 4                           # in a quarter
       torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-folder prompts
       torch-moe-mps chat qwen3-32b-4bit --speculative qwen3-0.6b                # a small model drafts tokens
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._limits import LARGEST_CHUNK
+from .._limits import KV_BITS, LARGEST_CHUNK
 from .._text import aligned, fitted, unit_of
 from ..checkpoints.absent import leave_out
 from ..checkpoints.layouts.files import checkpoint_files
@@ -38,7 +38,6 @@ from ..checkpoints.source import Source
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..models.programs import KVCache
 from ..ops._checks import Check
-from ..ops.families.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
@@ -54,6 +53,9 @@ BITS = (8, 6, 5, 4, 3, 2)
 _RECOMMENDED = (8, 6, 4)  # the ones that quality hardly suffers from (docs/quality.md)
 _WIDE, _DENSE, _STORED = "32 bit", "16 bit", "as it is"
 _CHECK = Check("fit")
+# {--kv-bits: how a line names a cache with them}
+_IN_BITS = {4: " in 4 bits", "k4v2": " with keys in 4 bits and values in 2", 8: " in 8 bits", 16: ""}
+Caches = Mapping[int | str, KVCache]
 
 
 _READ_IN_PLACE = (
@@ -94,13 +96,13 @@ def run(options: argparse.Namespace) -> None:
     if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     sizes += [of_recipe(model, name, options.group_size) for name in names]
-    cache = KVCache.of_model(model, options.kv_bits)
-    with_mtp = _with_mtp(options, model, folder, sizes, cache)
+    caches = KVCache.by_bits(model)
+    with_mtp = _with_mtp(options, model, folder, sizes, caches)
     if options.macs is not None:
-        text, data = spread(model, sizes, options.macs, cache)
+        text, data = spread(model, sizes, options.macs, _of_bits(caches, options.kv_bits))
     else:
         name = options.model
-        text, data = report(name, model, sizes, options.context, mac, options.kv_bits, cache, with_mtp)
+        text, data = report(name, model, sizes, options.context, mac, options.kv_bits, caches, with_mtp)
         if source.gguf is not None and "on_disk" in data:
             text = f"{text}\n\n{_in_terminal([_READ_IN_PLACE])}"
     print(text)
@@ -113,18 +115,26 @@ def report(
     sizes: Sequence[Size],
     context: int,
     mac: Mac | None,
-    kv_bits: int,
-    cache: KVCache | None,
-    with_mtp: KVCache | None,
+    kv_bits: int | str,
+    caches: Caches | None,
+    with_mtp: Caches | None,
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
+    cache = _of_bits(caches, kv_bits)
     prompt, total = prompt_bytes(model, LARGEST_CHUNK), sum(p.numel() for p in model.parameters())
     longest = context_of(model.config)
     limits = _limits(mac)
-    contexts = {
-        mac_name: [_context(with_mtp, limit - prompt - s.weights - s.speculative, longest) for s in sizes]
-        for mac_name, limit in limits
+    by_bits = {
+        bits: {
+            mac_name: [
+                _context(_of_bits(with_mtp, bits), limit - prompt - s.weights - s.speculative, longest)
+                for s in sizes
+            ]
+            for mac_name, limit in limits
+        }
+        for bits in KV_BITS
     }
+    contexts = by_bits[kv_bits]
     usual = next((s for s in sizes if s.name in (_STORED, "4 bit")), sizes[0])
     bandwidth = None if mac is None else mac.bandwidth
     on_disk, numbers = residency.table(model, [usual] if mac is None else sizes, limits, bandwidth)
@@ -137,19 +147,25 @@ def report(
         f"a prompt takes at most {prompt / 1e9:.3f} GB for {LARGEST_CHUNK:,} tokens, which are read at once",
         *("", *_of_sizes(sizes, total)),
         *("", *_of_contexts(sizes, limits, contexts)),
+        *_of_kv_bits(sizes, caches, by_bits),
         *("", _more_for_the_gpu(mac)),
         *(*on_disk, "", *bounds),
     ]
+    names = [size.name for size in sizes]
     data = {
         "weights": total,
         "kv_cache": None if cache is None else _bytes_of(cache),
+        "kv_cache_by_kv_bits": {str(bits): _bytes_of(each) for bits, each in (caches or {}).items()},
         "prompt": {"tokens": LARGEST_CHUNK, "bytes": prompt},
         "sizes": _numbers_of_sizes(sizes),
         "macs": [
             {
                 "name": mac_name,
                 "gpu": limit,
-                "contexts": {size.name: fits for size, fits in zip(sizes, contexts[mac_name], strict=True)},
+                "contexts": dict(zip(names, contexts[mac_name], strict=True)),
+                "contexts_by_kv_bits": {
+                    str(bits): dict(zip(names, fits[mac_name], strict=True)) for bits, fits in by_bits.items()
+                },
             }
             for mac_name, limit in limits
         ],
@@ -245,6 +261,26 @@ def _of_contexts(
     return [*lines, *aligned([["Mac", "GPU's GB", *(size.name for size in sizes)], *cells], 1)]
 
 
+def _of_kv_bits(
+    sizes: Sequence[Size],
+    caches: Caches | None,
+    contexts: Mapping[int | str, Mapping[str, Sequence[int | bool | None]]],
+) -> list[str]:
+    """The table of the contexts that fit with each --kv-bits, of the largest weights where these differ."""
+    if caches is None or not caches[16].token:
+        return []
+    order = sorted(caches, key=lambda bits: -caches[bits].token)
+    rows = [["GB for each 1,000 tokens", "", *(f"{caches[bits].token * 1000 / 1e9:.3f}" for bits in order)]]
+    for mac in contexts[16]:
+        fits = [[contexts[bits][mac][place] for bits in order] for place in range(len(sizes))]
+        places = [place for place in range(len(sizes)) if len({*map(_in_words, fits[place])}) > 1]
+        if places:
+            place = max(places, key=lambda place: sizes[place].weights)
+            rows.append([mac, sizes[place].name, *map(_in_words, fits[place])])
+    lines = ["", "Context that fits by --kv-bits, for the largest weights where it differs, in tokens:"]
+    return [*lines, *aligned([["--kv-bits", "weights", *map(str, order)], *rows], 2)]
+
+
 def _of_bounds(
     mac: Mac | None, cache: KVCache | None, context: int, sizes: Sequence[Size]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -265,25 +301,30 @@ def _of_bounds(
 
 
 def _with_mtp(
-    options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], cache: KVCache | None
-) -> KVCache | None:
-    """The cache of the model and of its MTP layers, which draft; adds their bytes to the sizes."""
+    options: argparse.Namespace, model: Any, folder: str, sizes: Sequence[Size], caches: Caches | None
+) -> Caches | None:
+    """The caches of the model and of its MTP layers, which draft; adds their bytes to the sizes."""
     layers = empty_mtp(model, folder)
     if layers is None or options.macs is not None:
-        return cache
+        return caches
     for size in sizes:
         size.speculative = bytes_of_mtp(layers, model, size.targets)
-    return KVCache.of_model(model, options.kv_bits, len(layers.layers))
+    return KVCache.by_bits(model, len(layers.layers))
 
 
-def _of_cache(cache: KVCache | None, kv_bits: int) -> list[str]:
+def _of_bits(caches: Caches | None, kv_bits: int | str) -> KVCache | None:
+    return None if caches is None else caches[kv_bits]
+
+
+def _of_cache(cache: KVCache | None, kv_bits: int | str) -> list[str]:
     if cache is None:
         return ["KV cache: unknown; the model's code does not run on shapes alone"]
     per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
-    lines = [f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}"]
+    lines = [f"KV cache{_IN_BITS[kv_bits]}: {per_thousand}"]
     if rest := _rest_of(cache):
         of_drafts = f", and {cache.beside / 1e9:.3f} GB where drafts are taken back" if cache.beside else ""
-        lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB{of_drafts}")
+        what = "sliding windows, states and tokens in 16 bits" if cache.tile else "sliding windows and states"
+        lines.append(f"beside it, {what} take at most {rest / 1e9:.3f} GB{of_drafts}")
     return lines
 
 

@@ -15,7 +15,6 @@ from .._progress import with_progress
 from .._text import aligned
 from ..checkpoints.calibration import SAMPLE
 from ..models.programs import cache_argument, empty_cache, wide_logits
-from ..ops.families.attention import CACHE_BITS
 from .places import utf8_text
 from .results import write_json
 from .sources import (
@@ -79,7 +78,8 @@ def _measured(
     """Means of a model over the text."""
     check_adapter(options, source)
     model = with_adapter(options, load_stored(options, source, device))
-    return measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, chunks, folder)
+    quantizes = options.kv_bits != 16
+    return measure(WithQuantizedCache(model, options.kv_bits) if quantizes else model, chunks, folder)
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
@@ -235,11 +235,11 @@ def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
 
 
 class WithQuantizedCache:
-    """A model whose tokens see the keys and values of a cache in 8 bits."""
+    """A model whose tokens see the keys and values of a cache in so many bits."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.device = model, model.device
+    def __init__(self, model: Any, bits: Any) -> None:
+        self.model, self.bits, self.device = model, bits, model.device
 
     def __call__(self, input_ids: Tensor) -> Any:
-        cache = empty_cache(self.model, CACHE_BITS)
+        cache = empty_cache(self.model, self.bits)
         return self.model(input_ids=input_ids, **cache_argument(self.model, cache), use_cache=True)

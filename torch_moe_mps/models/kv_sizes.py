@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .._limits import KV_BITS, KV_FORMATS
+from ..ops.families.attention import CACHE_BITS
+from ..ops.families.tiles import TILE, WORD_BYTES, TileFormat
 from .basics.interface import experts_of
 from .caches.cache import as_held
 from .caches.deferred_states import bytes_beside
-from .caches.growing import spare_for, window_spare
+from .caches.growing import are_latents, spare_for, window_spare
+from .caches.layers import Growing, GrowingIndexed, GrowingWindow, growing_class
+from .caches.quantized_states import can_be_quantized
 from .modules.stacked_experts import run_operators
 from .upstream.calls import cache_among, call_on_shapes
+
+SPARE = 2 * TILE
+MOST_DENSE = 3 * TILE + SPARE
 
 
 class KVCache:
@@ -24,13 +32,18 @@ class KVCache:
         states: bytes independent of the context, such as recurrent states.
         rates: {window in tokens, or None: bytes per token} of its layers.
         beside: maximum bytes for undoing rejected draft tokens in recurrent states.
+        tile: bytes of a tile of all layers whose keys and values lie in tiles.
+        dense: bytes of a token of these layers that is not in a tile.
     """
 
-    def __init__(self, states: int, rates: dict[int | None, int], beside: int = 0):
+    def __init__(
+        self, states: int, rates: dict[int | None, int], beside: int = 0, tile: int = 0, dense: int = 0
+    ):
         self.states, self.rates, self.beside = states, rates, beside
+        self.tile, self.dense = tile, dense
 
     @classmethod
-    def of_model(cls, model: Any, bits: int = 16, more: int = 0) -> "KVCache | None":
+    def of_model(cls, model: Any, bits: int | str = 16, more: int = 0) -> "KVCache | None":
         """Cache sizes from two short forwards on the meta device; None if these fail.
 
         Args:
@@ -38,21 +51,34 @@ class KVCache:
             bits: of keys and values, as in `accelerate`.
             more: further layers as the last one, which draft.
         """
+        found = cls.by_bits(model, more)
+        return None if found is None else found[bits]
+
+    @classmethod
+    def by_bits(cls, model: Any, more: int = 0) -> "dict[int | str, KVCache] | None":
+        """`of_model` for each of KV_BITS, from the same two forwards."""
         few = 4  # tokens: twice as many are fewer than any sliding window has
         try:
             text = model.get_decoder()  # around it, models for images look at values
             with _on_shapes(text):
-                before, after = _cached(text, few, bits), _cached(text, 2 * few, bits)
+                pairs = list(zip(_cached(text, few), _cached(text, 2 * few), strict=True))
+            pairs += pairs[-1:] * more
+            of_layers = {bits: [cls._of_layer(*pair, few, bits) for pair in pairs] for bits in KV_BITS}
         except Exception:  # code that reads values, or knows no meta device: any error may come of it
             return None
-        before, after = ([*layers, *layers[-1:] * more] for layers in (before, after))
-        states, rates, beside = 0, Counter[int | None](), 0
-        for (window, first, of_drafts), (_, second, _) in zip(before, after, strict=True):
-            rate = (second - first) // few
-            states += first - rate * few
-            rates[window] += rate
-            beside += of_drafts
-        return cls(states, dict(rates), beside)
+        return {bits: sum(layers, cls(0, {})) for bits, layers in of_layers.items()}
+
+    @classmethod
+    def _of_layer(cls, first: Any, second: Any, tokens: int, bits: int | str) -> "KVCache":
+        """Sizes of a layer, from its states after `tokens` tokens and after twice as many."""
+        tile = _tile_bytes(first, bits)
+        held_bits: Any = 16 if tile else CACHE_BITS if bits in KV_FORMATS else bits
+        before, after = (_nbytes(as_held(layer, held_bits)) for layer in (first, second))
+        rate, beside = (after - before) // tokens, bytes_beside(first)
+        states = before - rate * tokens
+        if tile:
+            return cls(states, {}, beside, tile, rate)
+        return cls(states, {getattr(first, "sliding_window", None): rate}, beside)
 
     @classmethod
     def of_block_drafter(cls, config: Any, dtype: torch.dtype) -> "KVCache":
@@ -65,17 +91,25 @@ class KVCache:
 
     def __add__(self, other: "KVCache") -> "KVCache":
         rates = Counter(self.rates) + Counter(other.rates)
-        return KVCache(self.states + other.states, rates, self.beside + other.beside)
+        return KVCache(
+            self.states + other.states,
+            dict(rates),
+            self.beside + other.beside,
+            self.tile + other.tile,
+            self.dense + other.dense,
+        )
 
     @property
     def token(self) -> int:
         """Bytes that each token adds to a long context."""
-        return self.rates.get(None, 0)
+        return self.rates.get(None, 0) + self.tile // TILE
 
     def at(self, context: int) -> int:
         """Bytes that the next token reads."""
         seen = {window: context if window is None else min(context, window) for window in self.rates}
-        return self.states + sum(seen[window] * rate for window, rate in self.rates.items())
+        dense, tiles = _tokens_in_tiles(context)
+        rates = sum(seen[window] * rate for window, rate in self.rates.items())
+        return self.states + rates + dense * self.dense + tiles * self.tile
 
     def memory(self, context: int) -> int:
         """The most bytes that an accelerated model allocates, with room for more tokens and for drafts."""
@@ -83,7 +117,10 @@ class KVCache:
             window: spare_for(context) if window is None else window_spare(window) for window in self.rates
         }
         room = sum(rooms[window] * rate for window, rate in self.rates.items())
-        return self.at(context) + room + self.beside
+        full = context // TILE
+        in_tiles = (full + spare_for(full * TILE) // TILE) * self.tile
+        in_tiles += (min(context, MOST_DENSE - SPARE) + SPARE) * self.dense
+        return KVCache(self.states, self.rates).at(context) + room + self.beside + in_tiles
 
     def tokens_in(self, space: int, longest: int) -> int:
         """Number of tokens, at most `longest`, that fit into `space` bytes."""
@@ -107,15 +144,44 @@ def _on_shapes(model: Any) -> Iterator[None]:
             module.__class__ = cls
 
 
-def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int, int]]:
-    """(sliding window or None, bytes, bytes for drafts beside its states) of each layer of the cache."""
+def _cached(model: Any, tokens: int) -> list[Any]:
+    """The layers of the cache after so many tokens."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    output = call_on_shapes(model, input_ids=ids)
-    layers = cache_among(output).layers
-    return [
-        (getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits)), bytes_beside(layer))
-        for layer in layers
-    ]
+    layers: list[Any] = cache_among(call_on_shapes(model, input_ids=ids)).layers
+    return layers
+
+
+def _tile_bytes(layer: Any, bits: int | str) -> int:
+    """Bytes of a tile of a layer; 0 for a layer that has none with these bits."""
+    if bits not in KV_FORMATS or not _has_tiles(layer):
+        return 0
+    keys, values = layer.keys, layer.values
+    k_bits, v_bits = KV_FORMATS[bits]
+    if are_latents(keys, values):
+        layouts = [TileFormat(keys.shape[3] + values.shape[3], k_bits, keys.dtype, False)]
+    else:
+        layouts = [
+            TileFormat(keys.shape[3], k_bits, keys.dtype, False),
+            TileFormat(values.shape[3], v_bits, values.dtype, True),
+        ]
+    words: int = sum(layout.words for layout in layouts)
+    return words * WORD_BYTES * int(keys.shape[1])
+
+
+def _has_tiles(layer: Any) -> bool:
+    plain: Any = type(layer)
+    cls = growing_class(plain, CACHE_BITS)
+    if cls is None or getattr(cls, "update", None) is not Growing.update:
+        return False
+    if issubclass(cls, GrowingWindow | GrowingIndexed):
+        return False
+    return can_be_quantized(layer.keys, layer.values)
+
+
+def _tokens_in_tiles(context: int) -> tuple[int, int]:
+    """Tokens of a context that are read as they are, and the number of tiles with the others."""
+    own = max(context - 1, 0) // TILE * TILE  # where the last token's tile begins
+    return min(own, TILE) + context - own, max(own // TILE - 1, 0)
 
 
 def _nbytes(value: object) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._limits import KV_FORMATS as KV_FORMATS
 from .._checks import NAMED_DTYPES, Check, wide
 from .._formats import Format, pack, unpack
 from .._registry import operator
@@ -29,8 +30,6 @@ from .attention import (
 
 TILE = 128  # tokens
 TILE_BITS = (2, 4)
-# {name of a KV cache's format: bits of keys and of values}
-KV_FORMATS: dict[int | str, tuple[int, int]] = {4: (4, 4), "k4v2": (4, 2)}
 WIDTH = 32  # heads are multiples of so many elements
 WORD_BYTES = 4
 
