@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../shaders/params.h"
+#include "attention.h"
 #include "attention_plan.h"
 #include "gpu.h"
 #include "metal/function.h"
@@ -18,10 +19,85 @@
 namespace moe_mps {
 namespace {
 
-using at::Tensor;
-
 constexpr int64_t kMostKeyStride = kMostElements / 256;  // kernels count bytes within a tile of 64 keys
 constexpr int64_t kRun = 8;  // elements of a dense head that a kernel loads at once, the most
+
+}  // namespace
+
+at::Tensor readable_rows(const at::Tensor& given, int64_t alignment, CacheParams& params) {
+  at::Tensor rows = rows_contiguous(given);
+  if (rows.stride(2) >= kMostKeyStride || !starts_aligned(rows, alignment))
+    rows = rows.clone(at::MemoryFormat::Contiguous);
+  params.values = head_strides(rows);
+  params.width = rows.size(3);
+  params.vectorised = params.width % kRun == 0 && starts_aligned(rows, kRun);
+  return rows;
+}
+
+// Kernels have the strides of tokens and keys, or heads, in 32 bits.
+OptionalTensor readable_mask(const OptionalTensor& mask) {
+  const bool near = !mask || std::max(mask->stride(2), mask->stride(3)) <= kMostElements;
+  return near ? mask : std::optional(mask->contiguous());
+}
+
+void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional<int64_t> window,
+              int64_t lookahead) {
+  const int64_t keys = params.keys, first = keys - params.tokens;
+  lookahead = std::min(lookahead, std::max<int64_t>(keys, params.tokens));
+  params.first_position = first + lookahead;
+  if (!mask) {
+    if (!window) return;
+    window = std::min(*window, keys);
+    params.window = *window + lookahead;
+    params.first_key = std::max<int64_t>(0, first - *window + 1);
+    return;
+  }
+  const auto dtype = mask->scalar_type();
+  params.mask_kind = dtype == at::kBool ? MASK_BOOL : dtype == at::kInt ? MASK_BITS : MASK_ADDITIVE;
+  if (params.mask_kind == MASK_ADDITIVE) params.mask_dtype = dtype_code(*mask);
+  params.mask_batch_stride = mask->size(0) == 1 ? 0 : mask->stride(0);
+  params.mask_head_stride = mask->size(1) == 1 ? 0 : mask->stride(1);
+  params.mask_token_stride = mask->stride(2);
+  params.mask_key_stride = mask->stride(3);
+}
+
+void set_gate(AttentionParams& params, const OptionalTensor& gate, bool is_softplus) {
+  params.gate = token_strides(gate);
+  if (!gate) return;
+  params.gate_width = gate->size(3);
+  params.gate_is_softplus = is_softplus;
+}
+
+void set_softmax(AttentionParams& params, const OptionalTensor& sinks, std::optional<double> softcap,
+                 double scale) {
+  params.has_sinks = sinks.has_value();
+  params.sinks_dtype = dtype_code(sinks);
+  params.scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(softcap.value_or(0.0));
+}
+
+OptionalTensor partials_of(const AttentionPlan& plan, const AttentionParams& params, const at::Tensor& q) {
+  if (plan.chunks == 1) return std::nullopt;
+  const int64_t of_chunk = int64_t(params.rows) * (params.v.width + 2);
+  return at::empty({plan.chunks * of_chunk}, q.options().dtype(at::kFloat));
+}
+
+void add_merge(Commands& commands, c10::ScalarType dtype, const AttentionPlan& plan,
+               const AttentionParams& params, const at::Tensor& partials, const OptionalTensor& sinks,
+               const OptionalTensor& gate, const at::Tensor& output) {
+  const char* const merge = gate ? "attention_merge_gated" : "attention_merge";
+  commands.add({"attention_merge", dtype}, merge, output)
+      .bind(partials, sinks)
+      .bind_strided(gate)
+      .bind(output)
+      .params(params)
+      .threadgroups(plan.merge_grid, {kMergeSimdgroups * kSimdWidth});
+}
+
+namespace {
+
+using at::Tensor;
+
 constexpr int64_t kWordsOfRun = 2;
 
 // Keys or values as the operator is given them.
@@ -36,26 +112,14 @@ struct Order {
   std::optional<int64_t> window;
   OptionalTensor key_range;
 };
-struct Softmax {
-  std::optional<double> softcap;
-  OptionalTensor sinks;
-};
 struct Selected {
   OptionalTensor indices;
   int64_t block = 1;
-};
-struct Gate {
-  OptionalTensor factors;
-  bool is_softplus = false;
 };
 struct Tail {
   OptionalTensor keys, values;
   int64_t rate = 1, position = 0;
 };
-
-Gate gate_of(const OptionalTensor& gate, std::string_view activation) {
-  return {gate, activation == "softplus"};
-}
 
 struct AttentionArguments {
   Tensor q;
@@ -115,10 +179,6 @@ struct GroupOf<AttentionArguments> : MadeBy<arguments_of> {};
 template <>
 struct GroupOf<Order> : MadeBy<aggregate<Order, std::optional<int64_t>, const OptionalTensor&>> {};
 template <>
-struct GroupOf<Softmax> : MadeBy<aggregate<Softmax, std::optional<double>, const OptionalTensor&>> {};
-template <>
-struct GroupOf<Gate> : MadeBy<gate_of> {};
-template <>
 struct GroupOf<Tail>
     : MadeBy<aggregate<Tail, const OptionalTensor&, const OptionalTensor&, int64_t, int64_t>> {};
 
@@ -126,18 +186,14 @@ namespace {
 
 // Keys or values as kernels read them.
 struct Cache {
+  CacheParams params{};
   Tensor values;
   OptionalTensor scales, zeros, tail;
-  CacheParams params{};
 
   explicit Cache(const CacheArguments& given)
-      : values(rows_contiguous(given.values)), scales(given.scales), zeros(given.zeros) {
-    const bool near = values.stride(2) < kMostKeyStride;
-    if (!near || (scales && !starts_aligned(values, kWordsOfRun)))
-      values = values.clone(at::MemoryFormat::Contiguous);
-    params.values = head_strides(values);
-    params.width = values.size(3);
-    params.vectorised = params.width % kRun == 0 && starts_aligned(values, kRun);
+      : values(readable_rows(given.values, given.scales ? kWordsOfRun : 1, params)),
+        scales(given.scales),
+        zeros(given.zeros) {
     if (scales) set_scales();
     if (given.tail && given.tail->numel() > 0) set_tail(rows_contiguous(*given.tail));
   }
@@ -162,33 +218,6 @@ struct Cache {
   // Arguments that the kernel's file reads beside the values.
   const OptionalTensor& beside() const { return tail ? tail : scales; }
 };
-
-// Kernels have the strides of tokens and keys, or heads, in 32 bits.
-OptionalTensor readable_mask(const OptionalTensor& mask) {
-  const bool near = !mask || std::max(mask->stride(2), mask->stride(3)) <= kMostElements;
-  return near ? mask : std::optional(mask->contiguous());
-}
-
-void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional<int64_t> window,
-              int64_t lookahead) {
-  const int64_t keys = params.keys, first = keys - params.tokens;
-  lookahead = std::min(lookahead, std::max<int64_t>(keys, params.tokens));
-  params.first_position = first + lookahead;
-  if (!mask) {
-    if (!window) return;
-    window = std::min(*window, keys);
-    params.window = *window + lookahead;
-    params.first_key = std::max<int64_t>(0, first - *window + 1);
-    return;
-  }
-  const auto dtype = mask->scalar_type();
-  params.mask_kind = dtype == at::kBool ? MASK_BOOL : dtype == at::kInt ? MASK_BITS : MASK_ADDITIVE;
-  if (params.mask_kind == MASK_ADDITIVE) params.mask_dtype = dtype_code(*mask);
-  params.mask_batch_stride = mask->size(0) == 1 ? 0 : mask->stride(0);
-  params.mask_head_stride = mask->size(1) == 1 ? 0 : mask->stride(1);
-  params.mask_token_stride = mask->stride(2);
-  params.mask_key_stride = mask->stride(3);
-}
 
 void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) {
   params.index = head_strides(indices);
@@ -278,19 +307,11 @@ AttentionParams params_of(const AttentionArguments& given, const Sizes& sizes, c
   params.position = given.tail.position;
   if (!sizes.has_tail) set_mask(params, readable.mask, given.order.window, given.lookahead);
   if (readable.indices) set_indices(params, *readable.indices, given.selected.block);
-  params.gate = token_strides(readable.gate);
-  if (readable.gate) {
-    params.gate_width = readable.gate->size(3);
-    params.gate_is_softplus = given.gate.is_softplus;
-  }
+  set_gate(params, readable.gate, given.gate.is_softplus);
+  set_softmax(params, readable.sinks, given.softmax.softcap, given.scale);
   params.output_is_float = given.dtype == at::kFloat;
   params.has_key_range = readable.key_range.has_value();
-  const OptionalTensor& sinks = readable.sinks;
-  params.has_sinks = sinks.has_value();
-  params.sinks_dtype = dtype_code(sinks);
   params.rows = sizes.batch * sizes.tokens * sizes.heads;
-  params.scale = static_cast<float>(given.scale);
-  params.softcap = static_cast<float>(given.softmax.softcap.value_or(0.0));
   return params;
 }
 
@@ -343,11 +364,7 @@ void encode(const Sizes& sizes, const Readable& readable, AttentionParams params
   const AttentionPlan plan = plan_attention(shape, gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
-  OptionalTensor partials;
-  if (plan.chunks > 1) {
-    const int64_t of_chunk = int64_t(params.rows) * (sizes.value_width + 2);
-    partials = at::empty({plan.chunks * of_chunk}, q.options().dtype(at::kFloat));
-  }
+  const OptionalTensor partials = partials_of(plan, params, q);
   const double bytes_of_keys = static_cast<double>(sizes.batch * sizes.key_heads) *
                                static_cast<double>(sizes.keys) *
                                static_cast<double>(q.element_size() * (params.k.width + sizes.value_width));
@@ -359,15 +376,8 @@ void encode(const Sizes& sizes, const Readable& readable, AttentionParams params
   command.work(issue_cycles, static_cast<double>(q.nbytes() + output.nbytes()) + bytes_of_keys)
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {plan.threads});
-  if (partials) {
-    const char* const merge = readable.gate ? "attention_merge_gated" : "attention_merge";
-    commands.add({"attention_merge", q.scalar_type()}, merge, output)
-        .bind(*partials, readable.sinks)
-        .bind_strided(readable.gate)
-        .bind(output)
-        .params(params)
-        .threadgroups(plan.merge_grid, {kMergeSimdgroups * kSimdWidth});
-  }
+  if (partials)
+    add_merge(commands, q.scalar_type(), plan, params, *partials, readable.sinks, readable.gate, output);
   commands.encode();
 }
 

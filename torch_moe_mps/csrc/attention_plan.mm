@@ -22,6 +22,7 @@ constexpr int64_t kQueryBytes = 20 * 1024;  // for queries; what a block shares 
 // in which an element of a query is staged, and the threadgroup memory that the kernel declares.
 struct Kernel {
   int64_t value_width, queries, simdgroups, element, shared;
+  int64_t step = simdgroups * kKeysOfSimdgroup;  // keys that a threadgroup takes at once
 };
 constexpr int64_t kFewQueries = 8;
 constexpr Kernel kFew[] = {
@@ -31,6 +32,15 @@ constexpr Kernel kMore[] = {
 // For prompts: keys and values are read half as often. By the cost model, 2,048 tokens of 32 heads of 128
 // read for 2.0 ms in place of 4.0 (M4 Max, no cache between threadgroups) and issue for 3.1 in place of 2.9.
 constexpr Kernel kMost[] = {{64, 32, 4, 2, 5136}, {128, 32, 8, 2, 10272}};
+
+// Those of tiles.metal, of which a team takes a tile at once.
+constexpr Kernel kFewTiled[] = {{64, 8, 4, 4, 8576, 2 * kTileTokens},
+                                {128, 8, 4, 4, 8576, 2 * kTileTokens},
+                                {256, 8, 4, 4, 4416, kTileTokens},
+                                {512, 8, 8, 4, 4672, kTileTokens}};
+constexpr Kernel kMoreTiled[] = {{64, 16, 4, 4, 17024, 2 * kTileTokens},
+                                 {128, 16, 4, 4, 8768, kTileTokens},
+                                 {256, 16, 8, 4, 9280, kTileTokens}};
 
 int64_t query_bytes(const AttentionShape& shape, const Kernel& kernel) {
   return kernel.queries * ceil_div(shape.width, kQueryColumns) * kQueryColumns * kernel.element;
@@ -59,7 +69,7 @@ int64_t groups_of_core(const AttentionShape& shape, const Kernel& kernel) {
 }
 
 int64_t blocks_of(const AttentionShape& shape, const Kernel& kernel) {
-  return ceil_div(shape.queries(), kernel.queries) * (shape.selects() ? shape.tokens : 1);
+  return ceil_div(shape.queries(), kernel.queries) * shape.parts();
 }
 
 // Whether blocks of the most queries fill the GPU, so that no keys are split.
@@ -73,6 +83,10 @@ const Kernel& kernel_for(const AttentionShape& shape, int64_t cores) {
   while (i + 1 < std::size(kFew) &&
          (shape.value_width > kFew[i].value_width || !has_width(shape.file, kFew[i].value_width)))
     ++i;
+  if (shape.is_tiled()) {
+    const bool has_more = i < std::size(kMoreTiled) && has_more_queries(shape, kMoreTiled[i]);
+    return has_more ? kMoreTiled[i] : kFewTiled[i];
+  }
   if (i < std::size(kMost) && has_most_queries(shape, kMost[i], cores)) return kMost[i];
   return has_more_queries(shape, kMore[i]) ? kMore[i] : kFew[i];
 }
@@ -90,17 +104,26 @@ int64_t balanced_chunk(int64_t keys, int64_t chunks, int64_t tile, int64_t group
 
 }  // namespace
 
+int64_t AttentionShape::queries() const {
+  const int64_t of_part = selects() ? 1 : is_tiled() ? std::min(tokens, kTileTokens) : tokens;
+  return group_heads() * of_part;
+}
+
+int64_t AttentionShape::parts() const {
+  if (is_tiled()) return (position + tokens - 1) / kTileTokens - position / kTileTokens + 1;
+  return selects() ? tokens : 1;
+}
+
 AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const Kernel& kernel = kernel_for(shape, cores);
-  const int64_t tile = kernel.simdgroups * kKeysOfSimdgroup;
   const int64_t blocks = blocks_of(shape, kernel), groups = shape.batch * shape.key_heads * blocks;
 
   AttentionPlan plan;
-  const int64_t most = shape.keys < kFewKeys ? 1 : ceil_div(shape.keys, tile);
+  const int64_t most = shape.keys < kFewKeys ? 1 : ceil_div(shape.keys, kernel.step);
   plan.memory = query_bytes(shape, kernel);
   const int64_t wanted = cores * groups_of_core(shape, kernel);
   const int64_t chunks = std::min(most, ceil_div(wanted, groups));
-  plan.chunk = chunks == 1 ? shape.keys : balanced_chunk(shape.keys, chunks, tile, groups, cores);
+  plan.chunk = chunks == 1 ? shape.keys : balanced_chunk(shape.keys, chunks, kernel.step, groups, cores);
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
   plan.kernel = c10::str(shape.file, kernel.queries, "_", kernel.value_width);
   plan.width = kernel.value_width;
@@ -122,6 +145,15 @@ Library attention_library(const char* file, int64_t width, c10::ScalarType dtype
   return library;
 }
 
+Library tiles_library(int64_t width, c10::ScalarType dtype, int64_t k_bits, int64_t v_bits) {
+  Library library{"tiles", dtype};
+  library.weights = k_bits == 4 ? (v_bits == 4 ? "k4v4" : "k4v2") : (v_bits == 4 ? "k2v4" : "k2v2");
+  library.weights_type = k_bits == 4 ? (v_bits == 4 ? "TileBits<4, 4>" : "TileBits<4, 2>")
+                                     : (v_bits == 4 ? "TileBits<2, 4>" : "TileBits<2, 2>");
+  library.width = width;
+  return library;
+}
+
 std::vector<Library> attention_libraries(c10::ScalarType dtype) {
   std::vector<Library> all;
   for (const auto& [file, has_quantized] : {std::pair("attention", true),
@@ -134,6 +166,12 @@ std::vector<Library> attention_libraries(c10::ScalarType dtype) {
         if (has_width(file, kernel.value_width))
           all.push_back(attention_library(file, kernel.value_width, dtype, quantized));
       }
+    }
+  }
+  for (const Kernel& kernel : kFewTiled) {
+    for (const int64_t k_bits : {4, 2}) {
+      for (const int64_t v_bits : {4, 2})
+        all.push_back(tiles_library(kernel.value_width, dtype, k_bits, v_bits));
     }
   }
   return all;

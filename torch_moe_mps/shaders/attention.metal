@@ -1,6 +1,6 @@
 // Attention to all keys that a token may see.
 #include "attention/block.h"
-#include "attention/dense_cache.h"
+#include "attention/stored_cache.h"
 #include "attention/whole.h"
 
 // 1 for float: kernels that stage queries in 16 bits are launched for these alone.

@@ -19,4 +19,5 @@
 #include "geometry/routing.h"
 #include "geometry/sampling.h"
 #include "geometry/selective_scan.h"
+#include "geometry/tiles.h"
 #include "geometry/variants.h"

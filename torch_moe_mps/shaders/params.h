@@ -21,6 +21,7 @@
 #include "params/routing.h"
 #include "params/sampling.h"
 #include "params/selective_scan.h"
+#include "params/tiles.h"
 #include "params/write_cache.h"
 // They need two others each.
 #include "params/chosen.h"

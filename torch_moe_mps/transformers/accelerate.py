@@ -17,7 +17,7 @@ from ..models.attention.implementations import require_kv_bits
 from ..models.basics.interface import weights_in
 from ..models.basics.report import Report
 from ..models.basics.residency import end_residency, keep_resident
-from ..models.basics.state import kv_bits_of
+from ..models.basics.state import KVBits, kv_bits_of
 from ..models.basics.unmodified import eager_on_cpu
 from ..models.capture.policy import wanted_capture
 from ..models.modules.linears import has_quantized_weights
@@ -36,7 +36,7 @@ def accelerate(
     mode: str | None = None,
     *,
     importance: Importance | str | os.PathLike | None = None,
-    kv_bits: int | None = None,
+    kv_bits: KVBits | None = None,
     check: bool = True,
     capture: bool | None = None,
     **recipe: Any,

@@ -24,6 +24,7 @@ from ..checkpoints.source import NO_MODEL, Source
 from ..checkpoints.threads import one_by_one, threads_crash
 from ..macs import machine_memory
 from ..models.attention.implementations import require_kv_bits
+from ..models.basics.state import KVBits
 from ..models.basics.unmodified import why_unmodified
 from ..models.caches.cache import grow_caches_in_place
 from ..models.modules.experts import NAME
@@ -56,7 +57,7 @@ def from_pretrained(
     model_class: type | None = None,
     *,
     importance: Importance | str | os.PathLike | None = None,
-    kv_bits: int | None = None,
+    kv_bits: KVBits | None = None,
     check: bool = True,
     experts_memory: int | str | None = None,
     part: Callable[[Source, dict[str, Any]], PartLoading] | None = None,
@@ -177,7 +178,7 @@ def _of_gguf(source: Source, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**source.others, **options, "config": source.config}
 
 
-def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: int | None) -> None:
+def _accelerate(model: Any, importance: Any, asked: dict[str, Any] | None, kv_bits: KVBits | None) -> None:
     """Accelerates a model that was read, unless its quantizer has, and sets the bits of its caches."""
     if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
         done = accelerate(model.eval(), importance=importance, **(asked or {}))

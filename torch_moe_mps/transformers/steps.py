@@ -10,6 +10,7 @@ from ..checkpoints.quantize.importance import Importance
 from ..checkpoints.quantize.recipe import Recipe
 from ..models.basics.configs import ImplementationNames
 from ..models.basics.report import Report
+from ..models.basics.state import KVBits
 from ..ops._formats import Format
 
 
@@ -32,7 +33,7 @@ class Run:
     model: nn.Module
     recipe: Recipe | None = None
     importance: Importance | None = None
-    kv_bits: int | None = None
+    kv_bits: KVBits | None = None
     check: bool = True
     capture: bool | None = None
     report: Report = field(default_factory=Report)

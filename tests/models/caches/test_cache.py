@@ -23,7 +23,8 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 import torch_moe_mps
 from torch_moe_mps.models.caches import buffer, layers
-from torch_moe_mps.models.caches.cache import QuantizedCache, grow_cache, growing_class
+from torch_moe_mps.models.caches.cache import QuantizedCache, grow_cache
+from torch_moe_mps.models.caches.classes import growing_class
 from torch_moe_mps.models.caches.quantized_states import QuantizedStates
 from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
 
@@ -579,5 +580,5 @@ def test_caches_that_stay_as_they_are_are_said():
 @pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.from_pretrained])
 def test_other_bits_are_refused(function):
     model = "missing" if function is torch_moe_mps.from_pretrained else tiny_model("qwen3_moe")
-    with pytest.raises(ValueError, match=r"^moe_mps::\w+: kv_bits must be 8 or 16, got 4$"):
-        function(model, kv_bits=4)
+    with pytest.raises(ValueError, match=r"^moe_mps::\w+: kv_bits must be 4, 'k4v2', 8 or 16, got 3$"):
+        function(model, kv_bits=3)

@@ -256,8 +256,9 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file : {"norms", "norms_residual", "norms_gated", "norms_layer", "rope",
-                               "rope_centred", "routing_logits", "attention_merge", "write_cache"})
+      for (const char* file :
+           {"norms", "norms_residual", "norms_gated", "norms_layer", "rope", "rope_centred", "routing_logits",
+            "attention_merge", "write_cache", "tiles_seal"})
         list->push_back({file, dtype});
       for (const char* file :
            {"index", "pooling", "causal_conv1d", "gated_delta_rule", "selective_scan", "lora",

@@ -25,6 +25,7 @@ from ..basics.configs import ATTENTION, plain_config
 from ..basics.state import EMPTY_STATE, STATE
 from ..basics.tensors import Deferred
 from ..caches.quantized_states import QuantizedStates
+from ..caches.tiled_states import TiledStates
 from .causal_mask import CausalMask, additive
 from .latents import LazyLatents
 from .visible import CHOICES, Visible, with_choice
@@ -91,7 +92,7 @@ def _sdpa(
 ) -> tuple[Tensor, Tensor | None]:
     """`sdpa`, the function of transformers, or the operator for a layer that `use_attention` was given.
 
-    On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
+    On a CPU torch's attention is faster than the operator's reference, but knows no sinks, and no tiles.
     """
     if options.get("s_aux") is not None:
         return attention(module, query, key, value, attention_mask, scaling, **options)
@@ -112,6 +113,7 @@ def _sdpa(
                 return out, None
         key, value = key.elements(), value.elements()
     runs = plain and query.is_mps and _is_operators(module, query, key, value, attention_mask)
+    runs = runs or (plain and isinstance(key, TiledStates) and _is_causal(module))
     if runs and takes(query, key, value, attention_mask, None):
         return attend(query, key, value, Visible.by(attention_mask, query.shape[2]), Scores(scaling)), None
     mask = _elements(attention_mask)
@@ -337,6 +339,11 @@ def attend(
         ]
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
     key, value = _first(key, seen), _first(value, seen)
+    if isinstance(key, TiledStates) and isinstance(value, TiledStates):
+        out = _attend_to_tiles(query, key, value, visible, scores, dtype)
+        if out is not None:
+            return out
+        key, value = key.elements(), value.elements()
     asked: dict[str, Any] = {"attn_mask": mask, "window": window, "key_range": key_range}
     asked |= {"indices": indices, "index_block": block if block > 1 else None, "lookahead": lookahead or None}
     asked |= {"softcap": softcap, "sinks": sinks}
@@ -349,6 +356,38 @@ def attend(
     if dtype is None:
         return torch.ops.moe_mps.cached_attention(query, key, value, scale=scale, **options)
     return torch.ops.moe_mps._cached_attention(query, key, value, scale=scale, **options, dtype=dtype)
+
+
+def _attend_to_tiles(
+    query: Tensor, key: TiledStates, value: TiledStates, visible: Visible, scores: Scores, dtype: str | None
+) -> Tensor | None:
+    """Result of the operator `_tiled_attention`; None for what it lacks."""
+    (_, _, tokens, width), keys, mask = query.shape, key.shape[2], visible.mask
+    is_latent = value.tiles is key.tiles
+    if visible.indices is not None or (visible.lookahead and tokens > 1) or not key.is_whole:
+        return None
+    if value.first or not (is_latent or value.is_whole):
+        return None
+    order: dict[str, Any] = {"key_range": visible.key_range}
+    if visible.window is not None and mask is None:
+        order = {}
+        mask = seen_in_order(tokens, keys, keys, visible.window, visible.key_range, query.device)
+    return torch.ops.moe_mps._tiled_attention(
+        query,
+        key.dense,
+        value.dense[..., : value.shape[3]],
+        key.tiles,
+        None if is_latent else value.tiles,
+        k_bits=key.tile.bits,
+        v_bits=value.tile.bits,
+        position=keys - tokens,
+        scale=width**-0.5 if scores.scaling is None else scores.scaling,
+        attn_mask=mask,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+        dtype=dtype,
+        **order,
+    )
 
 
 def _attend_to_latents(

@@ -12,19 +12,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ops.families.attention import CACHE_BITS
+from ...ops.families.tiles import KV_FORMATS
 from ..basics.configs import ATTENTION, ImplementationNames
-from ..basics.state import original_class, state_of
+from ..basics.state import KVBits, original_class, state_of
 from ..upstream.reach import hold_reach
 from .attention import NAME
 
-KV_BITS = (CACHE_BITS, 16)  # for keys and values in a cache; in 16 they are as the model makes them
+# For keys and values in a cache; in 16 they are as the model makes them.
+KV_BITS: tuple[KVBits, ...] = (*KV_FORMATS, CACHE_BITS, 16)
 MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
 
-def require_kv_bits(function: str, bits: int | None) -> None:
+def require_kv_bits(function: str, bits: KVBits | None) -> None:
     """Raises: ValueError for what no cache can have."""
     if bits is not None and bits not in KV_BITS:
-        raise ValueError(f"moe_mps::{function}: kv_bits must be 8 or 16, got {bits!r}")
+        *others, last = map(repr, KV_BITS)
+        raise ValueError(f"moe_mps::{function}: kv_bits must be {', '.join(others)} or {last}, got {bits!r}")
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:

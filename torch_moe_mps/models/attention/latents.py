@@ -26,6 +26,7 @@ from ..basics.tensors import Deferred
 from ..basics.unmodified import refusal
 from ..caches.growing import latents_together
 from ..caches.quantized_states import QuantizedStates
+from ..caches.tiled_states import TiledStates
 from ..modules.linears import QuantizedLinear
 from ..trials.comparing import tried
 
@@ -33,7 +34,7 @@ ops = torch.ops.moe_mps
 
 # The most tokens of a call that attends to latents without expanding them. A query and key take 2 L + R
 # products instead of N + R + V, but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more,
-# for real widths.
+# for real widths. Latents in tiles are never expanded: each token reads its own tile as it is.
 MOST_TOKENS = 128
 # The most bytes of keys and values that a prompt's latents are expanded into at a time.
 MOST_BYTES = 128 * 2**20
@@ -107,8 +108,7 @@ class Latents:
         if heads >= form.heads or _operator_for(layer) is None or layer.weight.dtype != self.latents.dtype:
             return
         latents, rotated = (
-            part.elements() if isinstance(part, QuantizedStates) else part
-            for part in (self.latents, self.rotated)
+            part.elements() if isinstance(part, Deferred) else part for part in (self.latents, self.rotated)
         )
         for first in range(0, form.heads, heads):
             some = slice(first, min(first + heads, form.heads))
@@ -122,6 +122,10 @@ class Latents:
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """[B, 1, S, L + R], where a growing cache has them, else a copy; and its first L columns."""
+        if self._share_tiles():
+            assert isinstance(self.latents, TiledStates)
+            width = self.latents.shape[3]
+            return self.latents.columns(0, width + self.rotated.shape[3]), self.latents.columns(0, width)
         keys = latents_together(self.latents, self.rotated)
         if keys is None:
             keys = torch.cat((self.latents, self.rotated), -1)
@@ -129,6 +133,10 @@ class Latents:
         if isinstance(keys, QuantizedStates):
             return keys, keys.columns(widths)[0]
         return keys, keys[..., : widths[0]]
+
+    def _share_tiles(self) -> bool:
+        tiles = getattr(self.latents, "tiles", None)
+        return tiles is not None and tiles is getattr(self.rotated, "tiles", None)
 
     def absorb_query(self, query: Tensor) -> Tensor | None:
         """Queries [B, Hq, T, N + R] multiplied by W_k: [B, Hq, T, L + R], which attend to the latents.
@@ -138,7 +146,8 @@ class Latents:
         form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
         width = form.key_rows + self.rotated.shape[3]
-        if query.shape[2] > MOST_TOKENS or query.shape[1] != form.heads or query.shape[3] != width:
+        many = query.shape[2] > MOST_TOKENS and not self._share_tiles()
+        if many or query.shape[1] != form.heads or query.shape[3] != width:
             return None
         if _operator_for(layer) is None or not layer.weight.dtype == query.dtype == self.latents.dtype:
             return None
@@ -251,7 +260,8 @@ def lazy_expand_kv(eager: Callable) -> Callable:
 
     def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
         form = self.__dict__.get(STATE, EMPTY_STATE).expansion
-        if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        runs = latents.is_mps or isinstance(latents, TiledStates)
+        if form is None or not runs or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(self, latents, rotated)
         source = Latents(self, eager, latents, rotated)
         keys = LazyLatents(source, 0, form.heads, form.key_rows + rotated.shape[3])

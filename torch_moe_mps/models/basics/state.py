@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+KVBits = int | str  # of keys and values in a cache: 4, "k4v2", 8 or 16
+
 MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its MadeClass
 
 
@@ -144,7 +146,7 @@ class State:
         reach: what keeps the rows of `upstream/reach.py` in that such a layer needs.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
         adapters: of a call of quantised experts: {projection: adapters of its stack}.
-        kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
+        kv_bits: of keys and values in the caches that this decoder is called with, as in `accelerate`.
         joined: the matrix of several linear layers, this one the first.
         captures: of a model's decode steps, None where they are not captured.
         folder: of the revision of a model, whose config has its name on the Hub alone; None without one.
@@ -158,7 +160,7 @@ class State:
         self.reach: Any = None
         self.expansion: Any = None
         self.adapters: dict[str, list[ExpertAdapter]] = {}
-        self.kv_bits: int | None = None
+        self.kv_bits: KVBits | None = None
         self.joined: Any = None
         self.captures: Any = None
         self.folder: str | None = None
@@ -171,7 +173,7 @@ class State:
 EMPTY_STATE = State()  # for modules that have none
 
 
-def kv_bits_of(model: nn.Module) -> int | None:
+def kv_bits_of(model: nn.Module) -> KVBits | None:
     """The kv_bits of a model's decoders, None if never set."""
     bits = (state_in(module).kv_bits for module in model.modules())
     return next((number for number in bits if number is not None), None)

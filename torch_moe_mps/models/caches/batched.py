@@ -432,7 +432,7 @@ def _check_layer(layer: Any, kind: str, tokens: int) -> None:
         raise NotBatchable("its cache holds draft tokens")
     state = LayerState(layer)
     for name, tensor in state.tensors().items():
-        batch, time = state.axes(name)
+        batch, time, _ = state.axes(name)
         if buffer_of(tensor) is not None or tensor.numel() == 0:
             continue
         if batch is not None and tensor.shape[batch] != 1:

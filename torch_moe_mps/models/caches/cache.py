@@ -1,4 +1,4 @@
-"""The caches that a model is called with: their layers grow in place from then on, or hold 8 bits."""
+"""The caches that a model is called with: their layers grow in place from then on, or hold fewer bits."""
 
 import functools
 import warnings
@@ -17,26 +17,29 @@ from transformers import (
 )
 
 from ...ops.families.attention import CACHE_BITS
+from ...ops.families.tiles import KV_FORMATS
 from ...selfcheck.long_sums import ROWS, TERMS, warn_of_eager_attention
 from ..basics.residency import follow_moved
-from ..basics.state import state_in, state_of
+from ..basics.state import KVBits, state_in, state_of
 from ..upstream.calls import cache_among, cache_argument, cache_name, decoder_cache
 from ..upstream.models import GROWING, CacheLayerMixin
+from .classes import growing_class, holds_more_bits
 from .declared import is_in_layers
 from .deferred_states import DeferredLayer
 from .held import HeldEntries
 from .in_layers import cache_class
-from .layers import LayerBase, growing_class
+from .layers import LayerBase
 from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
 from .state import LayerState
+from .tiled import TiledLayer, counted
 
 _STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
 
-def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
+def grow_caches_in_place(model: nn.Module, bits: KVBits | None = None) -> None:
     """Make the caches that a model is called with grow in place, from the next call on.
 
     Args:
@@ -60,7 +63,7 @@ def restore_caches(model: nn.Module) -> None:
 def grow_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
+    """Runs before a decoder: gives layers of a plain cache classes that grow in place, or hold fewer bits.
 
     Weights that have moved are kept resident again.
 
@@ -72,21 +75,21 @@ def grow_cache(
         if (cache := _cache_in_layers(module, args, kwargs)) is None:
             return None
         given = args, kwargs | cache_argument(module, cache)
-    quantizes = state_in(module).kv_bits == CACHE_BITS
+    bits = fewer_bits(state_in(module).kv_bits)
     is_plain = (type(cache) in GROWING or is_in_layers(cache)) and not cache.offloading
-    if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
-        _refuse_8_bits(cache)
+    if bits and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
+        _refuse_bits(cache, bits)
     if torch.compiler.is_compiling():
         return given
     follow_moved()
     if _has_long_sums(module, cache, args, kwargs):
         warn_of_eager_attention(type(module).__name__)
     if is_plain:
-        if (unknown := _grow(cache, CACHE_BITS if quantizes else None)) is not None:
+        if (unknown := grow(cache, bits)) is not None:
             _warn_of(type(module).__name__, unknown)
         _prepare(cache, kwargs.get("position_ids", args[2] if len(args) > 2 else None))
-    elif quantizes and not isinstance(cache, QuantizedCache):
-        _warn_of_16_bits(cache)
+    elif bits and not isinstance(cache, QuantizedCache):
+        _warn_of_16_bits(cache, bits)
     return given
 
 
@@ -110,11 +113,16 @@ def _cache_in_layers(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return None if cls is DynamicCache else cls(config=module.config.get_text_config(decoder=True))
 
 
-def _warn_of_16_bits(cache: Any) -> None:
-    """Warns that a cache keeps 16 bits although kv_bits=8 was requested."""
+def fewer_bits(bits: KVBits | None) -> KVBits | None:
+    """`bits` of keys and values; None for 16, which are as the model makes them."""
+    return bits if bits == CACHE_BITS or bits in KV_FORMATS else None
+
+
+def _warn_of_16_bits(cache: Any, bits: KVBits) -> None:
+    """Warns that a cache keeps 16 bits although fewer were requested."""
     name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
     warnings.warn(
-        f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
+        f"torch_moe_mps: kv_bits={bits!r} is not for {name}, which keeps keys and values as they are",
         stacklevel=3,
     )
 
@@ -128,22 +136,26 @@ def _prepare(cache: Any, positions: Tensor | None) -> None:
         _note_positions(cache, positions)
 
 
-def _refuse_8_bits(cache: Any) -> NoReturn:
+def _refuse_bits(cache: Any, bits: KVBits) -> NoReturn:
     """Raises: RuntimeError for what would fill a cache with 16 bits."""
     got = "a StaticCache" if type(cache) is StaticCache else "a compiled call, which needs a StaticCache"
     raise RuntimeError(
-        f"torch_moe_mps: kv_bits=8 needs a DynamicCache, as generate() makes it by default, got {got}; "
-        "accelerate(model, kv_bits=16) keeps 16 bits"
+        f"torch_moe_mps: kv_bits={bits!r} needs a DynamicCache, as generate() makes it by default, got "
+        f"{got}; accelerate(model, kv_bits=16) keeps 16 bits"
     )
 
 
-def _grow(cache: Any, bits: int | None) -> str | None:
-    """Returns: the name of a class of layers that holds keys and is not known, if there is one."""
+def grow(cache: Any, bits: KVBits | None) -> str | None:
+    """Lets the layers of a cache grow in place, and hold so many bits.
+
+    Returns: the name of a class of layers that holds keys and is not known, if there is one."""
     unknown = None
     for layer in cache.layers:
         plain: Any = type(layer)
         cls = growing_class(plain, bits)
         if cls is not None:
+            if holds_more_bits(plain, bits):
+                _warn_of_more_bits(bits)
             layer.__class__ = cls
         elif isinstance(layer, CacheLayerMixin) and not isinstance(layer, LayerBase | Separate):
             unknown = plain.__name__
@@ -156,6 +168,16 @@ def _warn_of(model: str, layer: str) -> None:
     warnings.warn(
         f"torch_moe_mps: the cache of {model} does not grow in place, and every token copies it: {layer} is "
         "no class of layers that is known",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_more_bits(bits: KVBits) -> None:
+    """Warns once that some layers hold more bits than requested."""
+    warnings.warn(
+        f"torch_moe_mps: kv_bits={bits!r} is for layers that hold the keys and values of all tokens; layers "
+        "with a sliding window, an indexer or states hold 8 bits",
         stacklevel=2,
     )
 
@@ -178,24 +200,28 @@ def _note_positions(cache: Any, positions: Tensor) -> None:
 
 
 class QuantizedCache(DynamicCache):
-    """A DynamicCache that holds keys and values in 8 bits, about half of the memory of 16.
+    """A DynamicCache that holds keys and values in 8 or 4 bits: half or a quarter of the memory of 16.
 
-    Heads whose width is no multiple of 32 stay in 16 bits.
+    Heads whose width is no multiple of 32 stay in 16 bits. Layers with a sliding window, an indexer or states
+    hold 8 bits at least.
 
     Args:
         config: of the model that will use the cache.
+        bits: of keys and values, as in `accelerate`.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, bits: KVBits = CACHE_BITS) -> None:
         super().__init__(config=config)
-        _grow(self, CACHE_BITS)
+        grow(self, bits)
 
 
-def as_held(layer: Any, bits: int) -> dict[str, Any]:
+def as_held(layer: Any, bits: KVBits) -> dict[str, Any]:
     """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them."""
     plain: Any = type(layer)
-    cls = growing_class(plain, bits if bits == CACHE_BITS else None)
+    cls: Any = growing_class(plain, fewer_bits(bits))
     values = LayerState(layer).values()
+    if isinstance(cls, type) and issubclass(cls, TiledLayer):
+        return values | counted(layer.keys, layer.values, bits)
     if getattr(cls, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
         values |= {
             name: QuantizedStates.empty(values[name], values[name].shape[2]) for name in ("keys", "values")

@@ -15,14 +15,19 @@ from typing import Any, NamedTuple
 
 from transformers import DynamicCache
 
+from ...ops.families.tiles import TILE
 from .in_layers import InLayers
 
 
 class Axes(NamedTuple):
-    """Batch and time dimension of a tensor; None for a dimension that it lacks."""
+    """Batch and time dimension of a tensor; None for a dimension that it lacks.
+
+    `tokens`: for so many tokens it has an entry along the time dimension; 0 where older entries go.
+    """
 
     batch: int | None = 0
     time: int | None = None
+    tokens: int = 1
 
 
 class Trim(Enum):
@@ -114,6 +119,10 @@ _LINEAR = DeclaredLayer(
     trim=Trim.COPY,
     defers=True,
 )  # fmt: skip
+_DENSE, _TILES = TOKENS._replace(tokens=0), TOKENS._replace(tokens=TILE)
+TILES = DeclaredLayer(
+    {"keys": _DENSE, "values": _DENSE, "key_tiles": _TILES, "value_tiles": _TILES}, numbers=("left_out",)
+)
 BLOCKS = _KEYS.with_more(DeclaredLayer({"idx_keys": TOKENS}), batched=Batched.BY_KEYS)
 # {name of a class of transformers: what it holds}
 _OF_TRANSFORMERS = {

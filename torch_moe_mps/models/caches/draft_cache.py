@@ -4,6 +4,7 @@ from typing import Any
 
 from .batched import reserve, take_back, why_not_cut
 from .state import LayerState
+from .tiled import TiledLayer
 
 
 class DraftCache:
@@ -23,12 +24,18 @@ class DraftCache:
     def reserve(self, tokens: int, layer: int | None = None) -> None:
         """Reserves capacity for tokens of a layer, or of all layers, so that these can be taken back."""
         for each in self._layers(layer):
-            reserve(each, 1, tokens)
+            if isinstance(each, TiledLayer):
+                each.settle(tokens)
+            else:
+                reserve(each, 1, tokens)
 
     def take_back(self, tokens: int, layer: int | None = None) -> None:
         """Drops the last tokens of a layer, or of all layers."""
         for each in self._layers(layer):
-            take_back(each, tokens, each.get_seq_length() - tokens)
+            if isinstance(each, TiledLayer):
+                each.crop(-tokens)
+            else:
+                take_back(each, tokens, each.get_seq_length() - tokens)
 
     def why_not_cut(self) -> str | None:
         """Why no token can be taken back, for a person; None if tokens can be."""

@@ -1,10 +1,9 @@
-"""Layers of a cache that grow in place and may hold 8 bits.
+"""Layers of a cache that grow in place and may hold 8 bits. `classes` chooses among them.
 
 transformers' DynamicCache copies all old keys and values in every step. Here buffers have spare capacity:
 new ones are written behind them, and attention gets views.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,41 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..basics.state import KVBits
 from ..upstream.models import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from . import growing
 from .buffer import columns_of, in_buffer_of
-from .declared import GROWING_CLASSES, DeclaredLayer, declaration_of
+from .declared import DeclaredLayer
 from .held import HeldPools
 from .quantized_states import can_be_quantized
 from .state import LayerState
-
-
-@functools.cache
-def growing_class(plain: type, bits: int | None = None) -> type | None:
-    """The class that does what `plain` does and grows in place, or None if there is none."""
-    base = _base_of(plain)
-    if base is None:
-        return None
-    bases = (base,) if issubclass(base, plain) else (base, plain) if base.is_first else (plain, base)
-    # transformers registers a class under its _layer_type for all models, so this one must have none.
-    attributes = {"_layer_type": None, "plain": plain, "bits": bits, "declared": declaration_of(plain)}
-    return type(f"Growing{plain.__name__}", bases, attributes)
-
-
-def _base_of(plain: Any) -> Any:
-    result = next(filter(None, (class_of(plain) for class_of in GROWING_CLASSES)), None)
-    update = getattr(plain, "update", None)
-    if result is not None or issubclass(plain, LayerBase):
-        return result
-    if update is DynamicLayer.update:
-        return GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else Growing
-    return GrowingWindow if update is DynamicSlidingWindowLayer.update else None
-
-
-def _empty_layer(plain: type, bits: int | None) -> Any:
-    """A layer without its state, as pickle makes it."""
-    cls: Any = growing_class(plain, bits)
-    return object.__new__(cls)
 
 
 @torch.compiler.disable
@@ -60,7 +32,8 @@ class LayerBase(CacheLayerMixin):
 
     Attributes:
         plain: the class of transformers that it does the same as.
-        bits: 8 for keys and values in 8 bits.
+        bits: of keys and values, as in `accelerate`; None for 16.
+        empty: makes a layer without its state, of `plain` and `bits`.
         is_first: its methods replace the methods of `plain`, too.
         declared: its declaration; None for an unknown class.
         needs_order: attention sees its tokens by their order: they lie in it.
@@ -69,7 +42,8 @@ class LayerBase(CacheLayerMixin):
     is_first = False
     needs_order = False
     plain: Any
-    bits: int | None
+    bits: KVBits | None
+    empty: Callable[..., Any]
     declared: DeclaredLayer
     keys: Any
     values: Any
@@ -78,7 +52,7 @@ class LayerBase(CacheLayerMixin):
         """A copied or pickled layer has no spare capacity; a dense one is a layer of transformers."""
         state = {name: growing.compact(value) for name, value in LayerState(self).stored().items()}
         if self.bits is not None:
-            return _empty_layer, (self.plain, self.bits), state
+            return self.empty, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
 
     def spare_for(self, tokens: int) -> int:
@@ -91,6 +65,19 @@ class LayerBase(CacheLayerMixin):
 
     def note_batch(self, tokens: int) -> None:
         """Notes that its buffers have other sequences, or others of their tokens: at most so many of one."""
+
+    @property
+    def step(self) -> int:
+        """Any multiple of so many tokens is a length to which it can be cut exactly."""
+        return 1
+
+    def longest(self, tokens: int) -> int:
+        """The most tokens, up to `tokens`, to which it can be cut exactly, of those that it holds."""
+        return tokens
+
+    def cut(self, tokens: int) -> None:
+        """Drops all but the first `tokens` tokens, and what only later tokens read."""
+        self.crop(tokens - self.get_seq_length())
 
 
 class Growing(LayerBase, DynamicLayer):
@@ -108,29 +95,42 @@ class Growing(LayerBase, DynamicLayer):
         """(keys, values) of all tokens after the new ones [B, H, T, D] were appended in place."""
         if self.bits is not None and torch.compiler.is_compiling():
             return _update_uncompiled(self, key_states, value_states, *args, **kwargs)
+        takes_bits = self.bits is not None and self.takes_bits(key_states, value_states)
         if not growing.may_grow():
-            if self.bits is not None and can_be_quantized(key_states, value_states):
-                if key_states.requires_grad or value_states.requires_grad:
-                    raise ValueError(
-                        "torch_moe_mps: a cache with kv_bits=8 must hold keys and values without gradients, "
-                        "got some that need them; train with use_cache=False, or with kv_bits=16"
-                    )
-                warnings.warn(
-                    "torch_moe_mps: with gradients on, a cache with kv_bits=8 holds 16 bits; torch.no_grad() "
-                    "lets it hold 8",
-                    stacklevel=2,
-                )
+            if takes_bits:
+                self._warn_of_gradients(key_states, value_states)
             return self.plain.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            if self.bits is not None and not can_be_quantized(key_states, value_states):
+            if self.bits is not None and not takes_bits:
                 widths = f"keys of {key_states.shape[-1]} and values of {value_states.shape[-1]} elements"
                 warnings.warn(
-                    f"torch_moe_mps: kv_bits=8 is for heads of multiples of 32; {widths} stay as they are",
+                    f"torch_moe_mps: kv_bits={self.bits!r} is for heads of multiples of 32; {widths} stay as "
+                    "they are",
                     stacklevel=2,
                 )
+        return self.extend(key_states, value_states, takes_bits)
+
+    def takes_bits(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """True if states can be held in the bits of the layer."""
+        return can_be_quantized(key_states, value_states)
+
+    def _warn_of_gradients(self, *states: Tensor) -> None:
+        """Raises: ValueError for states that need gradients."""
+        if any(tensor.requires_grad for tensor in states):
+            raise ValueError(
+                f"torch_moe_mps: a cache with kv_bits={self.bits!r} must hold keys and values without "
+                "gradients, got some that need them; train with use_cache=False, or with kv_bits=16"
+            )
+        warnings.warn(
+            f"torch_moe_mps: with gradients on, a cache with kv_bits={self.bits!r} holds 16 bits; "
+            "torch.no_grad() lets it hold fewer",
+            stacklevel=3,
+        )
+
+    def extend(self, key_states: Tensor, value_states: Tensor, quantized: bool) -> tuple[Tensor, Tensor]:
+        """`update` without gradients; `quantized`: in the bits of the layer."""
         tokens = key_states.shape[-2]
-        quantized = self.bits is not None and can_be_quantized(key_states, value_states)
         spare = self._spare(tokens)
         if self.holds_latents and growing.are_latents(key_states, value_states):
             cached, new = (self.keys, self.values), (key_states, value_states)

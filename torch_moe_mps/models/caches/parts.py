@@ -19,15 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache
 
 from ..._faults import host_copy
+from ..basics.state import KVBits
 from . import growing
 from .buffer import changed
-from .layers import growing_class
-from .prompt_cache import copied, fits_one_prefix, plain_class
+from .classes import growing_class
+from .prompt_cache import copied, cut, fits_one_prefix, plain_class
 from .quantized_states import QuantizedStates
 from .state import OWN, LayerState, Name, copy_of_layer
 
 Values = Mapping[int, dict[str, Any]]  # {index of a layer: its attributes}
-Classes = Mapping[int, tuple[str, int | None]]  # name in transformers, bits of keys and values
+Classes = Mapping[int, tuple[str, KVBits | None]]  # name in transformers, bits of keys and values
 
 
 class Grows(NamedTuple):
@@ -102,19 +103,12 @@ def block(cache: DynamicCache, start: int, end: int) -> Values:
     part = {}
     for index, layer in enumerate(cache.layers):
         if not fits_one_prefix(layer):
-            before, after = (LayerState(_cut(layer, tokens)) for tokens in (start, end))
+            before, after = (LayerState(cut(layer, tokens)) for tokens in (start, end))
             stored = before.stored()
             part[index] = {
                 name: _behind(stored.get(name), value, after.axes(Name(OWN, name)).time)
                 for name, value in after.stored().items()
             }
-    return part
-
-
-def _cut(layer: Any, tokens: int) -> Any:
-    part = copy_of_layer(layer)
-    if layer.is_initialized and layer.keys is not None:
-        part.crop(tokens - layer.get_seq_length())
     return part
 
 
@@ -155,7 +149,7 @@ class JoinedCache:
         self.cache.layers[:], self.tokens = layers, end
 
     def _longer_layer(
-        self, layer: Any, values: dict[str, Any], kind: tuple[str, int | None], end: int
+        self, layer: Any, values: dict[str, Any], kind: tuple[str, KVBits | None], end: int
     ) -> Any:
         """Copy of a layer with the tokens of a part behind its own, up to `end`."""
         name, bits = kind
@@ -166,14 +160,19 @@ class JoinedCache:
         if bits is not None and getattr(layer, "bits", None) is None:
             plain: Any = type(layer)
             longer.__class__ = growing_class(plain, bits)
-        LayerState(longer).replace(
-            {key: self._with(cached.get(key), new, end) for key, new in values.items()}
+        state = LayerState(longer)
+        state.replace(
+            {
+                key: self._with(cached.get(key), new, end, state.axes(Name(OWN, key)).tokens)
+                for key, new in values.items()
+            }
         )
         if getattr(longer, "keys", None) is not None and longer.get_seq_length() != end:
             raise ValueError(f"layers must have {end} tokens, got a {name} of {longer.get_seq_length()}")
         return longer
 
-    def _with(self, cached: Any, new: Any, end: int) -> Any:
+    def _with(self, cached: Any, new: Any, end: int, tokens: int) -> Any:
+        """A value of a part behind the held one; `tokens` of an entry, as `Axes` has them."""
         if isinstance(new, dict):
             return {key: copied(value) for key, value in new.items()}
         if not isinstance(new, Grows):
@@ -181,17 +180,17 @@ class JoinedCache:
         before: Any = cached if isinstance(cached, Tensor) and self.tokens else None
         if isinstance(new.tensor, QuantizedStates):
             pairs = zip((None,) * 3 if before is None else before.parts(), new.tensor.parts(), strict=True)
-            return QuantizedStates(*(self._longer(old, part, new.dim, end) for old, part in pairs))
-        return self._longer(before, new.tensor, new.dim, end)
+            return QuantizedStates(*(self._longer(old, part, new.dim, end, 1) for old, part in pairs))
+        return self._longer(before, new.tensor, new.dim, end, tokens)
 
-    def _longer(self, cached: Tensor | None, new: Tensor, dim: int, end: int) -> Tensor:
-        if dim != new.dim() - 2:
+    def _longer(self, cached: Tensor | None, new: Tensor, dim: int, end: int, tokens: int) -> Tensor:
+        if dim != new.dim() - 2 or tokens == 0:
             return new.clone() if cached is None else torch.cat((cached, new), dim)
         left = (self._most - end) * new.shape[dim] // max(1, end - self.tokens)
         (joined,) = growing.extended(
             (new.new_empty(0) if cached is None else cached,),
             (new,),
-            left + growing.spare_for(self._most),
+            left + growing.spare_for(self._most) // tokens,
         )
         return joined
 

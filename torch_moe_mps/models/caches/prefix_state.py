@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ...ops.families.attention import CACHE_BITS
+from ..basics.state import KVBits, kv_bits_of
 from ..upstream.calls import takes_positions
 from ..upstream.models import LinearAttentionCacheLayerMixin
-from .cache import QuantizedCache, hands_cache_on
+from .cache import QuantizedCache, fewer_bits, grow, hands_cache_on
 from .declared import is_in_layers
 from .deferred_states import AnyKind, bytes_beside
+from .layers import LayerBase
 from .parts import CachePart, JoinedCache, block, classes_of
 from .prompt_cache import can_be_cut, fits_one_prefix, kept_states, new_cache, prefix, takes_layers
 from .state import LayerState, copy_of_cache, copy_of_layer, storages_of
@@ -39,6 +40,11 @@ class PrefixState:
     def has_blocks(self) -> bool:
         """True if a layer holds all tokens, which can be stored in blocks; an empty cache may get one."""
         return not self.cache.layers or not all(map(fits_one_prefix, self.cache.layers))
+
+    @property
+    def step(self) -> int:
+        """Layers that hold all tokens can be cut exactly to any multiple of so many."""
+        return max((layer.step for layer in self.cache.layers if isinstance(layer, LayerBase)), default=1)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -68,10 +74,12 @@ class PrefixState:
             self.states[tokens] = states
 
     def longest(self, tokens: int) -> int:
-        """The most tokens, up to `tokens`, of a prefix to which the state can be cut."""
+        """The most tokens, up to `tokens`, of a prefix to which the state can be cut exactly."""
+        growing = [layer for layer in self.cache.layers if isinstance(layer, LayerBase)]
         if all(map(can_be_cut, self.cache.layers)):
-            return tokens
-        return max((position for position in self.states if position <= tokens), default=0)
+            return min((layer.longest(tokens) for layer in growing), default=tokens)
+        positions = (position for position in self.states if position <= tokens)
+        return max((p for p in positions if all(layer.longest(p) == p for layer in growing)), default=0)
 
     def cut(self, tokens: int) -> "PrefixState":
         """State after the first `tokens` tokens, as `longest` allows; this one is unchanged."""
@@ -104,15 +112,20 @@ class PrefixState:
         return JoinedCache(self.cache, tokens)
 
 
-def empty_cache(model: PreTrainedModel, bits: int | None = None) -> Any:
+def empty_cache(model: PreTrainedModel, bits: KVBits | None = None) -> Any:
     """The cache that `generate` would make; None for a model whose states do not all lie in its layers.
 
     Args:
-        bits: 8 holds keys and values in 8 bits, also for a model that is not accelerated.
+        bits: of keys and values, as in `accelerate`, also for a model that is not accelerated.
     """
-    if bits == CACHE_BITS:
-        return QuantizedCache(model.config)
-    return new_cache(model) if takes_layers(model) else None
+    if (fewer := fewer_bits(bits)) is not None:
+        return QuantizedCache(model.config, fewer)
+    if not takes_layers(model):
+        return None
+    cache = new_cache(model)
+    if (fewer := fewer_bits(kv_bits_of(model))) is not None:
+        grow(cache, fewer)
+    return cache
 
 
 def keeps_prompts(model: PreTrainedModel) -> bool:

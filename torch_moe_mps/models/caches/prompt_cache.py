@@ -22,6 +22,7 @@ from ..basics.interface import experts_on_disk
 from ..basics.state import kv_bits_of
 from .declared import Trim, declared
 from .in_layers import cache_class
+from .layers import LayerBase
 from .state import LayerState, copy_of_cache, copy_of_layer
 
 _PACKAGE = __package__.partition(".")[0]
@@ -82,13 +83,22 @@ def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
     layers = []
     for index, layer in enumerate(cache.layers):
         if can_be_cut(layer):
-            part = copy_of_layer(layer)
-            if layer.is_initialized and layer.keys is not None:
-                part.crop(tokens - layer.get_seq_length())
+            part = cut(layer, tokens)
         else:
             part = copy_of_layer(layer, **tree_map(copied, states[tokens][index]))
         layers.append(part)
     return copy_of_cache(cache, layers)
+
+
+def cut(layer: Any, tokens: int) -> Any:
+    """A copy of a layer with its first tokens, for one that can be cut; it shares memory where it can."""
+    part = copy_of_layer(layer)
+    if layer.is_initialized and layer.keys is not None:
+        if isinstance(layer, LayerBase):
+            part.cut(tokens)
+        else:
+            part.crop(tokens - layer.get_seq_length())
+    return part
 
 
 def fingerprint(model: PreTrainedModel) -> str:

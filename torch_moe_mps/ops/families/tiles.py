@@ -2,8 +2,8 @@
 
 A tile is 128 tokens of one head. Each of its channels has a scale and a zero point, since the numbers of a
 channel differ little over neighbouring tokens. Values also have a factor for each token. A tile lies in one
-row of int32: the codes of its tokens, one after another, then the scales, the zero points and the factors, all
-in the dtype of the keys.
+row of int32: the codes of its tokens, one after another, then the scales, the zero points and the factors,
+all in the dtype of the keys.
 """
 
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def sealed(states: Tensor, layout: TileFormat) -> Tensor:
     if layout.factors:
         factors = x.square().mean(-1, keepdim=True).sqrt_().to(layout.dtype)
         factors = torch.where(factors == 0, 1.0, factors)
-        x = x / wide(factors)
+        x = x / wide(factors) + wide(factors) * 0  # NaN where the factor is not finite
         numbers.append(factors.squeeze(-1))
     low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
     not_finite = (x * 0).sum(-2, keepdim=True)  # NaN if any number is, else 0
@@ -133,8 +133,8 @@ def _seal_tiles_(states: Tensor, tiles_: Tensor, start: int, *, bits: int, facto
         states: [B, Hk, T, D], float32, float16 or bfloat16, D a multiple of 32 up to 576, T one of 128; any
             strides.
         tiles_: [B, Hk, N, W] int32 or uint32, a tile in each row: 128 D bits / 32 words of codes, the first
-            in the lowest bits, then D scales, D zero points and, with factors, 128 factors, all in the dtype of
-            `states`; written in place, whatever its strides. It may not overlap itself or `states`.
+            in the lowest bits, then D scales, D zero points and, with factors, 128 factors, all in the dtype
+            of `states`; written in place, whatever its strides. It may not overlap itself or `states`.
         start: the tile that the first new one becomes, N - T / 128 at most.
         bits: 2 or 4.
         factors: whether tokens have factors, as values have.

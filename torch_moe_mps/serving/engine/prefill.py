@@ -80,7 +80,8 @@ class Prefill:
         self._is_whole = cache is None or reads_whole or self.has_new_images
         # Pipeline stages decide alike: their caches are of one config, and their forwards of one class.
         self._tells_positions = cache is not None and not modules and needs_positions(model.forward, cache)
-        pauses = [] if self._is_whole else _pauses(self.cached, self._end)
+        self._last_mark = (self._end - END) // self.cached.step * self.cached.step
+        pauses = [] if self._is_whole else _pauses(self.cached, self._end, self._last_mark)
         self._ends = [end for end in (*pauses, self._end) if end > len(self.cached.ids)]
 
     @property
@@ -127,7 +128,11 @@ class Prefill:
         beside = self._beside if self.has_new_images else {}
         out = self._compute(call, self.ids[:, start:end], start, **beside, logits_to_keep=1)
         cached.ids = self.ids[0, :end]
-        if self.prefix_cache is not None and end < self._end and _is_marked(end, self._end):
+        if (
+            self.prefix_cache is not None
+            and end < self._end
+            and (end == self._last_mark or end % _EVERY == 0)
+        ):
             _mark(cached)
         return out
 
@@ -147,17 +152,13 @@ class Prefill:
         return out
 
 
-def _pauses(kept: CachedPrefix, prompt: int) -> list[int]:
+def _pauses(kept: CachedPrefix, prompt: int, last_mark: int) -> list[int]:
     """Positions at which prefill pauses: chunk ends, and where recurrent states are cached."""
     start = len(kept.ids)
     if not kept.has_states:
         return [*range(start + LARGEST_CHUNK, prompt, LARGEST_CHUNK)]
-    ends = {*range((start // LARGEST_CHUNK + 1) * LARGEST_CHUNK, prompt, LARGEST_CHUNK), prompt - END}
+    ends = {*range((start // LARGEST_CHUNK + 1) * LARGEST_CHUNK, prompt, LARGEST_CHUNK), last_mark}
     return sorted(end for end in ends if start < end < prompt)
-
-
-def _is_marked(position: int, prompt: int) -> bool:
-    return position == prompt - END or position % _EVERY == 0
 
 
 def _mark(kept: CachedPrefix) -> None:

@@ -61,11 +61,13 @@ struct Block {
   typedef typename StagedOf<T, kWide>::type Staged;
   static constant constexpr int kSimdgroups = kTeams * kMembers;
   static constant constexpr int kQueries = 8 * kQueryTiles;
+  static constant constexpr int kKeysOfLane = kKeyTiles, kValuesOfLane = kValueTiles;
   static constant constexpr int kTeamTile = 8 * kKeyTiles * kMembers;  // keys
   static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
   // How many runs of a key, and matrices of values, a lane loads before it uses the first. With more, it
   // would wait less often, but two tiles of queries leave no registers for more codes and scales.
-  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !(Stored::kQuantized || kWide);
+  static constant constexpr bool kHasRoom =
+      kKeyTiles <= 2 && (kQueryTiles == 1 || !(Stored::kQuantized || kWide));
   static constant constexpr int kRunsAtOnce = kHasRoom ? Stored::kRunsAtOnce : 1;
   static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
   static constant constexpr int kProbabilities = kKeyTiles * kSimdgroups * kQueryTiles;
@@ -155,6 +157,15 @@ struct Block {
     const Range range = range_of(queries, key_range, group.x, params);
     int positions[kQueryTiles][2];
     Sums sums;
+    start(sums, positions, queries, place, params);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    add_keys(sums, keys, values, mask, range, positions, queries, staged, shared, place, params);
+    finish(sums, positions, queries, sinks, gate, output, partials, shared, group.x, place, params);
+  }
+
+  // The positions of the lane's queries, and sums of no key.
+  static void start(thread Sums& sums, thread int (&positions)[kQueryTiles][2], Queries queries, Place place,
+                    constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
         const uint r = query_of(t, e, place);
@@ -164,18 +175,29 @@ struct Block {
       }
       UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t] = float2(0.0f);
     }
-    const bool has_values = place.member * 8 * kValueTiles < params.v.width;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
 
-    for (uint step = range.begin; step < range.end; step += kTeams * kTeamTile) {
+  // Adds the keys and values of a range. K and V are C, or KeyTiles and ValueTiles.
+  template <typename K, typename V>
+  static void add_keys(thread Sums& sums, K keys, V values, thread const Mask& mask,
+                       thread const Range& range, thread const int (&positions)[kQueryTiles][2],
+                       Queries queries, threadgroup const Staged* staged, threadgroup Shared& shared,
+                       Place place, constant AttentionParams& params) {
+    const bool has_values = place.member * 8 * kValueTiles < params.v.width;
+    const uint begin = K::kTiled ? range.begin / kTeamTile * kTeamTile : range.begin;
+    for (uint step = begin; step < range.end; step += kTeams * kTeamTile) {
       const uint tile = step + place.team * kTeamTile;
-      const bool inside = all_see(range, tile, params);
+      const bool inside = all_see<K>(range, tile, params);
       Scores scores;
       ushort seen[kKeyTiles];
-      const bool any = see(seen, keys, mask, inside, tile, place, range.end, positions, params);
-      if (any) score(scores, keys, staged, tile, seen, place, params);
+      const bool any = see(seen, keys, mask, inside, tile, place, range, positions, params);
+      if constexpr (K::kTiled) {
+        if (any) keys.template score<Block>(scores, staged, tile, place, params);
+      } else {
+        if (any) score(scores, keys, staged, tile, seen, place, params);
+      }
       const Place same = place.again();
-      weigh(scores, any, seen, keys, mask, inside, tile, range.end, positions, queries, shared, same, params);
+      weigh(scores, any, seen, keys, mask, inside, tile, range, positions, queries, shared, same, params);
       team_barrier();
       exponentiate(scores, sums, shared, same);
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -183,16 +205,26 @@ struct Block {
         if (same.lane == 0) shared.seen[same.simdgroup * kKeyTiles + n] = bits;
       }
       team_barrier();
-      if (has_values) add_values(sums, values, shared, tile, same);
+      if constexpr (K::kTiled) {
+        if (has_values) values.template add<Block>(sums, shared, tile, same, params);
+      } else {
+        if (has_values) add_values(sums, values, shared, tile, same);
+      }
     }
+  }
 
+  // Gives the results of all keys that were added.
+  static void finish(thread Sums& sums, thread const int (&positions)[kQueryTiles][2], Queries queries,
+                     device const uchar* sinks, device const T* gate, device T* output,
+                     device float* partials, threadgroup Shared& shared, uint chunk, Place place,
+                     constant AttentionParams& params) {
     float2 totals[kQueryTiles];
     const Place same = place.again();
     if (!join_teams(sums, totals, shared, same)) return;
     // One branch for those without a gate.
     if (params.gate_width != 0 && params.chunks == 1)
       apply_gate(sums, gate, positions, queries, same, params);
-    give_results(sums, totals, sinks, output, partials, positions, queries, group.x, same, params);
+    give_results(sums, totals, sinks, output, partials, positions, queries, chunk, same, params);
   }
 
   // Queries as fragments of 8 dimensions x 8 queries, in the order in which lanes hold the dimensions of a
@@ -237,15 +269,18 @@ struct Block {
   }
 
   // Whether all queries see all keys of a team's tile.
+  template <typename K>
   static bool all_see(thread const Range& range, uint tile, constant AttentionParams& params) {
     return !C::kSelects && params.mask_kind == MASK_NONE && tile + kTeamTile <= range.end &&
-           int(tile + kTeamTile) <= range.lowest + 1 &&
+           (!K::kTiled || tile >= range.begin) && int(tile + kTeamTile) <= range.lowest + 1 &&
            (params.window == 0 || range.highest - int(tile) < int(params.window));
   }
 
   // Finds which of the lane's keys a query of the block sees. Returns: whether the simdgroup has any.
-  static bool see(thread ushort* seen, C keys, thread const Mask& mask, bool inside, uint tile, Place place,
-                  uint end, thread const int (&positions)[kQueryTiles][2], constant AttentionParams& params) {
+  template <typename K>
+  static bool see(thread ushort* seen, K keys, thread const Mask& mask, bool inside, uint tile, Place place,
+                  thread const Range& range, thread const int (&positions)[kQueryTiles][2],
+                  constant AttentionParams& params) {
     bool any = inside;
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       seen[n] = 1;
@@ -254,7 +289,8 @@ struct Block {
       seen[n] = 0;
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
         UNROLL for (int e = 0; e < 2; ++e) {
-          if (key < end && bias_of_key(keys, mask, positions[t][e], key, params) != -INFINITY) seen[n] = 1;
+          if (is_in<K>(range, key) && bias_of_key(keys, mask, positions[t][e], key, params) != -INFINITY)
+            seen[n] = 1;
         }
       }
       seen[n] |= simd_shuffle_xor(seen[n], ushort(1));
@@ -305,8 +341,9 @@ struct Block {
   }
 
   // Makes products the scores of keys that are seen, and tells the team the highest of each query.
-  static void weigh(thread Scores& scores, bool any, thread const ushort* seen, C keys,
-                    thread const Mask& mask, bool inside, uint tile, uint end,
+  template <typename K>
+  static void weigh(thread Scores& scores, bool any, thread const ushort* seen, K keys,
+                    thread const Mask& mask, bool inside, uint tile, thread const Range& range,
                     thread const int (&positions)[kQueryTiles][2], Queries queries,
                     threadgroup Shared& shared, Place place, constant AttentionParams& params) {
     threadgroup float2* highest = &shared.highest[place.simdgroup][place.matrix.quarter];
@@ -320,7 +357,8 @@ struct Block {
           if (params.softcap != 0.0f) x = params.softcap * precise::tanh(x / params.softcap);
           if (!inside) {
             float bias = -INFINITY;
-            if (key < end && seen[n] != 0) bias = bias_of_key(keys, mask, positions[t][e], key, params);
+            if (is_in<K>(range, key) && seen[n] != 0)
+              bias = bias_of_key(keys, mask, positions[t][e], key, params);
             x = bias == -INFINITY ? -INFINITY : x + bias;
           }
           scores.v[n][t][e] = x;
@@ -481,7 +519,14 @@ struct Block {
     return uint(position - params.first_position);
   }
 
-  static float bias_of_key(C keys, thread const Mask& mask, int position, uint key,
+  // Steps begin with the first key of a range, but for tiles, which are whole.
+  template <typename K>
+  static bool is_in(thread const Range& range, uint key) {
+    return key < range.end && (!K::kTiled || key >= range.begin);
+  }
+
+  template <typename K>
+  static float bias_of_key(K keys, thread const Mask& mask, int position, uint key,
                            constant AttentionParams& params) {
     if constexpr (C::kSelects) {
       return keys.has(key) ? 0.0f : -INFINITY;

@@ -18,6 +18,7 @@ struct DenseCache {
   typedef DenseCache Stored;
   typedef T Element;
   static constant constexpr bool kSelects = false;
+  static constant constexpr bool kTiled = false;
   static constant constexpr int kPerWord = 4 / sizeof(T);
   static constant constexpr bool kQuantized = false;
   static constant constexpr int kRunsAtOnce = kPerWord;
@@ -75,10 +76,3 @@ struct DenseCache {
     }
   }
 };
-
-// Types that a library's keys and values are stored as.
-#ifdef MOE_WEIGHTS
-typedef MOE_WEIGHTS StoredCache;
-#else
-typedef DenseCache<MOE_DTYPE> StoredCache;
-#endif

@@ -9,6 +9,7 @@ struct QuantizedCache {
   typedef QuantizedCache Stored;
   typedef T Element;
   static constant constexpr bool kSelects = false;
+  static constant constexpr bool kTiled = false;
   static constant constexpr bool kQuantized = true;
   static constant constexpr int kRunsAtOnce = 2;
 

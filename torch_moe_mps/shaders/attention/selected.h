@@ -7,6 +7,7 @@ template <typename C>
 struct Selected {
   typedef C Stored;
   static constant constexpr bool kSelects = true;
+  static constant constexpr bool kTiled = false;
 
   C all;
   device const int* indices;

@@ -9,6 +9,7 @@ struct Tailed {
   typedef C Stored;
   typedef typename C::Element T;
   static constant constexpr bool kSelects = true;
+  static constant constexpr bool kTiled = false;
 
   C window;
   device const T* tail;

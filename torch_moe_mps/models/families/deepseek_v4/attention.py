@@ -16,7 +16,7 @@ from ...basics.guards import is_observed
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...basics.tensors import constant, derived
-from ...caches.layers import growing_class
+from ...caches.classes import growing_class
 from ...modules.linears import GroupedLinear
 from ...modules.rules.norms import is_norm
 from ...modules.rules.rotary import is_fixed

@@ -67,7 +67,9 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             if self.bits is not None:
-                warnings.warn("torch_moe_mps: kv_bits=8 leaves compressed keys as they are", stacklevel=2)
+                warnings.warn(
+                    f"torch_moe_mps: kv_bits={self.bits!r} leaves compressed keys as they are", stacklevel=2
+                )
         tokens = key_states.shape[-2]
         (keys,) = growing.extended((self.keys,), (key_states,), self._spare(tokens))
         return self.take(keys, keys, tokens)
