@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._limits import KV_FORMATS as KV_FORMATS
 from .._checks import NAMED_DTYPES, Check, wide
 from .._formats import Format, pack, unpack
 from .._registry import operator
