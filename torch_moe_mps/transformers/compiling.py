@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .._extension import host_library, torch_version
+from .._limits import KV_FORMATS
 from .._versions import TORCH
 from ..macs import refusal
 from ..models.basics.interface import (
@@ -25,7 +26,6 @@ from ..models.basics.state import KVBits, kv_bits_of
 from ..models.modules.linears import formats_in
 from ..ops._samples import FAMILY_OF
 from ..ops.families.attention import CACHE_BITS
-from ..ops.families.tiles import KV_FORMATS
 from ..selfcheck import tuner
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side

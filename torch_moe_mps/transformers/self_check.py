@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .._environment import CHECK, REFUSE, is_on, refused
+from .._limits import KV_FORMATS
 from ..models.basics.interface import formats_of, is_experts, is_quantized
 from ..models.basics.scoped import having
 from ..models.basics.state import KVBits
@@ -27,7 +28,6 @@ from ..ops import OPERATORS
 from ..ops._formats import Format
 from ..ops._samples import LINEAR_ATTENTION, OF_HEADS
 from ..ops.families.attention import CACHE_BITS
-from ..ops.families.tiles import KV_FORMATS
 from ..selfcheck import once, tuner
 from ..selfcheck.calls import CACHE, DTYPES, subjects
 from ..selfcheck.compare import Finding
