@@ -49,7 +49,8 @@ def decoded(tiles: Tensor, width: int, bits: int, dtype: torch.dtype, factors: b
         value, size = value * of_tokens, size * abs(of_tokens)
     else:
         size = np.broadcast_to(size, value.shape)
-    return tuple(x.reshape(*words.shape[:2], -1, width) for x in (value, size))
+    shape = (*words.shape[:2], TILE * words.shape[2], width)
+    return tuple(x.reshape(shape) for x in (value, size))
 
 
 # Quantising tiles
@@ -106,7 +107,7 @@ def expected__seal_tiles_(a):
         words[:, :, rows] = np.concatenate([part.reshape(*leading, -1) for part in parts], -1)
         each = [c.reshape(*leading, part[0, 0, 0].size, -1) for c, part in zip(certain, parts, strict=True)]
         known[:, :, rows] = np.concatenate([c.all(-1) for c in each], -1)
-    return [Expected(words, known=known)]
+    return [Expected(words.view(a.tiles_.numpy().dtype), known=known)]
 
 
 def invalid__seal_tiles_(zeros):
