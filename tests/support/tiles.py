@@ -5,14 +5,27 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from . import tiny_models
+from .models import eager
+
 TILE = 128
 NAME = "oracle_of_tiles"
 BITS = {4: (4, 4), "k4v2": (4, 2)}
-# Sizes of tiny models whose heads tiles can hold, and latents that lie side by side.
-WIDE = {
-    "deepseek_v3": {"kv_lora_rank": 32, "qk_rope_head_dim": 64, "head_dim": 64},
-    "gpt_oss": {"head_dim": 32, "layer_types": ["full_attention", "full_attention"]},
+# Sizes of tiny models whose heads tiles can hold; latents lie side by side.
+LATENTS = {"kv_lora_rank": 32, "qk_rope_head_dim": 64, "head_dim": 64}
+SIZES = {
+    "deepseek_v3": LATENTS,
+    "longcat_flash": LATENTS,
+    "gemma4": {"sliding_window": 24, "head_dim": 32, "global_head_dim": 32},
 }
+# All layers of a model in tiles.
+WIDE = {**SIZES, "gpt_oss": {"layer_types": ["full_attention", "full_attention"]}}
+
+
+def tiny_model_of(architecture: str, sizes: dict = SIZES, **more):
+    """A model with transformers' own code, and heads that tiles can hold."""
+    sizes = {"head_dim": 32} | sizes.get(architecture, {}) | more
+    return eager(tiny_models.tiny_model(architecture, **sizes))
 
 
 def rounded_tile(tile: np.ndarray, bits: int, factors: bool, dtype: torch.dtype) -> np.ndarray:

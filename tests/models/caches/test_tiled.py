@@ -5,10 +5,9 @@ import pickle
 
 import pytest
 import torch
-from support import tiny_models
-from support.models import assert_close, eager
+from support.models import assert_close
 from support.sweep import in_sweep
-from support.tiles import TILE, WIDE, Oracle, rounded
+from support.tiles import TILE, WIDE, Oracle, rounded, tiny_model_of
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -29,8 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch_moe_mps. kv_bits=.* is for
 
 
 def model_of(architecture: str, bits=4, **sizes):
-    sizes = {"head_dim": 32, "max_position_embeddings": 2048} | WIDE.get(architecture, {}) | sizes
-    model = eager(tiny_models.tiny_model(architecture, **sizes))
+    model = tiny_model_of(architecture, WIDE, max_position_embeddings=2048, **sizes)
     if bits is not None:
         torch_moe_mps.accelerate(model, kv_bits=bits)
     return model
