@@ -67,6 +67,22 @@ def test_rows_and_json(checkpoint, tmp_path, capsys):
     assert all(row["memory"] > 1e6 and row["rate"] > 0 for row in data["rows"])
 
 
+@pytest.mark.slow("a context of 300 tokens")
+def test_the_bound_of_a_cache_in_tiles(checkpoint, tmp_path):
+    """After 300 tokens, tile 1 is quantised; a token reads tile 0 and its own tile in float32."""
+    file = tmp_path / "speed.json"
+    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    arguments = [*SIZES, "--json", file, "--bandwidth", 100, "--kv-bits", "k4v2", "--repeats", 1]
+    assert run(checkpoint, *arguments, "--depth", 300) == 0
+    data, width = json.loads(file.read_text()), config["head_dim"]
+    tile = 128 * width * (4 + 2) // 8 + 4 * (4 * width + 128)
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    nbytes = heads * (tile + (300 - 128) * 2 * width * 4)
+    row = next(row for row in data["rows"] if row["test"] == "tg3 @ d300")
+    assert row["rate"] / row["share"] == pytest.approx(100e9 / (data["bytes_a_token"] + nbytes))
+
+
 def test_experts_of_a_step_of_several_sequences(checkpoint, capsys, monkeypatch):
     """As the routers of transformers' own model choose them."""
     monkeypatch.setattr(bench, "SEQUENCES", (1, 3))

@@ -2,6 +2,7 @@
 
 import bisect
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def context_in_tiles(space: int, token: int, tile: int) -> int:
 
     def memory(tokens: int) -> int:
         full = tokens // 128
-        return (min(tokens, 384) + 256) * token + (full + max(2, full // 16)) * tile
+        dense = 256 if tokens <= 256 else min(tokens, 384) + 256
+        return dense * token + (full + max(2, full // 16)) * tile
 
     return bisect.bisect_right(range(1, 1 << 22), space, key=memory)
 
@@ -177,6 +179,57 @@ def test_layers_that_tiles_cannot_hold(architecture, sizes, same_as):
     for bits in (4, "k4v2"):
         assert vars(found[bits]) == vars(found[same_as])
     assert (found[8].token < found[16].token) is (same_as == 8)
+
+
+# {architecture: sizes of a model whose caches have tiles}: latents lie in one, and a layer has a window.
+TILED = {
+    "qwen3_moe": {"head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 16},
+}
+CALLS = ([1], [127], [128], [129], [256], [257, 1], [383], [383, 1, 1], [520, *[1] * 4], [128] * 7, [700])
+
+
+def read_of(layer: Any, tokens: int) -> int:
+    """Bytes of a layer of a cache that its last token reads."""
+    states = [layer.keys, layer.values]
+    if not hasattr(layer, "key_tiles"):
+        return min(tokens, 16) * sum(part.nbytes for part in states) // states[0].shape[2]
+    dense, in_tiles = read_in_tiles(tokens)
+    tiles = [part for part in (layer.key_tiles, layer.value_tiles) if part is not None and part.shape[2] > 0]
+    assert not in_tiles or all(part.shape[2] >= (tokens - 1) // 128 for part in tiles)
+    of_tiles = sum(part[:, :, :1].nbytes for part in tiles)
+    return dense * sum(part[:, :, :1].nbytes for part in states) + in_tiles // 128 * of_tiles
+
+
+def allocated(layer: Any) -> int:
+    """Bytes of the memory that a layer of a cache has."""
+    states = [getattr(layer, name, None) for name in ("keys", "values", "key_tiles", "value_tiles")]
+    storages = [part.untyped_storage() for state in states if state is not None for part in parts(state)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.slow("models read many tokens")
+@pytest.mark.filterwarnings("ignore:torch_moe_mps. kv_bits=.* is for layers that hold")
+@pytest.mark.parametrize(("architecture", "bits"), covering(TILED, (4, "k4v2")))
+def test_the_bytes_of_a_cache_in_tiles_are_those_of_a_run(architecture, bits):
+    """On both sides of the bounds of tiles, in one call and in several; the window is set to 16."""
+    config = tiny_models.tiny_config(architecture, **TILED[architecture])
+    with torch.device("meta"):
+        found = KVCache.of_model(tiny_models.model_class(architecture)(config), bits)
+    model = tiny_models.tiny_model(architecture, **TILED[architecture])
+    torch_moe_mps.accelerate(model, kv_bits=bits)
+    for calls in CALLS:
+        cache, tokens = transformers.DynamicCache(config=model.config), sum(calls)
+        for count in calls:
+            with torch.no_grad():
+                model(torch.ones(1, count, dtype=torch.long), **cache_argument(model, cache))
+        assert any(hasattr(layer, "key_tiles") for layer in cache.layers)
+        assert found.at(tokens) == sum(read_of(layer, tokens) for layer in cache.layers)
+        memory = sum(map(allocated, cache.layers))
+        assert memory <= found.memory(tokens) <= 1.3 * memory
+        if calls in ([1], [129], [383]) and architecture != "gpt_oss":
+            assert memory == found.memory(tokens)
 
 
 @pytest.mark.parametrize(("architecture", "bits"), covering(("qwen3_moe", "gpt_oss"), (16, 8)))

@@ -6,6 +6,7 @@ import json
 import pytest
 from support import tiny_models
 from support.pipeline import answers_of, launch
+from support.sweep import in_sweep
 
 import torch_moe_mps
 
@@ -106,6 +107,26 @@ def test_a_shared_prefix_is_computed_once(outcomes):
 def test_a_process_that_fails_ends_all_answers(outcomes):
     for answer in outcomes["failing"][0]["answers"]:
         assert "moe_mps: rank 1 (" in str(answer) and "closed its connection" in answer
+
+
+@pytest.mark.slow("two processes load a model, whose prompts have over two tiles")
+@pytest.mark.parametrize("bits", in_sweep([4, "k4v2"], [4]))
+def test_tiles(bits, tmp_path):
+    """Entries for layers of the other process keep as many tokens as these: prefixes are cut alike."""
+    tiny_models.tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path)
+    model = torch_moe_mps.from_pretrained(str(tmp_path), kv_bits=bits)
+    prompt = [number * number % 83 + 2 for number in range(400)]
+    jobs = [
+        {"ids": ids, **GREEDY, "max_new_tokens": 12}
+        for ids in (prompt[:380], [*prompt[:300], 3, 3], prompt[:250], [*prompt[:378], 4])
+    ]
+    expected = [answers_of(model, [job], memory=0)[0][0] for job in jobs]
+    common = {"folder": str(tmp_path), "kv_bits": bits, "jobs": jobs}
+    for first, second in zip(
+        *launch("engines", [common | how for how in ({"together": 3}, {"drafts": True})]), strict=True
+    ):
+        assert first["answers"] == expected
+        assert first["calls"] == second["calls"] and first["cached"] == second["cached"]
 
 
 @pytest.mark.sweep

@@ -274,8 +274,8 @@ def commands(lines: list[list[str]], said: list[str]) -> list[str]:
 
 def engines(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each scenario, the jobs of an engine in the first process: see `answers_of` for the arguments
-    beside "folder" and "patched", the name of a function here that changes this process. Scenarios of a
-    folder share the model: one that fails comes last.
+    beside "folder", "kv_bits" and "patched", the name of a function here that changes this process. Scenarios
+    of a folder share the model: one that fails comes last.
 
     Returns: the answers; what the calls here compute: [rows, tokens] of each; the tokens of the prefixes that
     are cached in the end; how many draft tokens were verified; the error of `generate_batch`, without an
@@ -284,13 +284,13 @@ def engines(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import torch_moe_mps
 
     @functools.cache
-    def loaded(folder: str) -> tuple[Any, str]:
-        model, prompts = staged(folder), [torch.ones(3, dtype=torch.int64)]
+    def loaded(folder: str, kv_bits: int | str | None = None) -> tuple[Any, str]:
+        model, prompts = staged(folder, kv_bits=kv_bits), [torch.ones(3, dtype=torch.int64)]
         return model, outcome(lambda: torch_moe_mps.generate_batch(model, prompts))
 
     found = []
     for scenario in scenarios:
-        model, refused = loaded(scenario.pop("folder"))
+        model, refused = loaded(scenario.pop("folder"), scenario.pop("kv_bits", None))
         found.append(_engine(model, **scenario) | {"refused": refused})
     return found
 

@@ -9,20 +9,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .._limits import KV_BITS, KV_FORMATS
-from ..ops.families.attention import CACHE_BITS
-from ..ops.families.tiles import TILE, WORD_BYTES, TileFormat
+from .._limits import KV_BITS
+from ..ops.families.tiles import TILE
 from .basics.interface import experts_of
-from .caches.cache import as_held
+from .basics.state import KVBits
+from .caches.cache import as_held, fewer_bits
+from .caches.classes import growing_class
 from .caches.deferred_states import bytes_beside
-from .caches.growing import are_latents, spare_for, window_spare
-from .caches.layers import Growing, GrowingIndexed, GrowingWindow, growing_class
-from .caches.quantized_states import can_be_quantized
+from .caches.growing import spare_for, window_spare
+from .caches.tiled import MOST_DENSE, SPARE, TiledLayer, tile_bytes
 from .modules.stacked_experts import run_operators
 from .upstream.calls import cache_among, call_on_shapes
-
-SPARE = 2 * TILE
-MOST_DENSE = 3 * TILE + SPARE
 
 
 class KVCache:
@@ -43,7 +40,7 @@ class KVCache:
         self.tile, self.dense = tile, dense
 
     @classmethod
-    def of_model(cls, model: Any, bits: int | str = 16, more: int = 0) -> "KVCache | None":
+    def of_model(cls, model: Any, bits: KVBits = 16, more: int = 0) -> "KVCache | None":
         """Cache sizes from two short forwards on the meta device; None if these fail.
 
         Args:
@@ -55,7 +52,7 @@ class KVCache:
         return None if found is None else found[bits]
 
     @classmethod
-    def by_bits(cls, model: Any, more: int = 0) -> "dict[int | str, KVCache] | None":
+    def by_bits(cls, model: Any, more: int = 0) -> "dict[KVBits, KVCache] | None":
         """`of_model` for each of KV_BITS, from the same two forwards."""
         few = 4  # tokens: twice as many are fewer than any sliding window has
         try:
@@ -69,11 +66,12 @@ class KVCache:
         return {bits: sum(layers, cls(0, {})) for bits, layers in of_layers.items()}
 
     @classmethod
-    def _of_layer(cls, first: Any, second: Any, tokens: int, bits: int | str) -> "KVCache":
+    def _of_layer(cls, first: Any, second: Any, tokens: int, bits: KVBits) -> "KVCache":
         """Sizes of a layer, from its states after `tokens` tokens and after twice as many."""
-        tile = _tile_bytes(first, bits)
-        held_bits: Any = 16 if tile else CACHE_BITS if bits in KV_FORMATS else bits
-        before, after = (_nbytes(as_held(layer, held_bits)) for layer in (first, second))
+        plain: Any = type(first)
+        has_tiles = issubclass(growing_class(plain, fewer_bits(bits)) or plain, TiledLayer)
+        tile = tile_bytes(first.keys, first.values, bits) if has_tiles else 0
+        before, after = (_nbytes(as_held(layer, 16 if has_tiles else bits)) for layer in (first, second))
         rate, beside = (after - before) // tokens, bytes_beside(first)
         states = before - rate * tokens
         if tile:
@@ -119,7 +117,7 @@ class KVCache:
         room = sum(rooms[window] * rate for window, rate in self.rates.items())
         full = context // TILE
         in_tiles = (full + spare_for(full * TILE) // TILE) * self.tile
-        in_tiles += (min(context, MOST_DENSE - SPARE) + SPARE) * self.dense
+        in_tiles += (SPARE if context <= SPARE else min(context + SPARE, MOST_DENSE)) * self.dense
         return KVCache(self.states, self.rates).at(context) + room + self.beside + in_tiles
 
     def tokens_in(self, space: int, longest: int) -> int:
@@ -149,33 +147,6 @@ def _cached(model: Any, tokens: int) -> list[Any]:
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     layers: list[Any] = cache_among(call_on_shapes(model, input_ids=ids)).layers
     return layers
-
-
-def _tile_bytes(layer: Any, bits: int | str) -> int:
-    """Bytes of a tile of a layer; 0 for a layer that has none with these bits."""
-    if bits not in KV_FORMATS or not _has_tiles(layer):
-        return 0
-    keys, values = layer.keys, layer.values
-    k_bits, v_bits = KV_FORMATS[bits]
-    if are_latents(keys, values):
-        layouts = [TileFormat(keys.shape[3] + values.shape[3], k_bits, keys.dtype, False)]
-    else:
-        layouts = [
-            TileFormat(keys.shape[3], k_bits, keys.dtype, False),
-            TileFormat(values.shape[3], v_bits, values.dtype, True),
-        ]
-    words: int = sum(layout.words for layout in layouts)
-    return words * WORD_BYTES * int(keys.shape[1])
-
-
-def _has_tiles(layer: Any) -> bool:
-    plain: Any = type(layer)
-    cls = growing_class(plain, CACHE_BITS)
-    if cls is None or getattr(cls, "update", None) is not Growing.update:
-        return False
-    if issubclass(cls, GrowingWindow | GrowingIndexed):
-        return False
-    return can_be_quantized(layer.keys, layer.values)
 
 
 def _tokens_in_tiles(context: int) -> tuple[int, int]:

@@ -28,7 +28,8 @@ OF_HEADS = {
     "_rope_cache_": ("k", "v"),
     "_rope_attention_": ("q", "v"),
     **dict.fromkeys(LINEAR_ATTENTION, ("q", "v")),
-    "_write_cache_quantized_": ("states", "states"),
+    **dict.fromkeys(("_write_cache_quantized_", "_seal_tiles_"), ("states", "states")),
+    "_tiled_attention": ("q", "v_dense"),
 }
 # Where several results are right: what of them must agree, of the arguments and the results.
 JUDGED: dict[str, Callable[[dict[str, Any], list[Tensor]], list[Tensor]]] = {

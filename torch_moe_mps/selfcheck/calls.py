@@ -54,6 +54,7 @@ TOKENS = (1, 12, 40, 56)
 HEADS = {
     **dict.fromkeys(WITH, (HEAD, (64, 64), (128, 128), (256, 256), (576, 512))),
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
+    "_tiled_attention": (HEAD, (128, 128), (256, 256), (576, 512)),
     **dict.fromkeys(("rope", "rope_heads", "_rope_cache_"), (HEAD, (128, 128))),
     "_rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     **dict.fromkeys(LINEAR_ATTENTION, (HEAD, (128, 128), (256, 256))),
@@ -64,7 +65,7 @@ _COMMON_HEADS = {
     for name, heads in HEADS.items()
 }
 # Operators of training, of dense experts, and of few models: families, and names of other families.
-_UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads", "slots"}
+_UNCOMMON = {"experts", "index", "pooling", "hyper_connection", "lora", "quantize", "heads", "slots", "tiles"}
 _UNCOMMON |= {CACHE, "gated_delta_rule_", "sample"}  # models run the private forms of the latter two
 
 

@@ -19,7 +19,7 @@ PARTS = ("", "joined_", "few_", "prompts_", "heads_")
 # Libraries of training, of dense experts, and of few models: calls.common_subjects has no call of them.
 UNCOMMON = re.compile(
     "attention_.*(512|affine8|selected|tailed)|write_cache|experts|index|pooling|hyper_connection"
-    "|lora|quantize_|quantized_heads"
+    "|lora|quantize_|quantized_heads|tiles"
 )
 
 

@@ -54,9 +54,12 @@ def accelerate(
             by MLX's rule.
         recipe: linear_bits, embedding_bits, keep and overrides, for weights that are quantised differently
             or not at all: see `requested_recipe`.
-        kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
-            static caches and compiled calls raise an error then. 16 undoes it, None changes nothing. Where
-            writing or reading 8 bits fails the comparison with the CPU, a warning says that they stay in 16.
+        kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory; 4 in
+            4 bits, in about a quarter, and "k4v2" keys in 4 and values in 2. With 4 and "k4v2" the first and
+            the last tokens stay in 16 bits, and layers with a sliding window, an indexer or states hold 8.
+            Static caches and compiled calls raise an error then. 16 undoes it, None changes nothing. Where
+            writing or reading so few bits fails the comparison with the CPU, a warning says that they are
+            held in 8 or 16.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
         capture: None lets a token of a model on mps be one call where all code that it runs is a library's.
             True does so on any device of a Mac, and where code of your own runs: what that reads outside of

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .._extension import host_library, torch_version
+from .._limits import KV_FORMATS
 from .._versions import TORCH
 from ..macs import refusal
 from ..models.basics.interface import (
@@ -21,7 +22,7 @@ from ..models.basics.interface import (
     weights_in,
     weights_of_experts,
 )
-from ..models.basics.state import kv_bits_of
+from ..models.basics.state import KVBits, kv_bits_of
 from ..models.modules.linears import formats_in
 from ..ops._samples import FAMILY_OF
 from ..ops.families.attention import CACHE_BITS
@@ -133,8 +134,9 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
         found.update(f"{file}_{dtype}" for file in files)
         if "router_logits" in operators:
             found.update(f"{file}_f32" for file in files if file.removeprefix("routing_").isdigit())
-        if kv_bits_of(model) == CACHE_BITS and any(file.startswith("attention_") for file in files):
-            found.update(cache_libraries(model, dtype))
+        bits = kv_bits_of(model)
+        if bits is not None and any(file.startswith("attention_") for file in files):
+            found.update(cache_libraries(model, dtype, bits))
     return [name for name in torch.ops.moe_mps._libraries() if name in found]
 
 
@@ -181,9 +183,17 @@ def attention_widths(model: nn.Module) -> list[int]:
     return sorted({min(width for width in WIDTHS if v <= width) for v in values})
 
 
-def cache_libraries(model: nn.Module, dtype: str) -> list[str]:
-    """The names of the libraries that write and read keys and values of 8 bits."""
-    return [f"write_cache_{dtype}", *(f"attention_{w}_affine8_{dtype}" for w in attention_widths(model))]
+def cache_libraries(model: nn.Module, dtype: str, bits: KVBits) -> list[str]:
+    """The names of the libraries that write and read keys and values of so many bits; none for 16."""
+    writes, reads = "write_cache", ["attention_{}_affine8"]
+    if bits in KV_FORMATS:  # latents share the bits of keys
+        key_bits, value_bits = KV_FORMATS[bits]
+        formats = dict.fromkeys((f"k{key_bits}v{value_bits}", f"k{key_bits}v{key_bits}"))
+        writes, reads = "tiles_seal", [f"tiles_{{}}_{name}" for name in formats]
+    elif bits != CACHE_BITS:
+        return []
+    widths = attention_widths(model)
+    return [f"{writes}_{dtype}", *(f"{file.format(width)}_{dtype}" for file in reads for width in widths)]
 
 
 def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -79,7 +79,7 @@ def from_pretrained(
         importance: with bits, an importance matrix that weighs quantisation errors: an Importance, a file of
             it, as in `accelerate`, or a text, which runs through the model first; "auto" is a built-in one. A
             model that would fill 0.4 of the memory runs quantised for that, and is quantised again.
-        kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
+        kv_bits: 8, 4 or "k4v2" for keys and values of the cache in fewer bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         experts_memory: bytes, or a text such as "20GB": so much memory holds the experts that were needed
             last; the others are read from a file of them, which is written beside the checkpoint first.

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from .._environment import CHECK, REFUSE, is_on, refused
+from .._limits import KV_FORMATS
 from ..models.basics.interface import formats_of, is_experts, is_quantized
 from ..models.basics.scoped import having
+from ..models.basics.state import KVBits
 from ..models.basics.unmodified import FAILED, REQUESTED, is_on_mps
 from ..models.graphs.passes import FUSION, INTRODUCED, PASSES
 from ..models.modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
@@ -40,6 +42,13 @@ _OF_KIND = {
     "experts": "_moe_experts_quantized",
     "linears": "linear_quantized",
     "embeddings": "embedding_quantized",
+}
+
+
+# {kv_bits: the operators that write and read keys and values in them}
+_OF_KV_BITS: dict[KVBits, tuple[str, ...]] = {
+    **dict.fromkeys(KV_FORMATS, ("_seal_tiles_", "_tiled_attention")),
+    CACHE_BITS: (CACHE, "cached_attention"),
 }
 
 
@@ -125,16 +134,16 @@ def compare_weights(run: Run) -> None:
     """Compares the operators of quantised weights with the CPU, before the model is changed.
 
     The run gets the seconds that are left for `compare_replacements`, None where nothing is compared; and
-    kv_bits of 16 where 8 fail.
+    more kv_bits where fewer fail.
 
     Raises: RuntimeError if an operator of quantised weights, present or requested, fails here.
     """
-    requested = REQUESTED.get(CACHE, REQUESTED.get("cached_attention"))
-    if run.kv_bits == CACHE_BITS and requested:
-        warnings.warn(
-            f"torch_moe_mps: {REFUSE} names {requested}; keys and values stay in 16 bits", stacklevel=3
-        )
-        run.kv_bits = 16
+    while run.kv_bits in _OF_KV_BITS:
+        requested = next(filter(None, map(REQUESTED.get, _OF_KV_BITS[run.kv_bits])), None)
+        if requested is None:
+            break
+        run.kv_bits, instead = _more_bits(run.kv_bits)
+        warnings.warn(f"torch_moe_mps: {REFUSE} names {requested}; {instead}", stacklevel=3)
     if not run.check or not _is_wanted(run.model):
         reset()
         return
@@ -217,17 +226,27 @@ def compare_replacements(run: Run) -> bool:
     return bool(result)
 
 
-def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
-    """`bits` of keys and values, or 16 if writing or reading 8 bits fails on this machine."""
-    if bits != CACHE_BITS or not _is_wanted(model):
+def working_kv_bits(model: nn.Module, bits: KVBits | None) -> KVBits | None:
+    """`bits` of keys and values, or more if writing or reading so many fails on this machine."""
+    if bits not in _OF_KV_BITS or not _is_wanted(model):
         return bits
     needs = Needs.of(model)
-    names = [name for dtype in needs.dtypes for name in cache_libraries(model, DTYPES[dtype])]
+    names = [name for dtype in needs.dtypes for name in cache_libraries(model, DTYPES[dtype], bits)]
     compile_libraries(names, strict=False)
-    result, _ = _failing(needs, [CACHE, "cached_attention"], options=[("k_scales",)])
+    result, _ = _failing(needs, _OF_KV_BITS[bits], options=[("k_scales",)] if bits == CACHE_BITS else [()])
+    if not result:
+        return bits
+    more, instead = _more_bits(bits)
     for finding in result.values():
-        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=4)
-    return 16 if result else bits
+        warnings.warn(_warning(finding, instead), stacklevel=4)
+    return working_kv_bits(model, more)
+
+
+def _more_bits(bits: KVBits) -> tuple[KVBits, str]:
+    """(kv_bits where these fail, what that means)"""
+    if bits == CACHE_BITS:
+        return 16, "keys and values stay in 16 bits"
+    return CACHE_BITS, f"keys and values are held in {CACHE_BITS} bits"
 
 
 def use_tensor_units(run: Run) -> None:

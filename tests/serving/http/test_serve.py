@@ -32,6 +32,7 @@ from torch_moe_mps.commands import main, serve
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.models.caches.quantized_states import QuantizedStates
+from torch_moe_mps.models.caches.tiled import TiledLayer
 from torch_moe_mps.models.upstream.calls import cache_among
 from torch_moe_mps.serving.engine.width import Width
 from torch_moe_mps.serving.http.template import NOT_READ, NOT_SHOWN
@@ -425,12 +426,14 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
     assert max(int(file.stem.rpartition("-")[2]) for file in folder.glob("*/*.state")) > 5  # tokens
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("bits", [4, "k4v2", 8, 16])
 def test_the_bits_of_keys_and_values(checkpoint, bits):
     model = load(options("chat", checkpoint, "--kv-bits", bits), str(checkpoint), "cpu")
     ids = torch.ones(1, 5, dtype=torch.long)
     cache = cache_among(model.generate(ids, max_new_tokens=2, return_dict_in_generate=True))
     assert [isinstance(layer.keys, QuantizedStates) for layer in cache.layers] == [bits == 8] * 2
+    tiled = [layer.bits for layer in cache.layers if isinstance(layer, TiledLayer)]
+    assert tiled == ([bits] * 2 if bits in (4, "k4v2") else [])
 
 
 def test_loading_is_said(checkpoint, capsys):

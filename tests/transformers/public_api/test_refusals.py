@@ -64,7 +64,7 @@ REFUSED = {
     "accelerate(model, bits=7)": lambda model, _: accelerate(model, bits=7),
     "accelerate(model, bits=4, group_size=128)": lambda model, _: accelerate(model, bits=4, group_size=128),
     "accelerate(model, bit=4)": lambda model, _: accelerate(model, bit=4),
-    "accelerate(model, kv_bits=4)": lambda model, _: accelerate(model, kv_bits=4),
+    "accelerate(model, kv_bits=5)": lambda model, _: accelerate(model, kv_bits=5),
     "accelerate(offloaded, bits=4)": offloaded,
     "accelerate(distributed, bits=4)": distributed,
     "model(ids, past_key_values=StaticCache(...))": static_cache,

@@ -11,15 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ops.families.attention import CACHE_BITS
-from ...ops.families.tiles import KV_FORMATS
+from ..._limits import KV_BITS
 from ..basics.configs import ATTENTION, ImplementationNames
 from ..basics.state import KVBits, original_class, state_of
 from ..upstream.reach import hold_reach
 from .attention import NAME
 
-# For keys and values in a cache; in 16 they are as the model makes them.
-KV_BITS: tuple[KVBits, ...] = (*KV_FORMATS, CACHE_BITS, 16)
 MASKS_CHOICES: list[Callable[[nn.Module], bool]] = []  # whether a layer masks what its indexer left
 
 

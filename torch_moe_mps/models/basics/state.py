@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-KVBits = int | str  # of keys and values in a cache: 4, "k4v2", 8 or 16
+KVBits = int | str  # kv_bits of a cache: 4, "k4v2", 8 or 16
 
 MADE = "_moe_mps_made"  # the attribute of a class that `subclass` made: its MadeClass
 

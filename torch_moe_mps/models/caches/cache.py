@@ -16,8 +16,8 @@ from transformers import (
     StaticCache,
 )
 
+from ..._limits import KV_FORMATS
 from ...ops.families.attention import CACHE_BITS
-from ...ops.families.tiles import KV_FORMATS
 from ...selfcheck.long_sums import ROWS, TERMS, warn_of_eager_attention
 from ..basics.residency import follow_moved
 from ..basics.state import KVBits, state_in, state_of
@@ -32,7 +32,6 @@ from .layers import LayerBase
 from .quantized_states import QuantizedStates, can_be_quantized
 from .separate import Separate
 from .state import LayerState
-from .tiled import TiledLayer, counted
 
 _STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
@@ -216,12 +215,14 @@ class QuantizedCache(DynamicCache):
 
 
 def as_held(layer: Any, bits: KVBits) -> dict[str, Any]:
-    """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them."""
+    """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them.
+
+    Args:
+        bits: 8 or 16, or fewer for a layer that holds 8 then.
+    """
     plain: Any = type(layer)
     cls: Any = growing_class(plain, fewer_bits(bits))
     values = LayerState(layer).values()
-    if isinstance(cls, type) and issubclass(cls, TiledLayer):
-        return values | counted(layer.keys, layer.values, bits)
     if getattr(cls, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
         values |= {
             name: QuantizedStates.empty(values[name], values[name].shape[2]) for name in ("keys", "values")

@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
+from ..._limits import KV_FORMATS
 from ...ops.families.attention import CACHE_BITS
-from ...ops.families.tiles import KV_FORMATS
 from ..basics.state import KVBits
 from ..upstream.models import (
     DynamicIndexedLayer,

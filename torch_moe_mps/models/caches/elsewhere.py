@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...ops.families.tiles import WIDTH
 from ..upstream.models import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from .separate import Separate
+from .tiled import TiledLayer
 
 
 def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> None:
@@ -17,8 +19,13 @@ def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> Non
             layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
     if isinstance(layer, Separate):
         for one in layer.layers:
-            number = hidden.new_zeros(1, 1, tokens, 1)
+            number = hidden.new_zeros(1, 1, tokens, _width(one))
             one.update(number, number)
     elif layer is None or isinstance(layer, CacheLayerMixin):
-        number = hidden.new_zeros(batch, 1, tokens, 1)
+        number = hidden.new_zeros(batch, 1, tokens, _width(layer))
         cache.update(number, number, index)
+
+
+def _width(layer: Any) -> int:
+    """The width of heads that stand for those elsewhere: a layer of tiles keeps what it keeps there."""
+    return WIDTH if isinstance(layer, TiledLayer) else 1

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.families.tiles import KV_FORMATS, TILE, WORD_BYTES, TileFormat, elements_of_tiles
+from ..._limits import KV_FORMATS
+from ...ops.families.tiles import TILE, WORD_BYTES, TileFormat, elements_of_tiles
 from . import growing
 from .buffer import Buffer, buffer_of, columns_of, in_buffer_of, start_of
 from .declared import TILES, Batched, DeclaredLayer, declaration_of
@@ -285,19 +286,12 @@ def _layouts(keys: Tensor, values: Tensor, bits: Any) -> list[TileFormat]:
     ]
 
 
-def counted(keys: Tensor, values: Tensor, bits: Any) -> dict[str, Any]:
-    """States in place of keys and values whose bytes are those of the layer's: MOST_DENSE tokens as they are,
-    and each token's share of its tile.
-    """
-    together = growing.are_latents(keys, values)
-    if not can_be_tiled(keys, values, together):
-        return {}
-    states = []
-    for layout in _layouts(keys, values, bits):
-        dense = keys.new_empty((*keys.shape[:2], MOST_DENSE, layout.width))
-        share = keys.new_empty((*keys.shape[:3], layout.words * WORD_BYTES // TILE), dtype=torch.uint8)
-        states.append(TiledStates(dense, share, layout, 0))
-    return dict(zip(("keys", "values"), [*states, None][:2], strict=True))
+def tile_bytes(keys: Tensor, values: Tensor, bits: Any) -> int:
+    """Bytes of a tile of all heads; 0 for keys and values that no tiles can hold."""
+    if not can_be_tiled(keys, values, growing.are_latents(keys, values)):
+        return 0
+    words = sum(layout.words for layout in _layouts(keys, values, bits))
+    return words * WORD_BYTES * keys.shape[0] * keys.shape[1]
 
 
 def _longer(tiles: Any, count: int, like: Tensor, layout: TileFormat) -> Any:

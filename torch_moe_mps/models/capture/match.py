@@ -17,6 +17,7 @@ from ..basics.logits import are_wide
 from ..caches.buffer import BUFFER, Buffer, shown_buffer
 from ..caches.separate import Separate
 from ..caches.state import parts
+from ..caches.tiled import TiledLayer
 from ..graphs.tracing import LeftAlone, NotCapturable
 from ..upstream.models import ModelOutput
 from .surroundings import default_device
@@ -260,6 +261,22 @@ def all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
     if all(map(is_, map(type, states), repeat(Tensor))):
         return [*states]  # the common case, without a call for each
     return [*chain.from_iterable(map(parts, states))]
+
+
+def settle_caches(arguments: dict[str, Any]) -> None:
+    """Lets the layers of tiles in a call's cache do first what no program does. They grow alike."""
+    cache = next((value for value in arguments.values() if isinstance(value, Cache)), None)
+    for layer in getattr(cache, "layers", ()):
+        rows = layer.layers if type(layer) is Separate else (layer,)
+        if not isinstance(rows[0], TiledLayer):
+            continue
+        ids = arguments.get("input_ids")
+        tokens = (arguments["inputs_embeds"] if ids is None else ids).shape[1]
+        unsettled = [row for row in rows if not row.is_settled(tokens)]
+        if not unsettled:
+            return
+        for row in unsettled:
+            row.settle(tokens)
 
 
 def static_of(cache: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..._faults import fault_behind, is_out_of_memory
 from ..._text import first_line
 from ..attention.causal_mask import padding_of
-from .match import MASK, Bound
+from .match import MASK, Bound, settle_caches
 from .record import Capture, Programs
 from .surroundings import forbidden, positions_by_hand
 
@@ -35,6 +35,7 @@ class Captures(Programs):
             return forward(model, **arguments)
         reason = forbidden() or positions_by_hand(arguments)
         if reason is None:
+            settle_caches(arguments)
             result = self._replayed(model, forward, arguments)
             if result is None and self.add(model, forward, arguments):
                 result = self._replayed(model, forward, arguments)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._limits import KV_FORMATS as KV_FORMATS
 from .._checks import NAMED_DTYPES, Check, wide
 from .._formats import Format, pack, unpack
 from .._registry import operator
@@ -91,7 +90,8 @@ def elements_of_tiles(tiles: Tensor, layout: TileFormat) -> Tensor:
     tiles = tiles.view(torch.int32)
     codes, numbers = tiles.split((layout.code_words, layout.words - layout.code_words), -1)
     sizes = (layout.width, layout.width, TILE * layout.factors)
-    scales, zeros, factors = (wide(part) for part in numbers.contiguous().view(layout.dtype).split(sizes, -1))
+    numbers = numbers.clone(memory_format=torch.contiguous_format).view(layout.dtype)
+    scales, zeros, factors = (wide(part) for part in numbers.split(sizes, -1))
     codes = unpack(codes.unflatten(-1, (TILE, -1)), Format(layout.bits, WIDTH))
     x = codes.to(scales.dtype) * scales.unsqueeze(-2) + zeros.unsqueeze(-2)
     return (x * factors.unsqueeze(-1) if layout.factors else x).flatten(-3, -2)
@@ -283,18 +283,31 @@ def _tiled_attention(
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
-def _cache_sample(s: Sample, position: int, k_bits: int, v_bits: int, left_out: int = 0) -> dict[str, Any]:
-    """Good arguments of _tiled_attention after so many tokens."""
+def _tiles_of(s: Sample, states: Tensor, bits: int, factors: bool) -> Tensor:
+    return sealed(states, TileFormat(states.shape[3], bits, s.dtype, factors)).to(s.device)
+
+
+def _cache_sample(s: Sample, position: int, left_out: int = 0) -> dict[str, Any]:
+    """Good arguments of _tiled_attention after so many tokens, in 4 bits."""
     end = position + s.T
-    arguments: dict[str, Any] = {"k_bits": k_bits, "v_bits": v_bits, "position": position, "scale": 0.25}
+    arguments: dict[str, Any] = {"k_bits": 4, "v_bits": 4, "position": position, "scale": 0.25}
     arguments["q"] = s.values(2, 4, s.T, whole_groups(s.D))
-    for name, width, bits, factors in (("k", s.D, k_bits, False), ("v", s.V, v_bits, True)):
+    for name, width, factors in (("k", s.D, False), ("v", s.V, True)):
         states = s.values(2, 2, -(-end // TILE) * TILE, whole_groups(width)).cpu()
-        layout = TileFormat(states.shape[3], bits, s.dtype, factors)
         dense = torch.cat((states[:, :, :TILE], states[:, :, left_out + TILE : end]), 2)
         arguments[f"{name}_dense"] = dense[:, :, : end - left_out].to(s.device)
-        arguments[f"{name}_tiles"] = sealed(states, layout).to(s.device)
+        arguments[f"{name}_tiles"] = _tiles_of(s, states, 4, factors)
     return arguments
+
+
+def _in_bits(s: Sample, k_bits: int, v_bits: int) -> list[dict[str, Any]]:
+    """Changes to that of 300 tokens: tiles of other bits, for as many tokens and for more."""
+    changes: dict[str, Any] = {"k_bits": k_bits, "v_bits": v_bits}
+    for name, width, bits, factors in (("k", s.D, k_bits, False), ("v", s.V, v_bits, True)):
+        states = s.values(2, 2, 3 * TILE, whole_groups(width)).cpu()
+        changes[f"{name}_tiles"] = _tiles_of(s, states, bits, factors)
+    more = {"q": s.values(2, 4, 12, whole_groups(s.D)), "position": 300 + s.T - 12}
+    return [changes, changes | more]
 
 
 def _sealed_sample(s: Sample, bits: int, factors: bool) -> dict[str, Any]:
@@ -305,18 +318,20 @@ def _sealed_sample(s: Sample, bits: int, factors: bool) -> dict[str, Any]:
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
-    latents = _cache_sample(s, 300, 4, 4)
+    others, keys = s.of("sinks[4] gate[2, T, 4, 1]", softcap=20.0), 300 + s.T
+    latents = {"v_tiles": None, "v_dense": s.values(2, 2, keys, whole_groups(s.V)), "dtype": "float32"}
     return [
-        _cache_sample(s, 5, 4, 4),
-        _cache_sample(s, 389, 4, 2, left_out=TILE) | s.of("sinks[4] gate[2, T, 4, 1]", softcap=20.0),
-        _cache_sample(s, 2 * TILE - 1, 2, 4) | {"attn_mask": s.values(1, 1, s.T, 2 * TILE - 1 + s.T) > 0.0},
-        latents | {"v_tiles": None, "v_dense": latents["k_dense"], "dtype": "float32"},
+        _cache_sample(s, 5),
+        _cache_sample(s, 389, left_out=TILE) | others,
+        {"attn_mask": s.values(1, 1, s.T, keys) > 0.0},
+        latents,
+        *(change for bits in ((4, 2), (2, 4), (2, 2)) for change in _in_bits(s, *bits)),
     ]
 
 
 CALLS: Calls = {
     "_seal_tiles_": lambda s: _sealed_sample(s, 4, False),
-    "_tiled_attention": lambda s: _cache_sample(s, 300, 4, 4),
+    "_tiled_attention": lambda s: _cache_sample(s, 300),
 }
 CHANGES: Changes = {
     "_seal_tiles_": lambda s: [_sealed_sample(s, 2, True), _sealed_sample(s, 4, True)],
