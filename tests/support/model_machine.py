@@ -121,11 +121,10 @@ class ModelMachine(RuleBasedStateMachine):
                 interrupted(load, lines)
                 self.computes_what_its_own_code_does()
             self.fast = load()
-        attributes = {name: vars(module) for name, module in self.own.named_modules()}
-        for name, module in self.fast.named_modules():  # a checkpoint does not have them
+        for name, module in self.own.named_modules():  # a checkpoint does not have them
             for attribute in ("norm_topk_prob", "limit", "alpha", "top_k"):
-                if attribute in attributes[name]:
-                    setattr(module, attribute, attributes[name][attribute])
+                if attribute in vars(module):
+                    setattr(self.fast.get_submodule(name), attribute, vars(module)[attribute])
 
     @rule(action=st.sampled_from(["accelerate", "restore", "quantize", "quantize all"]), lines=LINES)
     def interrupt(self, action, lines):
