@@ -346,12 +346,14 @@ def test_wrong_metadata_of_two_kinds_of_layers(tmp_path, architecture, changes, 
 
 @pytest.mark.parametrize("split", ["deepseek-llm", "default", "new"])
 def test_an_unknown_way_to_split_text_is_refused_by_name(tmp_path, split):
-    """transformers would split text as GPT-2 does. A file of a known way has a tokenizer."""
+    """transformers would split text as GPT-2 does. The model is read, for a tokenizer of its own; a file of a
+    known way has one."""
     model = small_model("arcee")
     path = write_model(tmp_path / "model.gguf", "arcee", model, keys={"tokenizer.ggml.pre": split})
     message = f"^{path} has no .*tokenizer.ggml.pre must be one of .*qwen2.*; got {split}. Take the tokenizer"
     with pytest.raises(ValueError, match=message):
         read_tokenizer(str(tmp_path), path.name, False)
+    torch.testing.assert_close(logits(load(path), IDS), logits(model, IDS), rtol=1e-5, atol=1e-5)
     for known in ("qwen2", "gpt-2"):
         write_model(path, "arcee", model, keys={"tokenizer.ggml.pre": known})
         assert read_tokenizer(str(tmp_path), path.name, False)("ab").input_ids
