@@ -33,7 +33,6 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("llada-moe", "minicpm", "rnd1", "smallthinker"), NO_CLASS),
     "clip": "a vision tower, without a language model",
-    "cogvlm": "reads images alone, whose tower is in another file",
     "deepseek2-ocr": "reads images alone, whose tower is in another file",
     "llama-embed": "an embedding model",
     "nomic-bert-moe": "an encoder",

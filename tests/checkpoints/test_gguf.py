@@ -229,6 +229,17 @@ def test_rejects_an_architecture_without_a_class(tmp_path):
         load(write(tmp_path / "model.gguf", "deci", keys, matrices))
 
 
+def test_rejects_experts_in_a_llama(tmp_path):
+    """Mixtral's files have this architecture, which is read as Llama, without experts."""
+    _, keys, matrices, _ = of_architecture("llama", "q8_0")
+    experts = {f"blk.0.ffn_{name}_exps.weight": ((4, 128, 64), "q8_0") for name in ("gate", "up")}
+    path = write(tmp_path / "model.gguf", "llama", keys | {"expert_count": 4}, matrices | experts)
+    with pytest.raises(
+        ValueError, match=r"^moe_mps::gguf: blk\.0\.ffn_gate_exps\.weight must be of a name that LlamaForC"
+    ):
+        load(path)
+
+
 def of_gpt_oss(path, config):
     """The dense model, from the file's values as llama.cpp names and splits them."""
     values = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type)) for t in GGUFReader(path).tensors}

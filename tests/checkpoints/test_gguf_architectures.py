@@ -49,6 +49,29 @@ def test_has_the_model_of_the_file(tmp_path, architecture):
     assert (logits(model, IDS) - expected_logits).abs().max() <= 1e-5 * expected_logits.abs().max()
 
 
+# Classes that keep the bias by which a router chooses experts in float32. Step-3.5's does not.
+WITH_BIAS = [
+    *("glm4moe", "deepseek2", "dots1", "nemotron_h_moe", "ernie4_5-moe", "afmoe", "exaone-moe"),
+    *("lfm2moe", "glm-dsa", "kimi-linear", "mimo2"),
+]
+BIASES = ("e_score_correction_bias", "expert_bias")
+
+
+@pytest.mark.parametrize("architecture", WITH_BIAS)
+def test_the_bias_of_a_router_stays_in_float32(tmp_path, architecture):
+    """In a model in 16 bits: its values are those of the file, which bfloat16 does not have."""
+    written = small_model(architecture)
+    path = write_model(tmp_path / "model.gguf", architecture, written, "q8_0")
+    model = torch_moe_mps.from_pretrained(path, device_map="cpu", check=False, dtype=torch.bfloat16)
+    assert model.get_input_embeddings().weight.dtype != torch.float32
+    state = model.state_dict()
+    biases = {name: value for name, value in written.state_dict().items() if name.endswith(BIASES)}
+    assert biases
+    for name, value in biases.items():
+        assert not torch.equal(value.bfloat16().float(), value)
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], value), name
+
+
 def with_llama3_rope(factor: float):
     """A model with the rotary embedding of Llama 3.1, and what divides its frequencies."""
     model = small_model("arcee")
@@ -323,12 +346,14 @@ def test_wrong_metadata_of_two_kinds_of_layers(tmp_path, architecture, changes, 
 
 @pytest.mark.parametrize("split", ["deepseek-llm", "default", "new"])
 def test_an_unknown_way_to_split_text_is_refused_by_name(tmp_path, split):
-    """transformers would split text as GPT-2 does. A file of a known way has a tokenizer."""
+    """transformers would split text as GPT-2 does. The model is read, for a tokenizer of its own; a file of a
+    known way has one."""
     model = small_model("arcee")
     path = write_model(tmp_path / "model.gguf", "arcee", model, keys={"tokenizer.ggml.pre": split})
     message = f"^{path} has no .*tokenizer.ggml.pre must be one of .*qwen2.*; got {split}. Take the tokenizer"
     with pytest.raises(ValueError, match=message):
         read_tokenizer(str(tmp_path), path.name, False)
+    torch.testing.assert_close(logits(load(path), IDS), logits(model, IDS), rtol=1e-5, atol=1e-5)
     for known in ("qwen2", "gpt-2"):
         write_model(path, "arcee", model, keys={"tokenizer.ggml.pre": known})
         assert read_tokenizer(str(tmp_path), path.name, False)("ab").input_ids
