@@ -21,6 +21,7 @@ from torch_moe_mps.models.caches.tiled import MOST_DENSE, SPARE, TiledLayer
 from torch_moe_mps.models.caches.tiled_states import TiledStates
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.upstream.calls import cache_argument
+from torch_moe_mps.ops.families.tiles import KV_FORMATS
 
 BITS = (4, "k4v2")
 IDS = torch.randint(2, 90, (2, 900), generator=torch.Generator().manual_seed(0))
@@ -351,3 +352,27 @@ def test_captured_steps_of_several_sequences():
         reasons.append(captures_of(model).reason)
         assert_close(out.logits[:, 0], expected[:, step], 1e-5)
     assert reasons.count(None) > steps - 16
+
+
+@pytest.mark.slow("prompts of more than two tiles in the simulator")
+@pytest.mark.parametrize("bits", in_sweep(BITS, ["k4v2"]))
+@pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "deepseek_v3", "gpt_oss"], ["deepseek_v3"]))
+@torch.no_grad()
+def test_on_mps(architecture, bits, simulated):
+    """Logits are those on the CPU, of a prompt, a piece and tokens; all of it runs on the kernels."""
+    kinds = ["full_attention"] if architecture == "gpt_oss" else None
+    model = model_of(architecture, bits, num_hidden_layers=1, layer_types=kinds)
+    pieces = (270, 50, *[1] * 3)
+    expected = read(model, empty_cache(model), pieces)
+    torch_moe_mps.accelerate(torch_moe_mps.restore(model).to("mps"), kv_bits=bits, check=False)
+    with simulated.trace() as encoded:
+        logits = read(model, empty_cache(model), pieces, ids=IDS[:1].to("mps"))
+    assert_close(logits.cpu(), expected, 1e-4)
+    kernels = [line.split()[0] for line in str(encoded).splitlines()]
+    attention = {name for name in kernels if name.startswith(("tiles", "attention"))} - {
+        "attention_merge_f32"
+    }
+    key_bits, value_bits = (4, 4) if architecture == "deepseek_v3" else KV_FORMATS[bits]
+    assert all(f"_k{key_bits}v{value_bits}_" in name for name in attention)
+    assert len(attention) == 2  # of prompts, and of few tokens
+    assert any(name.startswith("seal_tiles") for name in kernels)
