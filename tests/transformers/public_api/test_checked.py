@@ -167,6 +167,33 @@ def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow("the self-check of a model, with a fault")
+@pytest.mark.parametrize(
+    ("kernel", "operator"),
+    [
+        ("seal_tiles_4", "_seal_tiles_"),
+        pytest.param("tiles8_64", "_tiled_attention", marks=pytest.mark.sweep),
+    ],
+)
+def test_keys_and_values_are_held_in_8_bits_where_4_are_wrong(new_machine, monkeypatch, kernel, operator):
+    """8 bits are compared next, and are right."""
+
+    def all_of_it(subject):
+        return calls.calls(subject) if subject.operator == operator else one_call(subject)
+
+    monkeypatch.setattr(once, "calls", all_of_it)
+    model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE).to("mps")
+    found = Fault(kernel, ended_with_an_error)
+    with new_machine.intercepted(found), pytest.warns(UserWarning) as told:
+        torch_moe_mps.accelerate(model, kv_bits=4)
+    assert found.seen > 0
+    (line,) = [str(warning.message) for warning in told if "on this machine" in str(warning.message)]
+    assert f" {operator} (float32) differs (largest error " in line
+    assert "; keys and values are held in 8 bits. " in line
+    _, cache = logits_of(model)
+    assert all(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
+
+
 @pytest.mark.parametrize(("kernel", "before"), [("attention8_64_f32", False), ("rope_f32", True)])
 def test_keys_and_values_in_8_bits_where_another_operator_fails(new_machine, kernel, before):
     """Asked for in this call, or in one before. Without `cached_attention`, torch's gets them dense."""

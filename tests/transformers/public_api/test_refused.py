@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps._environment import CAPTURE, REFUSE
+from torch_moe_mps.models.basics.state import kv_bits_of
 from torch_moe_mps.models.caches.quantized_states import QuantizedStates
 from torch_moe_mps.models.upstream.calls import cache_argument
 
@@ -133,3 +134,15 @@ def test_a_cache_of_8_bits_that_is_refused(model, monkeypatch):
     with torch.no_grad():
         cache = model(IDS.to("mps"), use_cache=True).past_key_values
     assert not isinstance(cache.layers[0].keys, QuantizedStates)
+
+
+def test_a_cache_of_4_bits_that_is_refused(model, monkeypatch):
+    """It holds 8 bits, or 16 where these are refused, too."""
+    monkeypatch.setenv(REFUSE, "_tiled_attention")
+    with pytest.warns(UserWarning, match="MOE_MPS_REFUSE names _tiled_attention; .* are held in 8 bits"):
+        torch_moe_mps.accelerate(model, kv_bits=4)
+    assert kv_bits_of(model) == 8
+    monkeypatch.setenv(REFUSE, "_seal_tiles_,cached_attention")
+    with pytest.warns(UserWarning, match="MOE_MPS_REFUSE names cached_attention; .* stay in 16 bits"):
+        torch_moe_mps.accelerate(model, kv_bits="k4v2")
+    assert kv_bits_of(model) == 16
