@@ -361,6 +361,15 @@ def test_generate_with_beams_and_padding():
     assert torch.equal(padded[1:], alone)
 
 
+@pytest.mark.slow("generates with drafts of transformers")
+@torch.no_grad()
+def test_drafts_of_generate():
+    """transformers looks its drafts up in the prompt, and crops the cache behind wrong ones."""
+    model, ids = model_of("qwen3_moe"), IDS[:1, :31].repeat(1, 12)
+    given = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=5, **given), model.generate(ids, **given))
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("architecture", in_sweep(["qwen3_moe", "deepseek_v3", "gpt_oss"], ["deepseek_v3"]))
 @pytest.mark.slow("reads parts of 700 tokens and goes on from them")
@@ -467,3 +476,24 @@ def test_on_mps(architecture, bits, simulated):
     assert all(f"_k{key_bits}v{value_bits}_" in name for name in attention)
     assert len(attention) == 2  # of prompts, and of few tokens
     assert any(name.startswith("seal_tiles") for name in kernels)
+
+
+@pytest.mark.slow("captures a token in the simulator")
+@torch.no_grad()
+def test_captured_tokens_on_mps(simulated):
+    """The bound of a tile is passed by a captured token, after the kernel that quantises the tile before."""
+    pieces = (250, *[1] * 12)
+    model = model_of("qwen3_moe", num_hidden_layers=1)
+    expected = read(model, empty_cache(model), pieces)
+    torch_moe_mps.accelerate(torch_moe_mps.restore(model).to("mps"), kv_bits=4, check=False, capture=True)
+    cache, start, reasons, logits = empty_cache(model), 0, [], []
+    for size in pieces:
+        with simulated.trace() as encoded:
+            logits.append(read(model, cache, (size,), start, IDS[:1].to("mps")).cpu())
+        start += size
+        reasons.append(captures_of(model).reason)
+    assert_close(torch.cat(logits, 1), expected, 1e-4)
+    kernels = [line.split()[0] for line in str(encoded).splitlines()]
+    of_cache = [name for name in kernels if name.startswith(("rope", "tiles", "copy", "write"))]
+    assert of_cache == ["rope_f32", "tiles8_64_k4v4_f32"]  # a token is written where it is turned
+    assert [number for number, reason in enumerate(reasons) if reason is None] == [3, 4, 5, 6, 9, 10, 11, 12]
