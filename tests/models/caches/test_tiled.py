@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import torch_moe_mps
+from torch_moe_mps._limits import KV_FORMATS
 from torch_moe_mps.models.attention.attention import Scores, attend
 from torch_moe_mps.models.attention.visible import ALL_KEYS, Visible
 from torch_moe_mps.models.caches import cache as cache_file
@@ -25,7 +26,6 @@ from torch_moe_mps.models.caches.tiled import MOST_DENSE, SPARE, TiledLayer
 from torch_moe_mps.models.caches.tiled_states import TiledStates
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.models.upstream.calls import cache_argument
-from torch_moe_mps.ops.families.tiles import KV_FORMATS
 
 BITS = (4, "k4v2")
 IDS = torch.randint(2, 90, (2, 900), generator=torch.Generator().manual_seed(0))
