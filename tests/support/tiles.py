@@ -95,7 +95,7 @@ class Oracle:
             states.double() for states in expand(*mixed(together, held, own).to(key.dtype).split(widths, 3))
         ]
 
-    def attend(self, module, query, key, value, mask, scaling=None, s_aux=None, **_):
+    def attend(self, module, query, key, value, mask, scaling=None, s_aux=None, sliding_window=None, **_):
         states, outs = self.states(key, value), []
         self.latents = None
         for own in range(0, query.shape[2], TILE):
@@ -104,7 +104,9 @@ class Oracle:
                 part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in states(own)
             )
             scores = query[:, :, rows].double() @ keys.mT * (scaling or query.shape[3] ** -0.5)
-            scores = scores.masked_fill(torch.arange(keys.shape[2]) > rows[:, None], -torch.inf)
+            before = rows[:, None] - torch.arange(keys.shape[2])
+            hidden = (before < 0) | (before >= (sliding_window or keys.shape[2]))
+            scores = scores.masked_fill(hidden, -torch.inf)
             if s_aux is not None:
                 sink = s_aux.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
                 scores = torch.cat((scores, sink), -1)

@@ -33,14 +33,10 @@ constexpr Kernel kMore[] = {
 // read for 2.0 ms in place of 4.0 (M4 Max, no cache between threadgroups) and issue for 3.1 in place of 2.9.
 constexpr Kernel kMost[] = {{64, 32, 4, 2, 5136}, {128, 32, 8, 2, 10272}};
 
-// Those of tiles.metal, of which a team takes a tile at once.
-constexpr Kernel kFewTiled[] = {{64, 8, 4, 4, 8576, 2 * kTileTokens},
-                                {128, 8, 4, 4, 8576, 2 * kTileTokens},
-                                {256, 8, 4, 4, 4416, kTileTokens},
-                                {512, 8, 8, 4, 4672, kTileTokens}};
-constexpr Kernel kMoreTiled[] = {{64, 16, 4, 4, 17024, 2 * kTileTokens},
-                                 {128, 16, 4, 4, 8768, kTileTokens},
-                                 {256, 16, 8, 4, 9280, kTileTokens}};
+// Those of tiles.metal.
+constexpr Kernel kFewTiled[] = {
+    {64, 8, 4, 4, 4416, 128}, {128, 8, 4, 4, 4416, 128}, {256, 8, 4, 4, 2336}, {512, 8, 8, 4, 4672}};
+constexpr Kernel kMoreTiled[] = {{64, 16, 4, 4, 4640}, {128, 16, 4, 4, 4640}, {256, 16, 8, 4, 9280}};
 
 int64_t query_bytes(const AttentionShape& shape, const Kernel& kernel) {
   return kernel.queries * ceil_div(shape.width, kQueryColumns) * kQueryColumns * kernel.element;

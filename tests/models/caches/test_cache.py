@@ -556,10 +556,11 @@ def test_a_static_cache_in_8_bits_is_refused():
     assert model.generate(IDS[:1], pad_token_id=0, **options).shape == (1, 22)
 
 
-def test_caches_that_stay_as_they_are_are_said():
+@pytest.mark.parametrize("bits", [8, 4])
+def test_caches_that_stay_as_they_are_are_said(bits):
     """One of a user's, and those that are offloaded, whose layers would lose their room."""
     model = tiny_model("qwen3_moe", **WIDE)
-    torch_moe_mps.accelerate(model, kv_bits=8)
+    torch_moe_mps.accelerate(model, kv_bits=bits)
     decoder = next(m for m in model.modules() if grow_cache in m._forward_pre_hooks.values())
     offloaded = DynamicCache(config=model.config)
     offloaded.offloading = True
@@ -568,12 +569,14 @@ def test_caches_that_stay_as_they_are_are_said():
         (offloaded, "an offloaded DynamicCache"),
     ):
         before = [type(layer) for layer in cache.layers]
-        with pytest.warns(UserWarning, match=f"8 is not for {name}, which keeps keys and values as they"):
+        with pytest.warns(
+            UserWarning, match=f"{bits} is not for {name}, which keeps keys and values as they"
+        ):
             grow_cache(decoder, (), cache_argument(decoder, cache))
         assert [type(layer) for layer in cache.layers] == before
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for cache in (QuantizedCache(model.config), DynamicCache(config=model.config), None):
+        for cache in (QuantizedCache(model.config, bits), DynamicCache(config=model.config), None):
             grow_cache(decoder, (), cache_argument(decoder, cache))
 
 

@@ -48,12 +48,12 @@ def test_all_that_layers_hold_is_declared(architecture, is_accelerated):
         assert {name for name, value in vars(layer).items() if type(value) is dict} <= {*held.mappings}
         others = LayerState(longer).tensors()
         for name, tensor in LayerState(layer).tensors().items():
-            batch, time = held.tensors[name.key] if not name.dictionary else held.mappings[name.dictionary]
+            axes = held.tensors[name.key] if not name.dictionary else held.mappings[name.dictionary]
             shapes = [*tensor.shape], [*others[name].shape]
-            if batch is not None:
-                assert shapes[0][batch] == BATCH, name
-            if time is not None:
-                shapes[1][time] = shapes[0][time]
+            if axes.batch is not None:
+                assert shapes[0][axes.batch] == BATCH, name
+            if axes.time is not None:
+                shapes[1][axes.time] = shapes[0][axes.time]
             assert shapes[0] == shapes[1], name
 
 

@@ -375,7 +375,7 @@ def _attend_to_tiles(
     return torch.ops.moe_mps._tiled_attention(
         query,
         key.dense,
-        value.dense[..., : value.shape[3]],
+        value.dense[..., : value.shape[3]] if is_latent else value.dense,
         key.tiles,
         None if is_latent else value.tiles,
         k_bits=key.tile.bits,

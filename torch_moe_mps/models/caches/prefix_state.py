@@ -17,6 +17,7 @@ from .layers import LayerBase
 from .parts import CachePart, JoinedCache, block, classes_of
 from .prompt_cache import can_be_cut, fits_one_prefix, kept_states, new_cache, prefix, takes_layers
 from .state import LayerState, copy_of_cache, copy_of_layer, storages_of
+from .tiled import TiledLayer
 
 
 class PrefixState:
@@ -55,9 +56,11 @@ class PrefixState:
         """{address: bytes} of the memory of all tensors, free capacity included."""
         return storages_of(self.tensors)
 
-    def memory(self) -> int:
-        """Bytes of the cached tokens, without spare capacity and states of shorter prefixes."""
-        return sum(LayerState(layer).memory() for layer in self.cache.layers)
+    def rates(self, tokens: int) -> tuple[float, int]:
+        """(the most bytes of a token, bytes beside tokens) of a sequence that has so many tokens now."""
+        tiled = [layer.rates() for layer in self.cache.layers if _has_tiles(layer)]
+        others = sum(LayerState(layer).memory() for layer in self.cache.layers if not _has_tiles(layer))
+        return sum(rate for rate, _ in tiled) + others / tokens, sum(beside for _, beside in tiled)
 
     def memory_of_drafts(self, deferrable: Mapping[int, AnyKind]) -> int:
         """The most bytes that drafts take in addition to the states of a sequence.
@@ -110,6 +113,10 @@ class PrefixState:
     def joining(self, tokens: int) -> JoinedCache:
         """This empty state's cache, to which the parts of a prefix of `tokens` tokens are added in order."""
         return JoinedCache(self.cache, tokens)
+
+
+def _has_tiles(layer: Any) -> bool:
+    return isinstance(layer, TiledLayer) and layer.get_seq_length() > 0
 
 
 def empty_cache(model: PreTrainedModel, bits: KVBits | None = None) -> Any:

@@ -250,6 +250,13 @@ class TiledLayer(Growing):
             if (first := max(TILE, tokens // TILE * TILE)) > self.left_out + TILE:
                 self._shorten(first, 0)
 
+    def rates(self) -> tuple[int, int]:
+        """(bytes that a token adds to the tiles, the most bytes of dense tokens), of all rows."""
+        parts = [(whole.shape[:2].numel(), layout) for _, whole, layout in self._parts()]
+        tiles = sum(heads * layout.words * WORD_BYTES // TILE for heads, layout in parts)
+        dense = sum(heads * layout.width * layout.dtype.itemsize for heads, layout in parts)
+        return tiles, dense * MOST_DENSE
+
     def reset(self) -> None:
         super().reset()
         self._forget_tiles()

@@ -309,6 +309,8 @@ class Engine:
         """Records the bytes of a sequence for the budget."""
         if cached.cache is None:
             return
-        self.budget.token = max(self.budget.token, cached.memory() / len(cached.ids))
+        token, beside = cached.rates(len(cached.ids))
+        self.budget.token = max(self.budget.token, token)
         if self.drafts.drafting is not None:
-            self.budget.state = max(self.budget.state, cached.memory_of_drafts(self.drafts.deferrable))
+            beside += cached.memory_of_drafts(self.drafts.deferrable)
+        self.budget.state = max(self.budget.state, beside)

@@ -69,7 +69,8 @@ class Budget:
 
     Attributes:
         token, drafts: maximum bytes per token, of the cache and of the drafters.
-        state: maximum bytes per row for undoing recurrent state updates of rejected draft tokens.
+        state: maximum bytes per row whatever its length: for undoing recurrent state updates of rejected
+            draft tokens, and for tokens that are cached dense beside tiles.
     """
 
     max_sequences: int

@@ -91,12 +91,14 @@ struct KeyTiles {
   // The dot products of the simdgroup's keys and all queries.
   template <typename B>
   void score(thread typename B::Scores& scores, threadgroup const typename B::Staged* staged, uint token,
-             typename B::Place place, constant AttentionParams&) const {
+             typename B::Place outer, constant AttentionParams&) const {
     constexpr int kKeys = B::kKeysOfLane, kQueryTiles = B::kQueries / 8;
+    const typename B::Place place = outer.again();
     device const uint* tile = tiles.tile(token);
     const uint row = place.matrix.row, row_words = tiles.width * kBits / 32;
     const uint own_query = row * 8 + 2 * place.matrix.quarter;
-    device const uint* codes = tile + place.first_key() * row_words + place.matrix.quarter * kWords;
+    const uint own_codes =
+        (token % kTileTokens + place.first_key()) * row_words + place.matrix.quarter * kWords;
     device const T* numbers = tiles.scales(tile) + first_column(row);
     Matrix products[kKeys][kQueryTiles];
     float2 zeros[kQueryTiles];  // of the row's columns, times the queries
@@ -107,10 +109,11 @@ struct KeyTiles {
     ROLLED for (uint first = 0; first < tiles.width; first += kQueryColumns) {
       const bool exists = first + kRun * place.matrix.quarter < tiles.width;
       const bool row_exists = first + kRun * (row / 2) < tiles.width;
+      const uint codes = own_codes + first * kBits / 32;
       Words<kWords> runs[kKeys];
       UNROLL for (int n = 0; n < kKeys; ++n) {
         runs[n] = Words<kWords>();
-        if (exists) runs[n] = load_words<kWords>(codes + n * 8 * row_words + first * kBits / 32);
+        if (exists) runs[n] = load_words<kWords>(tile + (codes + n * 8 * row_words));
       }
       UNROLL for (int part = 0; part < kFragments / 4; ++part) {
         device const T* source = numbers + first + column_of(4 * part);
@@ -174,10 +177,11 @@ struct ValueTiles {
     const bool exists = column < params.v.width;
     device const uint* tile = tiles.tile(token);
     device const T* numbers = tiles.scales(tile);
-    device const T* factors = numbers + 2 * tiles.width + place.matrix.row;
+    const uint first = token % kTileTokens;
+    device const T* factors = numbers + 2 * tiles.width + first + place.matrix.row;
     const uint row_bytes = tiles.width * kBits / 8;
     device const uchar* codes =
-        reinterpret_cast<device const uchar*>(tile) + 2 * quarter * row_bytes + column * kBits / 8;
+        reinterpret_cast<device const uchar*>(tile) + (first + 2 * quarter) * row_bytes + column * kBits / 8;
     threadgroup const float2* probabilities =
         shared.exchange + place.first_of_team() * (B::kKeysOfLane * kQueryTiles * kSimdWidth) + place.lane;
     threadgroup const uint* seen = shared.seen + place.first_of_team() * B::kKeysOfLane;
@@ -187,7 +191,7 @@ struct ValueTiles {
       UNROLL for (int f = 0; f < kValueTiles; ++f) of_tile[f][t] = float2(0.0f);
     }
     uint any = 0;
-    ROLLED for (uint n = 0; n < kTileTokens / 8; ++n) {
+    ROLLED for (uint n = 0; n < B::kTeamTile / 8; ++n) {
       if (seen[n] == 0) continue;
       any = 1;
       uint runs[2];
@@ -242,7 +246,8 @@ inline Queries queries_of_tile(uint3 group, uint size, uint tile, constant Tiled
       0};
 }
 
-template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
+template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, int kQueryTiles,
+          int kKeyTiles>
 [[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_tiles(
     device const T* q [[buffer(0)]], device const uchar* k [[buffer(1)]], device const uchar* v [[buffer(2)]],
     device const uint* k_tiles [[buffer(3)]], device const uint* v_tiles [[buffer(4)]],
@@ -254,7 +259,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
   typedef DenseCache<T> Dense;
   typedef KeyTiles<T, Bits::kKeys> Keys;
   typedef ValueTiles<T, Bits::kValues> Values;
-  typedef Block<Dense, kTeams, kMembers, kValueTiles, kQueryTiles, kTileTokens / 8 / kMembers> B;
+  typedef Block<Dense, kTeams, kMembers, kValueTiles, kQueryTiles, kKeyTiles> B;
   threadgroup typename B::Shared shared;
   constant AttentionParams& params = all.attention;
   threadgroup typename B::Staged* staged = reinterpret_cast<threadgroup typename B::Staged*>(memory);
@@ -282,7 +287,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
     typename B::Range dense = range;
     dense.begin = part == 0 ? range.begin : max(range.begin, first_own);
     dense.end = part == 0 ? min(end, kTileTokens) : end;
-    B::add_keys(sums, keys, values, mask, dense, positions, queries, staged, shared, place, params);
+    B::add_keys(sums, keys, values, mask, dense, positions, queries, staged, shared, place.again(), params);
   }
   typename B::Range tiled = range;
   tiled.begin = max(range.begin, kTileTokens);
@@ -292,24 +297,24 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
     const Values values = {Tiles<T>(v_tiles, queries.batch, queries.key_head, all.v)};
     Keys::template stage<B>(staged, q, queries, thread_index, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    B::add_keys(sums, keys, values, mask, tiled, positions, queries, staged, shared, place, params);
+    B::add_keys(sums, keys, values, mask, tiled, positions, queries, staged, shared, place.again(), params);
   }
   B::finish(sums, positions, queries, sinks, gate, output, partials, shared, group.x, place, params);
 }
 
-// The blocks of 8 and 16 queries for values of up to MOE_WIDTH elements: a team takes a tile at once.
+// The blocks of 8 and 16 queries for values of up to MOE_WIDTH elements.
 #if MOE_WIDTH == 64
-#define INSTANTIATE_TILES(...)                                       \
-  INSTANTIATE("tiles8_64", attention_tiles<__VA_ARGS__, 2, 2, 4, 1>) \
-  INSTANTIATE("tiles16_64", attention_tiles<__VA_ARGS__, 2, 2, 4, 2>)
+#define INSTANTIATE_TILES(...)                                          \
+  INSTANTIATE("tiles8_64", attention_tiles<__VA_ARGS__, 2, 2, 4, 1, 4>) \
+  INSTANTIATE("tiles16_64", attention_tiles<__VA_ARGS__, 2, 2, 4, 2, 2>)
 #elif MOE_WIDTH == 128
-#define INSTANTIATE_TILES(...)                                        \
-  INSTANTIATE("tiles8_128", attention_tiles<__VA_ARGS__, 2, 2, 8, 1>) \
-  INSTANTIATE("tiles16_128", attention_tiles<__VA_ARGS__, 1, 4, 4, 2>)
+#define INSTANTIATE_TILES(...)                                           \
+  INSTANTIATE("tiles8_128", attention_tiles<__VA_ARGS__, 2, 2, 8, 1, 4>) \
+  INSTANTIATE("tiles16_128", attention_tiles<__VA_ARGS__, 1, 4, 4, 2, 2>)
 #elif MOE_WIDTH == 256
-#define INSTANTIATE_TILES(...)                                        \
-  INSTANTIATE("tiles8_256", attention_tiles<__VA_ARGS__, 1, 4, 8, 1>) \
-  INSTANTIATE("tiles16_256", attention_tiles<__VA_ARGS__, 1, 8, 4, 2>)
+#define INSTANTIATE_TILES(...)                                           \
+  INSTANTIATE("tiles8_256", attention_tiles<__VA_ARGS__, 1, 4, 8, 1, 2>) \
+  INSTANTIATE("tiles16_256", attention_tiles<__VA_ARGS__, 1, 8, 4, 2, 2>)
 #else
-#define INSTANTIATE_TILES(...) INSTANTIATE("tiles8_512", attention_tiles<__VA_ARGS__, 1, 8, 8, 1>)
+#define INSTANTIATE_TILES(...) INSTANTIATE("tiles8_512", attention_tiles<__VA_ARGS__, 1, 8, 8, 1, 2>)
 #endif

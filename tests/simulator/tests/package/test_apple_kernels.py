@@ -16,6 +16,7 @@ from simulator import apple
 from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from simulator.testing import linux_only
+from support.ops.tiles import TILE, words_of
 from support.oracles_experts import SEARCHED, numbers_of
 from support.pinned import assert_pinned, pinned
 from support.quantized_layers import GGUF_FORMATS, OTHERS, place, random_quantized
@@ -149,6 +150,47 @@ def cache(dtype: torch.dtype) -> Iterator[Call]:
         groups = [on_device(1, 8, 16, 1, dtype=dtype) for _ in range(2)]
         call = functools.partial(torch.ops.moe_mps._write_cache_quantized_, states, packed, *groups, 5)
         yield f"_write_cache_quantized_ of {width}", call, {}, states.numel()
+
+
+# Heads, heads of keys, tokens, keys, width of keys and of values, bits of keys and of values
+DECODE_IN_TILES = [
+    (8, 1, 1, 1024, 64, 64, 4, 4),
+    (8, 1, 1, 1024, 128, 128, 4, 4),
+    (8, 1, 1, 1024, 128, 128, 4, 2),
+    (4, 1, 1, 1024, 256, 256, 4, 4),
+    (16, 1, 1, 1024, 576, 512, 4, 4),
+]
+
+
+def tiled_of(dtype, heads, key_heads, tokens, keys, width, value_width, k_bits, v_bits) -> Call:
+    """Keys of whole tiles, of which the first and the last are dense."""
+    q, groups = on_device(1, heads, tokens, width, dtype=dtype), {"k_bits": k_bits, "v_bits": v_bits}
+    for name, w, bits, factors in (("k", width, k_bits, False), ("v", value_width, v_bits, True)):
+        groups[f"{name}_dense"] = on_device(1, key_heads, 2 * TILE, w, dtype=dtype)
+        words = words_of(w, bits, dtype, factors)
+        groups[f"{name}_tiles"] = torch.zeros(1, key_heads, keys // TILE, words, dtype=torch.int32).to("mps")
+    call = functools.partial(
+        torch.ops.moe_mps._tiled_attention, q, **groups, position=keys - tokens, scale=0.1
+    )
+    label = f"tiled attention of {heads} heads on {key_heads}, {tokens} tokens, {keys} keys of {width}"
+    work = apple.Work("attention", heads * tokens * keys * (width + value_width))
+    return f"{label}, {k_bits} and {v_bits} bits", call, {groups["k_tiles"]: work}, q.numel()
+
+
+def tiled(dtype: torch.dtype) -> Iterator[Call]:
+    for shape in (
+        *DECODE_IN_TILES,
+        (8, 1, 8, 512, 64, 64, 4, 4),
+        (8, 1, 8, 512, 128, 128, 4, 4),
+        (8, 1, 8, 512, 128, 128, 4, 2),
+        (8, 1, 8, 512, 256, 256, 4, 4),
+    ):
+        yield tiled_of(dtype, *shape)
+    for bits, factors in ((4, False), (2, True)):
+        states = on_device(1, 2, TILE, 128, dtype=dtype)
+        tiles = torch.zeros(1, 2, 2, words_of(128, bits, dtype, factors), dtype=torch.int32).to("mps")
+        call = functools.partial(torch.ops.moe_mps._seal_tiles_, states, tiles, 1, bits=bits, factors=factors)
+        yield f"_seal_tiles_ of {bits} bits", call, {}, states.numel()
 
 
 def index(dtype: torch.dtype) -> Iterator[Call]:
@@ -422,6 +464,10 @@ GROUPS = {
     "selected": (selected, of_widths("attention_selected")),
     "tailed": (tailed, of_widths("attention_tailed", ("",), (512,))),
     "turned": (turned, of_widths("attention_turned", ("",))),
+    "tiles": (
+        tiled,
+        ["tiles_seal_{}", *of_widths("tiles", ("k4v4_", "k4v2_"))],
+    ),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
@@ -449,6 +495,7 @@ KINDS = [
     "rope",
     "attention",
     "write_cache",
+    "tiles",
     "index",
     "pooling",
     "quantize_",
@@ -607,6 +654,19 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
         bounds = measured.bounds(apple.GPUS[name])
         most = factor if shape in DECODE_IN_8_BITS else 1.0
         assert max(bounds.issue, bounds.l1, bounds.threadgroup) < most * bounds.dram, (name, bounds)
+
+
+@pytest.mark.slow("32,768 keys")
+@pytest.mark.parametrize("key_heads", [8, 4])
+def test_a_token_of_a_cache_in_tiles(simulated, key_heads):
+    """No slower than one in 8 bits, and at least 1.5 times as fast as one in 16."""
+    shape, limit = (32, key_heads, 1, 32768, 128, 128), apple.Limit(groups=2, slots=1e6)
+    made = [attention_of(torch.bfloat16, *shape, bits) for bits in (16, 8)]
+    made += [tiled_of(torch.bfloat16, *shape, 4, v_bits) for v_bits in (4, 2)]
+    found = [apple.measure(call, work, limit) for _, call, work, _ in made]
+    for gpu in cases.DEFAULT_GPUS:
+        of_16, of_8, *of_tiles = (sum(m.bounds(gpu).predicted_us for m in each) for each in found)
+        assert max(of_tiles) < of_8 and max(of_tiles) < of_16 / 1.5, gpu.name
 
 
 # The group that always runs; the others do in the sweep.

@@ -33,6 +33,7 @@ PARTS_OF_FORMATS = ("joined", "few", "prompts", "heads", "variants")
 OTHERS |= {f"quantized_{part}": [f"quantized_{part}_affine4_64_f16"] for part in PARTS_OF_FORMATS}
 OTHERS |= {f"attention{of}": [f"attention{of}_128_f16"] for of in ("", "_turned", "_selected")}
 OTHERS |= {"attention_tailed": ["attention_tailed_512_f16"], "routing": ["routing_8_f16"]}
+OTHERS["tiles"] = ["tiles_128_k4v2_f16"]
 FILES = sorted(path.stem for path in SHADERS.glob("*.metal"))
 LIBRARIES = [name for file in FILES for name in OTHERS.get(file, [f"{file}_f16"])]
 # A simdgroup a row, or a thread an element, and as many registers as it takes.
