@@ -102,7 +102,10 @@ def architectures() -> str:
     }
     for name in sorted({*read, *experts}):
         if name in read:
-            by = "a row" if name in ARCHITECTURES else "transformers"
+            row = ARCHITECTURES.get(name)
+            by = "transformers" if row is None else "a row"
+            if row is not None and row.needs_experts:
+                by = "transformers; with experts, a row"
             lines.append(f"| {name} | {by} |  |\n")
         else:
             lines.append(f"| {name} |  | {LEFT_OUT[name]} |\n")

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from gguf import GGUFWriter
-from support.gguf_models import PUBLISHED, VOCABULARY, small_model, text_state, write_model
+from support.gguf_models import PUBLISHED, VOCABULARY, small_model, tensors_of, text_state, write_model
 from support.llama_cpp import log_probabilities
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -204,8 +204,8 @@ TAKEN_OUT = ("dots1", "glm4moe", "qwen3next", "granitehybrid", "hunyuan-moe")
 def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch, architecture):
     """Five have no row here; each is refused before anything is read, and the message names what is read."""
     path = write_model(tmp_path / "model.gguf", architecture, small_model(architecture))
-    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name not in TAKEN_OUT}
-    monkeypatch.setattr("torch_moe_mps.checkpoints.gguf.file.ARCHITECTURES", rows)
+    for name in TAKEN_OUT:
+        monkeypatch.delitem(architectures.ARCHITECTURES, name)
     known = read_architectures()
     assert {"deepseek2", "qwen3moe", "gpt-oss"} <= {*known} and not {*TAKEN_OUT} & {*known}
     expected = f"an architecture among {', '.join(known)}; got {architecture}"
@@ -255,6 +255,23 @@ def test_a_language_model_is_the_whole_class_without_its_tower(tmp_path, archite
     expected = f"the checkpoint must have model.{tower} for this, got a language model alone"
     with pytest.raises(RuntimeError, match=expected):
         getattr(model.model, tower)(torch.zeros(1, 3, 28, 28))
+
+
+def test_a_tensor_for_each_expert_is_refused(tmp_path):
+    """Files of Mixtral have them from before April 2024, when llama.cpp merged the experts of a layer."""
+    written = small_model("llama:mixtral")
+    stacks = [name for name in tensors_of("llama:mixtral", written) if "_exps" in name]
+    assert len(stacks) == 6
+    apart = dict.fromkeys(stacks) | {
+        name.replace("_exps", f".{expert}"): torch.ones(64, 64) for name in stacks for expert in range(8)
+    }
+    path = write_model(tmp_path / "model.gguf", "llama:mixtral", written, others=apart)
+    message = (
+        "moe_mps::gguf: the experts of a layer must be one tensor, ffn_gate_exps.weight, got "
+        "blk.0.ffn_gate.0.weight of one expert, as in files from before April 2024"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load(path)
 
 
 @pytest.mark.parametrize("architecture", ["glm4moe", "deepseek2", "exaone-moe"])

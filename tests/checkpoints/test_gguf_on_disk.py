@@ -44,7 +44,9 @@ def test_merged_projections(tmp_path, monkeypatch):
 DENSE_EXPERTS = [
     *itertools.product(("llama4", "gpt-oss"), ("f32", "f16", "bf16"), (torch.float32,)),
     *itertools.product(("llama4", "gpt-oss"), ("f16", "bf16"), (torch.bfloat16,)),
-    *itertools.product(("dbrx", "granitemoe", "jamba"), ("f32", "f16", "bf16"), (torch.float32,)),
+    *itertools.product(
+        ("dbrx", "granitemoe", "jamba", "llama:mixtral"), ("f32", "f16", "bf16"), (torch.float32,)
+    ),
 ]
 
 

@@ -217,7 +217,7 @@ def test_a_space_in_front_is_as_sentencepiece_has_it(tmp_path, prefix):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("architecture", ["arcee", "ernie4_5", "phi3:short"])
+@pytest.mark.parametrize("architecture", ["arcee", "ernie4_5", "llama:mixtral", "phi3:short"])
 def test_llama_cpp_has_the_same_tokens_of_sentencepiece(tmp_path, architecture, prefix):
     path, _ = of_sentencepiece(tmp_path / "model.gguf", architecture, prefix)
     tokenizer, many = read_tokenizer(str(tmp_path), path.name, False), texts()
