@@ -285,6 +285,19 @@ def _tiled_attention(
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
+def judged_tiles(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
+    """Distances of what new tiles decode to from the states, their numbers, and the other tiles.
+
+    Where a number is as far from one code as from the next, either is right.
+    """
+    tiles, states, start = results[0].view(torch.int32), arguments["states"], arguments["start"]
+    layout = TileFormat(states.shape[3], arguments["bits"], states.dtype, arguments["factors"])
+    before, new, after = tiles.tensor_split((start, start + states.shape[2] // TILE), 2)
+    numbers = new[..., layout.code_words :].contiguous().view(states.dtype)
+    apart = (elements_of_tiles(new, layout) - wide(states)).abs()
+    return [apart, numbers, torch.cat((before, after), 2)]
+
+
 def _tiles_of(s: Sample, width: int, count: int, bits: int, factors: bool) -> Tensor:
     layout = TileFormat(whole_groups(width), bits, s.dtype, factors)
     numbers = [s.values(1, 2, count, layout.width) / 2**bits, s.values(1, 2, count, layout.width)]
