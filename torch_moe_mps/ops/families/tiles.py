@@ -331,16 +331,20 @@ def _sealed_sample(s: Sample, bits: int, factors: bool) -> dict[str, Any]:
     layout = TileFormat(whole_groups(s.D), bits, s.dtype, factors)
     tiles = torch.zeros(2, 2, 3, layout.words, dtype=torch.int32, device=s.device)
     states = s.values(2, 2, 2 * TILE, layout.width)
+    states[0, 0, 3], states[..., 5] = 0.0, 0.0
     return {"states": states, "tiles_": tiles, "start": 1, "bits": bits, "factors": factors}
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
     others, keys = s.of("sinks[4] gate[1, T, 4, 1]", softcap=20.0), 300 + s.T
+    # Tile 1 is seen in part, and what lies behind it is not.
+    key_range = torch.tensor([[140, 200]], dtype=torch.int32, device=s.device)
     latents = {"v_tiles": None, "v_dense": s.values(1, 2, keys, whole_groups(s.V)), "dtype": "float32"}
     return [
         _cache_sample(s, 5),
         _cache_sample(s, 389, left_out=TILE) | others,
         {"attn_mask": s.values(1, 1, s.T, keys) > 0.0},
+        {"key_range": key_range},
         latents,
         *(change for bits in ((4, 2), (2, 4), (2, 2)) for change in _in_bits(s, *bits)),
     ]
