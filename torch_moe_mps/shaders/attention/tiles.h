@@ -91,9 +91,8 @@ struct KeyTiles {
   // The dot products of the simdgroup's keys and all queries.
   template <typename B>
   void score(thread typename B::Scores& scores, threadgroup const typename B::Staged* staged, uint token,
-             typename B::Place outer, constant AttentionParams&) const {
+             typename B::Place place, constant AttentionParams&) const {
     constexpr int kKeys = B::kKeysOfLane, kQueryTiles = B::kQueries / 8;
-    const typename B::Place place = outer.again();
     device const uint* tile = tiles.tile(token);
     const uint row = place.matrix.row, row_words = tiles.width * kBits / 32;
     const uint own_query = row * 8 + 2 * place.matrix.quarter;
@@ -259,7 +258,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
   typedef DenseCache<T> Dense;
   typedef KeyTiles<T, Bits::kKeys> Keys;
   typedef ValueTiles<T, Bits::kValues> Values;
-  typedef Block<Dense, kTeams, kMembers, kValueTiles, kQueryTiles, kKeyTiles> B;
+  typedef Block<Dense, kTeams, kMembers, kValueTiles, kQueryTiles, kKeyTiles, true> B;
   threadgroup typename B::Shared shared;
   constant AttentionParams& params = all.attention;
   threadgroup typename B::Staged* staged = reinterpret_cast<threadgroup typename B::Staged*>(memory);
@@ -287,7 +286,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
     typename B::Range dense = range;
     dense.begin = part == 0 ? range.begin : max(range.begin, first_own);
     dense.end = part == 0 ? min(end, kTileTokens) : end;
-    B::add_keys(sums, keys, values, mask, dense, positions, queries, staged, shared, place.again(), params);
+    B::add_keys(sums, keys, values, mask, dense, positions, queries, staged, shared, place, params);
   }
   typename B::Range tiled = range;
   tiled.begin = max(range.begin, kTileTokens);
@@ -297,7 +296,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
     const Values values = {Tiles<T>(v_tiles, queries.batch, queries.key_head, all.v)};
     Keys::template stage<B>(staged, q, queries, thread_index, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    B::add_keys(sums, keys, values, mask, tiled, positions, queries, staged, shared, place.again(), params);
+    B::add_keys(sums, keys, values, mask, tiled, positions, queries, staged, shared, place, params);
   }
   B::finish(sums, positions, queries, sinks, gate, output, partials, shared, group.x, place, params);
 }
