@@ -104,6 +104,56 @@ class Attention(Case):
         return (codes * scales + biases).flatten(-2)
 
 
+TILE = 128  # tokens
+
+
+@dataclass
+class TiledAttention(Attention):
+    """Keys and values in tiles of so many bits; those of the first and the last 128 tokens are dense."""
+
+    group: ClassVar[str] = "attention"
+    k_bits: int = 4
+    v_bits: int = 4
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} k{self.k_bits}v{self.v_bits}"
+
+    def weights(self, values):
+        dtype, tensors = DTYPES[self.dtype], {}
+        for name, width, bits in (("k", self.width, self.k_bits), ("v", self.value_width, self.v_bits)):
+            tensors[f"{name}_dense"] = values.normal(1, self.key_heads, 2 * TILE, width, dtype=dtype)
+            shape = (1, self.key_heads, self.keys // TILE)
+            words = TILE * width * bits // 32
+            codes = values.integers(*shape, words, dtype=torch.int32, low=-(2**31), high=2**31 - 1)
+            numbers = [values.uniform(*shape, width, dtype=dtype, low=0.8 / 2**bits, high=1.6 / 2**bits)]
+            numbers.append(values.uniform(*shape, width, dtype=dtype, low=-0.7, high=-0.5))
+            if name == "v":
+                numbers.append(values.uniform(*shape, TILE, dtype=dtype, low=0.5, high=1.5))
+            tensors[f"{name}_tiles"] = torch.cat((codes, *(n.view(torch.int32) for n in numbers)), -1)
+        return tensors
+
+    def call(self, t):
+        bits = {"k_bits": self.k_bits, "v_bits": self.v_bits}
+        return ops()._tiled_attention(**t, **bits, position=self.keys - self.tokens, scale=self.scale)
+
+    def bytes_moved(self, t, part=""):
+        out = self.heads * self.tokens * self.value_width * DTYPES[self.dtype].itemsize
+        return out + sum(tensor.nbytes for tensor in t.values())
+
+    def _states(self, t: dict[str, Tensor], name: str) -> Tensor:
+        width, bits = (self.width, self.k_bits) if name == "k" else (self.value_width, self.v_bits)
+        dense, tiles = t[f"{name}_dense"].double(), t[f"{name}_tiles"][:, :, 1:-1]
+        words = TILE * width * bits // 32
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=tiles.device)
+        codes = (tiles[..., :words, None] >> shifts & 2**bits - 1).double()
+        numbers = tiles[..., words:].contiguous().view(DTYPES[self.dtype]).double()
+        scales, zeros, factors = numbers.split((width, width, numbers.shape[-1] - 2 * width), -1)
+        x = codes.reshape(*tiles.shape[:3], TILE, width) * scales.unsqueeze(-2) + zeros.unsqueeze(-2)
+        x = x * factors.unsqueeze(-1) if name == "v" else x
+        return torch.cat((dense[:, :, :TILE], x.flatten(2, 3), dense[:, :, TILE:]), 2)
+
+
 # Heads, heads of keys, width of keys and of values
 MODELS = {
     "Qwen3-30B-A3B": (32, 4, 128, 128),
@@ -121,6 +171,8 @@ def attention_cases() -> list[Case]:
         cases += [Attention(heads, key_heads, t, s, *sizes) for t, s in ((1, 1024), (1, 4096), (1, 32768))]
         cases.append(Attention(heads, key_heads, 4, 4096, *sizes))
         cases.append(Attention(heads, key_heads, 1, 32768, *sizes, 8))
+        if key_heads < heads:
+            cases += [TiledAttention(heads, key_heads, 1, 32768, *sizes, v_bits=bits) for bits in (4, 2)]
         cases.append(Attention(heads, key_heads, 1, 4096, *sizes, gated=True))
         cases.append(Attention(heads, key_heads, 2048, 2048, *sizes))
     for heads in LATENTS.values():
@@ -135,8 +187,13 @@ def sanitizer_attention() -> list[Case]:
     widths = ((64, 64), (128, 128), (256, 256), (576, 512))
     cases = [SmallAttention(4, 1, t, 300, *width, "f32") for width in widths for t in (1, 3)]
     cases += [SmallAttention(2, 1, t, 300, 128, 128, "f16", 8) for t in (1, 12)]
+    cases += [SmallTiles(4, 1, t, 512, *width, "f32") for width in widths[:3] for t in (1, 12)]
     return [*cases, *(SmallAttention(4, 1, t, 300, 64, 64, "f16", gated=True) for t in (1, 40))]
 
 
 class SmallAttention(Attention):
+    group: ClassVar[str] = "sanitize"
+
+
+class SmallTiles(TiledAttention):
     group: ClassVar[str] = "sanitize"
