@@ -16,6 +16,8 @@ import torch_moe_mps
 from torch_moe_mps import _environment
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.speculative import drafts_of
+from torch_moe_mps.models.caches.draft_cache import DraftCache
+from torch_moe_mps.models.caches.tiled import TiledLayer
 from torch_moe_mps.models.capture.classes import captures_of
 from torch_moe_mps.serving.engine.drafter import DraftedSequence
 from torch_moe_mps.serving.engine.drafting import Drafting
@@ -162,3 +164,22 @@ def test_layers_that_no_config_counts(tmp_path):
     expected, found = (each.layers.layers.state_dict() for each in (expected, found))
     assert found.keys() == expected.keys() and sum(name.endswith("packed") for name in found) > 5
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_caches_of_tiles(tmp_path, monkeypatch):
+    """The layers that draft hold tiles, too, from which wrong drafts are taken back over the bound of one."""
+    tiled, own = list[bool](), DraftCache.take_back
+
+    def take_back(self, tokens, layer=None):
+        tiled.extend(isinstance(each, TiledLayer) for each in self._layers(layer))
+        own(self, tokens, layer)
+
+    monkeypatch.setattr(DraftCache, "take_back", take_back)
+    ids = torch.randint(2, 90, (380,), generator=torch.Generator().manual_seed(0))
+    with with_mtp("glm4_moe", tmp_path, 1, head_dim=32) as cls:
+        model = cls.from_pretrained(tmp_path).eval()
+        torch_moe_mps.accelerate(model, kv_bits=4)
+        (answer,) = Answered(model, [ids], [settings(14)]).answers
+        watched = Watched(Mtp(model, 1 << 30), [ids], [answer])
+        assert Answered(model, [ids], [settings(14)], watched, width=4).answers == [answer]
+    assert len(watched.seen) > 2 and tiled and all(tiled)
