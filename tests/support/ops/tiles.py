@@ -245,29 +245,29 @@ def invalid__tiled_attention(zeros):
         wrong("2 or 4", k_bits=8),
         wrong("2 or 4", v_bits=3),
         wrong(
-            "k_dense must be of a number of heads that divides Hq = 3, got (2, 2, 303, 32)",
-            q=zeros(2, 3, T, 32),
+            "k_dense must be of a number of heads that divides Hq = 3, got (1, 2, 303, 32)",
+            q=zeros(1, 3, T, 32),
         ),
         wrong("between 0 and 2147483644", position=-1),
         wrong(
             "k_dense must be of the first 128 tokens and whole tiles of the last of 304, from the tile of "
-            "token 301 on, got (2, 2, 303, 32)",
+            "token 301 on, got (1, 2, 303, 32)",
             position=301,
         ),
-        wrong("of shape [B, Hk, N, words of a tile] = (2, 2, 3, 576)", k_tiles=zeros(2, 2, 3, 1).int()),
+        wrong("of shape [B, Hk, N, words of a tile] = (1, 2, 3, 576)", k_tiles=zeros(1, 2, 3, 1).int()),
         wrong(
-            "k_tiles must be of at least 2 tiles, got (2, 2, 1, 576)",
-            k_tiles=zeros(2, 2, 1, 576).int(),
-            v_tiles=zeros(2, 2, 1, 704).int(),
+            "k_tiles must be of at least 2 tiles, got (1, 2, 1, 576)",
+            k_tiles=zeros(1, 2, 1, 576).int(),
+            v_tiles=zeros(1, 2, 1, 704).int(),
         ),
-        wrong("of shape [B, Hk, N, words of a tile] = (2, 2, 3, 704)", v_tiles=zeros(2, 2, 3, 576).int()),
+        wrong("of shape [B, Hk, N, words of a tile] = (1, 2, 3, 704)", v_tiles=zeros(1, 2, 3, 576).int()),
         wrong(
             "v_dense must be of a last dimension up to 32, a multiple of 32, with v_bits = k_bits where "
-            "v_tiles is None, got (2, 2, 303, 32)",
+            "v_tiles is None, got (1, 2, 303, 32)",
             v_tiles=None,
             v_bits=2,
         ),
-        wrong("of shape [B, T, Hq, Dv or 1] = (2, 3, 4, 32)", gate=zeros(2, T, 4, 5)),
+        wrong("of shape [B, T, Hq, Dv or 1] = (1, 3, 4, 32)", gate=zeros(1, T, 4, 5)),
         wrong("above 0 and finite", softcap=0.0),
-        wrong("float32, got torch.bfloat16", dtype="bfloat16"),
+        wrong("float32, got bfloat16", dtype="bfloat16"),
     ]

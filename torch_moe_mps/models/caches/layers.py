@@ -85,9 +85,13 @@ class Growing(LayerBase, DynamicLayer):
 
     Latent attention keeps latents as keys and what turns as values, one head of each: these lie side by side
     in one buffer, which attention reads as keys.
+
+    Attributes:
+        has_tiles: it holds tiles; `extend` appends to them.
     """
 
     holds_latents = True
+    has_tiles = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -109,7 +113,17 @@ class Growing(LayerBase, DynamicLayer):
                     "they are",
                     stacklevel=2,
                 )
-        return self.extend(key_states, value_states, takes_bits)
+        if self.has_tiles:
+            return self.extend(key_states, value_states, takes_bits)
+        tokens = key_states.shape[-2]
+        spare = self._spare(tokens)
+        if self.holds_latents and growing.are_latents(key_states, value_states):
+            cached, new = (self.keys, self.values), (key_states, value_states)
+            keys, values = growing.extended(cached, new, spare, takes_bits)
+        else:
+            (keys,) = growing.extended((self.keys,), (key_states,), spare, takes_bits)
+            (values,) = growing.extended((self.values,), (value_states,), spare, takes_bits)
+        return self.take(keys, values, tokens)
 
     def takes_bits(self, key_states: Tensor, value_states: Tensor) -> bool:
         """True if states can be held in the bits of the layer."""
@@ -128,17 +142,9 @@ class Growing(LayerBase, DynamicLayer):
             stacklevel=3,
         )
 
-    def extend(self, key_states: Tensor, value_states: Tensor, quantized: bool) -> tuple[Tensor, Tensor]:
-        """`update` without gradients; `quantized`: in the bits of the layer."""
-        tokens = key_states.shape[-2]
-        spare = self._spare(tokens)
-        if self.holds_latents and growing.are_latents(key_states, value_states):
-            cached, new = (self.keys, self.values), (key_states, value_states)
-            keys, values = growing.extended(cached, new, spare, quantized)
-        else:
-            (keys,) = growing.extended((self.keys,), (key_states,), spare, quantized)
-            (values,) = growing.extended((self.values,), (value_states,), spare, quantized)
-        return self.take(keys, values, tokens)
+    def extend(self, key_states: Tensor, value_states: Tensor, takes_bits: bool) -> tuple[Tensor, Tensor]:
+        """`update` of a layer of tiles, without gradients."""
+        raise NotImplementedError
 
     def _spare(self, tokens: int) -> int | None:
         """Spare capacity of a new buffer; None means `spare_for`."""

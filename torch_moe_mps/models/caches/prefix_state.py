@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ..basics.state import KVBits, kv_bits_of
+from ..basics.state import KVBits, state_in
 from ..upstream.calls import takes_positions
 from ..upstream.models import LinearAttentionCacheLayerMixin
 from .cache import QuantizedCache, fewer_bits, grow, hands_cache_on
@@ -130,7 +130,8 @@ def empty_cache(model: PreTrainedModel, bits: KVBits | None = None) -> Any:
     if not takes_layers(model):
         return None
     cache = new_cache(model)
-    if (fewer := fewer_bits(kv_bits_of(model))) is not None:
+    # Now, so that it is known where prefixes can be cut; a job does not walk through all modules.
+    if (fewer := fewer_bits(state_in(model.get_decoder()).kv_bits)) is not None:
         grow(cache, fewer)
     return cache
 

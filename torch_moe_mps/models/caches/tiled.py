@@ -50,6 +50,7 @@ class TiledLayer(Growing):
     """
 
     is_first = True
+    has_tiles = True
     bits: Any
     dense_class: Any
     key_tiles: Any = None
@@ -70,10 +71,10 @@ class TiledLayer(Growing):
             self._open()
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def extend(self, key_states: Tensor, value_states: Tensor, quantized: bool) -> tuple[Tensor, Tensor]:
-        if not quantized:
+    def extend(self, key_states: Tensor, value_states: Tensor, takes_bits: bool) -> tuple[Tensor, Tensor]:
+        if not takes_bits:
             self.__class__ = self.dense_class
-            return self.extend(key_states, value_states, quantized)
+            return self.update(key_states, value_states)
         tokens = key_states.shape[2]
         self.settle(tokens)
         spare, new = max(0, SPARE - tokens), (key_states, value_states)

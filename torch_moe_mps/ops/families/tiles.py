@@ -283,20 +283,23 @@ def _tiled_attention(
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
-def _tiles_of(s: Sample, states: Tensor, bits: int, factors: bool) -> Tensor:
-    return sealed(states, TileFormat(states.shape[3], bits, s.dtype, factors)).to(s.device)
+def _tiles_of(s: Sample, width: int, count: int, bits: int, factors: bool) -> Tensor:
+    layout = TileFormat(whole_groups(width), bits, s.dtype, factors)
+    numbers = [s.values(1, 2, count, layout.width) / 2**bits, s.values(1, 2, count, layout.width)]
+    if factors:
+        numbers.append(s.values(1, 2, count, TILE))
+    words = [number.view(torch.int32) for number in numbers]
+    return torch.cat((s.codes(1, 2, count, layout.code_words), *words), -1)
 
 
 def _cache_sample(s: Sample, position: int, left_out: int = 0) -> dict[str, Any]:
     """Good arguments of _tiled_attention after so many tokens, in 4 bits."""
     end = position + s.T
     arguments: dict[str, Any] = {"k_bits": 4, "v_bits": 4, "position": position, "scale": 0.25}
-    arguments["q"] = s.values(2, 4, s.T, whole_groups(s.D))
+    arguments["q"] = s.values(1, 4, s.T, whole_groups(s.D))
     for name, width, factors in (("k", s.D, False), ("v", s.V, True)):
-        states = s.values(2, 2, -(-end // TILE) * TILE, whole_groups(width)).cpu()
-        dense = torch.cat((states[:, :, :TILE], states[:, :, left_out + TILE : end]), 2)
-        arguments[f"{name}_dense"] = dense[:, :, : end - left_out].to(s.device)
-        arguments[f"{name}_tiles"] = _tiles_of(s, states, 4, factors)
+        arguments[f"{name}_dense"] = s.values(1, 2, end - left_out, whole_groups(width))
+        arguments[f"{name}_tiles"] = _tiles_of(s, width, -(-end // TILE), 4, factors)
     return arguments
 
 
@@ -304,9 +307,8 @@ def _in_bits(s: Sample, k_bits: int, v_bits: int) -> list[dict[str, Any]]:
     """Changes to that of 300 tokens: tiles of other bits, for as many tokens and for more."""
     changes: dict[str, Any] = {"k_bits": k_bits, "v_bits": v_bits}
     for name, width, bits, factors in (("k", s.D, k_bits, False), ("v", s.V, v_bits, True)):
-        states = s.values(2, 2, 3 * TILE, whole_groups(width)).cpu()
-        changes[f"{name}_tiles"] = _tiles_of(s, states, bits, factors)
-    more = {"q": s.values(2, 4, 12, whole_groups(s.D)), "position": 300 + s.T - 12}
+        changes[f"{name}_tiles"] = _tiles_of(s, width, 3, bits, factors)
+    more = {"q": s.values(1, 4, 12, whole_groups(s.D)), "position": 300 + s.T - 12}
     return [changes, changes | more]
 
 
@@ -318,8 +320,8 @@ def _sealed_sample(s: Sample, bits: int, factors: bool) -> dict[str, Any]:
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
-    others, keys = s.of("sinks[4] gate[2, T, 4, 1]", softcap=20.0), 300 + s.T
-    latents = {"v_tiles": None, "v_dense": s.values(2, 2, keys, whole_groups(s.V)), "dtype": "float32"}
+    others, keys = s.of("sinks[4] gate[1, T, 4, 1]", softcap=20.0), 300 + s.T
+    latents = {"v_tiles": None, "v_dense": s.values(1, 2, keys, whole_groups(s.V)), "dtype": "float32"}
     return [
         _cache_sample(s, 5),
         _cache_sample(s, 389, left_out=TILE) | others,
