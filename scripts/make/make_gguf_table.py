@@ -33,7 +33,6 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("llada-moe", "minicpm", "rnd1", "smallthinker"), NO_CLASS),
     "clip": "a vision tower, without a language model",
-    "cogvlm": "reads images alone, whose tower is in another file",
     "deepseek2-ocr": "reads images alone, whose tower is in another file",
     "llama-embed": "an embedding model",
     "nomic-bert-moe": "an encoder",
@@ -103,7 +102,10 @@ def architectures() -> str:
     }
     for name in sorted({*read, *experts}):
         if name in read:
-            by = "a row" if name in ARCHITECTURES else "transformers"
+            row = ARCHITECTURES.get(name)
+            by = "transformers" if row is None else "a row"
+            if row is not None and row.needs_experts:
+                by = "transformers; with experts, a row"
             lines.append(f"| {name} | {by} |  |\n")
         else:
             lines.append(f"| {name} |  | {LEFT_OUT[name]} |\n")

@@ -124,7 +124,8 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
         values, size = GGML_QUANT_SIZES[type_of(kind)]
         data = np.broadcast_to(np.uint8(0), (*shape[:-1], shape[-1] // values * size))
         tensors.append(gguf_file.GgufTensor(name, kind.upper(), shape, data))
-    monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
+    metadata = {"general.architecture": stored}
+    monkeypatch.setattr(gguf_file, "read_file", lambda path: (metadata, tensors))
     file = gguf_file.GgufFile("model.gguf", model)
     found = {
         target.name + "." + parameter: file.sources(target, parameter)
@@ -151,7 +152,8 @@ def test_orders_of_rows_are_learned_once_for_a_class(monkeypatch):
         gguf_file.GgufTensor(name, "F32", shape, np.empty((*shape[:-1], 4 * shape[-1]), np.uint8))
         for name, (shape, _) in matrices.items()
     ]
-    monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
+    metadata = {"general.architecture": stored}
+    monkeypatch.setattr(gguf_file, "read_file", lambda path: (metadata, tensors))
     runs = []
     for heads in (2, 2, 4):
         model.config.num_attention_heads = model.config.num_key_value_heads = heads
@@ -227,6 +229,19 @@ def test_rejects_an_architecture_without_a_class(tmp_path):
     _, keys, matrices, _ = of_architecture("llama", "q8_0")
     with pytest.raises(ValueError, match=r"an architecture among afmoe, .*; got deci$"):
         load(write(tmp_path / "model.gguf", "deci", keys, matrices))
+
+
+def test_a_llama_without_experts_is_llama(tmp_path):
+    """Files of Llama and of Mixtral have this architecture, and the number of experts tells them apart."""
+    _, keys, matrices, _ = of_architecture("llama", "q8_0")
+    path = write(tmp_path / "model.gguf", "llama", keys | {"expert_count": 0}, matrices)
+    assert type(load(path)).__name__ == "LlamaForCausalLM"
+    experts = {f"blk.0.ffn_{name}_exps.weight": ((4, 128, 64), "q8_0") for name in ("gate", "up")}
+    write(path, "llama", keys, matrices | experts)
+    with pytest.raises(
+        ValueError, match=r"^moe_mps::gguf: blk\.0\.ffn_gate_exps\.weight must be of a name that LlamaForC"
+    ):
+        load(path)
 
 
 def of_gpt_oss(path, config):

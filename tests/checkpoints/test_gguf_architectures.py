@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from gguf import GGUFWriter
-from support.gguf_models import PUBLISHED, VOCABULARY, small_model, text_state, write_model
+from support.gguf_models import PUBLISHED, VOCABULARY, small_model, tensors_of, text_state, write_model
 from support.llama_cpp import log_probabilities
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -47,6 +47,29 @@ def test_has_the_model_of_the_file(tmp_path, architecture):
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6, msg=name)
     expected_logits = logits(written, IDS)
     assert (logits(model, IDS) - expected_logits).abs().max() <= 1e-5 * expected_logits.abs().max()
+
+
+# Classes that keep the bias by which a router chooses experts in float32. Step-3.5's does not.
+WITH_BIAS = [
+    *("glm4moe", "deepseek2", "dots1", "nemotron_h_moe", "ernie4_5-moe", "afmoe", "exaone-moe"),
+    *("lfm2moe", "glm-dsa", "kimi-linear", "mimo2"),
+]
+BIASES = ("e_score_correction_bias", "expert_bias")
+
+
+@pytest.mark.parametrize("architecture", WITH_BIAS)
+def test_the_bias_of_a_router_stays_in_float32(tmp_path, architecture):
+    """In a model in 16 bits: its values are those of the file, which bfloat16 does not have."""
+    written = small_model(architecture)
+    path = write_model(tmp_path / "model.gguf", architecture, written, "q8_0")
+    model = torch_moe_mps.from_pretrained(path, device_map="cpu", check=False, dtype=torch.bfloat16)
+    assert model.get_input_embeddings().weight.dtype != torch.float32
+    state = model.state_dict()
+    biases = {name: value for name, value in written.state_dict().items() if name.endswith(BIASES)}
+    assert biases
+    for name, value in biases.items():
+        assert not torch.equal(value.bfloat16().float(), value)
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], value), name
 
 
 def with_llama3_rope(factor: float):
@@ -181,8 +204,8 @@ TAKEN_OUT = ("dots1", "glm4moe", "qwen3next", "granitehybrid", "hunyuan-moe")
 def test_other_architectures_are_refused_by_name(tmp_path, monkeypatch, architecture):
     """Five have no row here; each is refused before anything is read, and the message names what is read."""
     path = write_model(tmp_path / "model.gguf", architecture, small_model(architecture))
-    rows = {name: row for name, row in architectures.ARCHITECTURES.items() if name not in TAKEN_OUT}
-    monkeypatch.setattr("torch_moe_mps.checkpoints.gguf.file.ARCHITECTURES", rows)
+    for name in TAKEN_OUT:
+        monkeypatch.delitem(architectures.ARCHITECTURES, name)
     known = read_architectures()
     assert {"deepseek2", "qwen3moe", "gpt-oss"} <= {*known} and not {*TAKEN_OUT} & {*known}
     expected = f"an architecture among {', '.join(known)}; got {architecture}"
@@ -232,6 +255,23 @@ def test_a_language_model_is_the_whole_class_without_its_tower(tmp_path, archite
     expected = f"the checkpoint must have model.{tower} for this, got a language model alone"
     with pytest.raises(RuntimeError, match=expected):
         getattr(model.model, tower)(torch.zeros(1, 3, 28, 28))
+
+
+def test_a_tensor_for_each_expert_is_refused(tmp_path):
+    """Files of Mixtral have them from before April 2024, when llama.cpp merged the experts of a layer."""
+    written = small_model("llama:mixtral")
+    stacks = [name for name in tensors_of("llama:mixtral", written) if "_exps" in name]
+    assert len(stacks) == 6
+    apart = dict.fromkeys(stacks) | {
+        name.replace("_exps", f".{expert}"): torch.ones(64, 64) for name in stacks for expert in range(8)
+    }
+    path = write_model(tmp_path / "model.gguf", "llama:mixtral", written, others=apart)
+    message = (
+        "moe_mps::gguf: the experts of a layer must be one tensor, ffn_gate_exps.weight, got "
+        "blk.0.ffn_gate.0.weight of one expert, as in files from before April 2024"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load(path)
 
 
 @pytest.mark.parametrize("architecture", ["glm4moe", "deepseek2", "exaone-moe"])
@@ -323,12 +363,14 @@ def test_wrong_metadata_of_two_kinds_of_layers(tmp_path, architecture, changes, 
 
 @pytest.mark.parametrize("split", ["deepseek-llm", "default", "new"])
 def test_an_unknown_way_to_split_text_is_refused_by_name(tmp_path, split):
-    """transformers would split text as GPT-2 does. A file of a known way has a tokenizer."""
+    """transformers would split text as GPT-2 does. The model is read, for a tokenizer of its own; a file of a
+    known way has one."""
     model = small_model("arcee")
     path = write_model(tmp_path / "model.gguf", "arcee", model, keys={"tokenizer.ggml.pre": split})
     message = f"^{path} has no .*tokenizer.ggml.pre must be one of .*qwen2.*; got {split}. Take the tokenizer"
     with pytest.raises(ValueError, match=message):
         read_tokenizer(str(tmp_path), path.name, False)
+    torch.testing.assert_close(logits(load(path), IDS), logits(model, IDS), rtol=1e-5, atol=1e-5)
     for known in ("qwen2", "gpt-2"):
         write_model(path, "arcee", model, keys={"tokenizer.ggml.pre": known})
         assert read_tokenizer(str(tmp_path), path.name, False)("ab").input_ids

@@ -21,11 +21,12 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
-# Latents; a recurrent state and attention; a shared expert of its own width; two ways to choose experts.
+# Latents; a recurrent state and attention; a shared expert of its own width; two ways to choose experts; a
+# row of files that declare experts.
 ROWS = [
     *("deepseek2", "qwen3next", "nemotron_h_moe"),
     *("glm4moe", "granitehybrid", "hunyuan-moe", "ernie4_5-moe", "llama4", "lfm2moe", "phimoe"),
-    *("mimo2", "mistral4", "qwen3vlmoe", "step35"),
+    *("mimo2", "mistral4", "qwen3vlmoe", "step35", "llama:mixtral"),
 ]
 EACH = pytest.mark.parametrize("architecture", in_sweep(ROWS, ("deepseek2", "qwen3next")))
 KIND = "q8_0"

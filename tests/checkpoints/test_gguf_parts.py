@@ -119,9 +119,34 @@ def twice(parts: list[Path]) -> str:
     return r"00003-of-00004\.gguf is damaged .*\(split\.no must be 2, by the name of the file, got 1\)$"
 
 
+def swapped(parts: list[Path]) -> str:
+    second, third = parts[1].read_bytes(), parts[2].read_bytes()
+    parts[1].write_bytes(third)
+    parts[2].write_bytes(second)
+    return r"00002-of-00004\.gguf is damaged .*\(split\.no must be 1, by the name of the file, got 2\)$"
+
+
 def of_another_count(parts: list[Path]) -> str:
     number_in(parts[3], "split.count", 5, "<H")
     return r"00004-of-00004\.gguf is damaged .*\(split\.count must be 4, by the name of the file, got 5\)$"
+
+
+def of_another_model(parts: list[Path]) -> str:
+    put_from_llama(parts, 2)
+    return r"00004-of-00004\.gguf is damaged .*\(blk\.1\.attn_output\.weight must be among .* got it twice\)$"
+
+
+def of_another_architecture(parts: list[Path]) -> str:
+    """A part whose tensors no other part has."""
+    put_from_llama(parts, 1)
+    return r"^moe_mps::gguf: blk\.0\.ffn_gate\.weight must be of a name that Qwen3MoeForCausalLM has .* got a"
+
+
+def put_from_llama(parts: list[Path], number: int) -> None:
+    """Puts a part of another file in place of the one with the same number; both have as many parts."""
+    (folder := parts[0].parent / "other").mkdir()
+    write_file(folder / "model.gguf", "llama", KINDS, split=9)
+    shutil.copy(folder / parts[number].name, parts[number])
 
 
 def of_other_tensors(parts: list[Path]) -> str:
@@ -140,7 +165,11 @@ def another_file(parts: list[Path]) -> str:
 
 
 @pytest.mark.parametrize(
-    "change", [missing, missing_first, twice, of_another_count, of_other_tensors, cut, another_file]
+    "change",
+    [
+        *(missing, missing_first, twice, swapped, of_another_count, of_other_tensors),
+        *(of_another_model, of_another_architecture, cut, another_file),
+    ],
 )
 def test_a_part_that_is_wrong(parts, change):
     """In one line, before anything is loaded."""

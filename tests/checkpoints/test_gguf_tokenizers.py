@@ -19,6 +19,7 @@ from support.texts import texts
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
+from torch_moe_mps import from_pretrained
 from torch_moe_mps.checkpoints.gguf.splits import SPLITS
 from torch_moe_mps.checkpoints.source import read_tokenizer
 
@@ -51,13 +52,17 @@ def write(path, keys, count, architecture="arcee"):
     return write_model(path, architecture, model, keys={**ids, **keys})
 
 
-def of_bytes(path, split):
+def of_bytes(path, split, padding=(), rows=None, others=None):
+    """A file with these tokens of padding in its vocabulary, and with so many embeddings."""
     vocabulary, merges = learned()
+    end = len(vocabulary)
     keys = {
-        **{"tokenizer.ggml.pre": split, "tokenizer.ggml.tokens": [*vocabulary, "<end>"]},
-        **{"tokenizer.ggml.token_type": [1] * len(vocabulary) + [3], "tokenizer.ggml.merges": merges},
+        **{"tokenizer.ggml.pre": split, "tokenizer.ggml.tokens": [*vocabulary, "<end>", *padding]},
+        **{"tokenizer.ggml.token_type": [1] * end + [3] + [5] * len(padding)},
+        **{"tokenizer.ggml.merges": merges, **(others or {})},
+        **{f"tokenizer.ggml.{name}_token_id": end for name in ("bos", "eos", "padding")},
     }
-    return write(path, keys, len(vocabulary) + 1)
+    return write(path, keys, rows or end + 1 + len(padding))
 
 
 def words(path, text: str) -> list[str]:
@@ -106,6 +111,49 @@ def test_words_of_kimi_are_those_of_another_engine(tmp_path):
     assert sum(not is_plain(text) for text in many) >= 50
     for text in many:
         assert words(path, text) == engine.findall(text)
+
+
+PADDING = [f"[PAD{number}]" for number in range(8)]
+WITH_PADDING = [f"ab {PADDING[0]} cd", "".join(PADDING), "[PAD", f"<end>{PADDING[7]}<end>", TEXT]
+
+
+def test_padding_of_a_vocabulary_is_no_text(tmp_path):
+    """Its tokens have embeddings, and stand for no text: that of one is read as any other."""
+    padded = of_bytes(tmp_path / "padded.gguf", "gpt-2", PADDING)
+    plain = of_bytes(tmp_path / "plain.gguf", "gpt-2")
+    first, second = (read_tokenizer(str(tmp_path), path.name, False) for path in (padded, plain))
+    count = len(learned()[0]) + 1
+    for text in (*WITH_PADDING, *texts()[:20]):
+        ids = first(text, add_special_tokens=False).input_ids
+        assert ids == second(text, add_special_tokens=False).input_ids
+        assert max(ids) < count and first.decode(ids) == text
+    assert first.convert_tokens_to_ids(PADDING) == [*range(count, count + 8)]
+    model = from_pretrained(str(padded), device_map="cpu", check=False)
+    assert model.lm_head.weight.shape[0] == model.get_input_embeddings().weight.shape[0] == count + 8
+
+
+def test_more_embeddings_than_tokens(tmp_path):
+    """Their number is `vocab_size`; without this key it is that of the tokens, and others are refused."""
+    path, count = tmp_path / "model.gguf", len(learned()[0]) + 1
+    of_bytes(path, "gpt-2", rows=count + 8)
+    model = from_pretrained(str(path), device_map="cpu", check=False)
+    assert model.config.vocab_size == model.lm_head.weight.shape[0] == count + 8
+    tokenizer = read_tokenizer(str(tmp_path), path.name, False)
+    assert max(tokenizer(TEXT, add_special_tokens=False).input_ids) < count
+    of_bytes(path, "gpt-2", rows=count + 8, others={"vocab_size": None})
+    shapes = rf"makes model\.embed_tokens\.weight \({count}, 64\), got \({count + 8}, 64\)$"
+    with pytest.raises(
+        ValueError, match=rf"^moe_mps::gguf: token_embd\.weight must be of the shape that {shapes}"
+    ):
+        from_pretrained(str(path), device_map="cpu", check=False)
+
+
+@pytest.mark.sweep
+def test_llama_cpp_reads_text_of_padding_as_any_other(tmp_path):
+    path = of_bytes(tmp_path / "model.gguf", "gpt-2", PADDING)
+    tokenizer = read_tokenizer(str(tmp_path), path.name, False)
+    found = [tokenizer(text, add_special_tokens=False).input_ids for text in WITH_PADDING]
+    assert found == tokens(path, WITH_PADDING)
 
 
 def is_plain(text: str) -> bool:
@@ -169,7 +217,7 @@ def test_a_space_in_front_is_as_sentencepiece_has_it(tmp_path, prefix):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("architecture", ["arcee", "ernie4_5", "phi3:short"])
+@pytest.mark.parametrize("architecture", ["arcee", "ernie4_5", "llama:mixtral", "phi3:short"])
 def test_llama_cpp_has_the_same_tokens_of_sentencepiece(tmp_path, architecture, prefix):
     path, _ = of_sentencepiece(tmp_path / "model.gguf", architecture, prefix)
     tokenizer, many = read_tokenizer(str(tmp_path), path.name, False), texts()

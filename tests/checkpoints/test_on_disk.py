@@ -11,10 +11,10 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from support import gguf_files, gguf_models, mlx_models, processes, published
+from support import gguf_files, mlx_models, processes, published
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.experts_on_disk import same
-from support.models import Conversation, generate, prompt, tiny
+from support.models import generate, prompt, same_answers, tiny
 from support.sweep import in_sweep
 
 from torch_moe_mps import accelerate, collect_importance, from_pretrained
@@ -115,15 +115,6 @@ def few_slots(monkeypatch):
     monkeypatch.setattr(on_disk, "slots_in", lambda layers, memory: 3)
 
 
-def same_answers(resident, model, tokens: int = 3) -> None:
-    """The logits of a prompt and of tokens one by one."""
-    a, b = Conversation(resident), Conversation(model)
-    assert torch.equal(a.token, b.token)
-    for mine, other in zip(a.tokens(tokens), b.tokens(tokens), strict=True):
-        assert same(mine, other)
-    assert same(resident(prompt()).logits, model(prompt()).logits)
-
-
 @pytest.mark.slow("loads two models")
 @pytest.mark.parametrize(
     "name",
@@ -163,43 +154,6 @@ def test_the_resident_model(name, tmp_path, few_slots):
         counters.layers == reads * layers and counters.hits + counters.misses >= 3 * layers
     )  # of the two for a token, ids may mean no expert
     assert counters.misses > 0 and counters.bytes_read > 0
-
-
-@pytest.mark.slow("loads three models")
-def test_merged_projections_of_a_gguf_file(tmp_path, few_slots, monkeypatch):
-    """Gate and up projections are one tensor of some files, and one read of each expert."""
-    dense = gguf_models.small_model("olmoe")
-    parts = gguf_models.write_model(tmp_path / "parts.gguf", "olmoe", dense, "q8_0")
-    tensors = gguf_models.tensors_of("olmoe", dense)
-    for name in [name for name in tensors if "ffn_gate_exps" in name]:
-        halves = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
-        tensors[name.replace("gate", "gate_up")] = torch.cat(halves, 1)
-    monkeypatch.setattr(gguf_models, "tensors_of", lambda *_: tensors)
-    merged = gguf_models.write_model(tmp_path / "merged.gguf", "olmoe", dense, "q8_0")
-    model = from_pretrained(str(merged), device_map="cpu", experts_memory="1GB")
-    places = next(expert_pools(model).layers[0].reader.file.places())
-    assert len(places.blocks) == 2
-    with torch.no_grad():
-        for path in (parts, merged):
-            same_answers(from_pretrained(str(path), device_map="cpu"), model)
-    assert {*tmp_path.iterdir()} == {parts, merged}
-
-
-@pytest.mark.slow("loads two models")
-def test_a_gguf_file_on_mps(tmp_path, few_slots, simulated):
-    """Captured tokens, a prompt and the tokens behind it, with two orders of the simulator's threads."""
-    path = of_gguf("qwen3moe", "q4_k", "q6_k", "q4_k")(tmp_path / "model")
-    resident, model = (
-        from_pretrained(path, device_map="mps", dtype=torch.float16, **options)
-        for options in ({}, {"experts_memory": "1GB"})
-    )
-    before = prompt(1, 4).to("mps")
-    expected = generate(resident, before, max_new_tokens=3)
-    for schedule in range(2):
-        simulated.set_schedule(schedule)
-        assert torch.equal(generate(model, before, max_new_tokens=3), expected)
-    assert expert_pools(model).counters.misses > 0
-    assert [*(tmp_path / "model").iterdir()] == [tmp_path / "model" / "model.gguf"]
 
 
 def load(folder: Path, **options):

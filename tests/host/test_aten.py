@@ -170,7 +170,7 @@ def test_torch_has_a_kernel_for_each(architecture, simulated):
     assert [*map(row, simulated.called_aten())]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # downloads torch's wheels
 @pytest.mark.parametrize("version", aten_table.VERSIONS)
 def test_the_table_is_what_the_wheels_say(version):
     """Written by `scripts/macos/aten_table`, for all versions at once."""

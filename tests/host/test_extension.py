@@ -54,7 +54,7 @@ def test_references_run_on_any_device():
     assert [name for name in OPERATORS for key in keys if not has_kernel(f"moe_mps::{name}", key)] == []
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # each reference in a process of its own
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has the extension")
 def test_mps_without_the_extension():
     """Every operator runs its reference there, and one warning says so."""

@@ -47,7 +47,7 @@ def test_no_function_gives_back_a_scalar_with_the_lock(text):
     assert "gives back a scalar" not in text
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # downloads torch's wheels
 @pytest.mark.parametrize("section", [*pinned("locked")])
 def test_the_list_is_what_the_wheels_say(section):
     """Written by `scripts/macos/lock_table`."""

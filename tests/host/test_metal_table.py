@@ -6,7 +6,7 @@ from simulator import apple_metal
 from simulator.errors import BuildError
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # downloads wheels
 def test_the_table_is_what_the_wheels_say():
     """Written by `scripts/macos/metal_table`."""
     try:

@@ -63,12 +63,15 @@ def test_every_scale_of_nvfp4():
     assert np.array_equal(values.numpy(), values_of(blocks, "nvfp4"))
 
 
-def test_the_table_in_the_documentation():
+def test_the_tables_in_the_documentation():
     script = REPOSITORY / "scripts" / "make" / "make_gguf_table.py"
     spec = importlib.util.spec_from_file_location("make_gguf_table", script)
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    assert generator.DOCUMENT.read_text().endswith(generator.MARK + generator.table())
+    text, rows = generator.DOCUMENT.read_text(), generator.architectures()
+    assert text.endswith(generator.MARK + generator.table())
+    assert f"{generator.ARCHITECTURES_MARK}{rows}{generator.END_MARK}" in text
+    assert all(f"| {name} |  | {why} |" in rows for name, why in generator.LEFT_OUT.items())
 
 
 def test_errors():

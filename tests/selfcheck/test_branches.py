@@ -60,7 +60,7 @@ def never_taken(simulated, folder: Path, names, dtypes) -> set[tuple[str, str, b
     return {(each.file, lines[each.file][each.line - 1].strip(), each.taken) for each in missing}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # runs all calls of the self-check, counting branches
 def test_every_branch(simulated, tmp_path):
     """With one format of weights, in float32 and in 16 bits."""
     dtypes = (torch.float32, torch.float16)
@@ -172,7 +172,7 @@ def test_every_fault_changes_a_shader():
     assert not [name for name, fault in FAULTS.items() if fault.text not in shaders]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # of real sizes
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_wrong_at_real_sizes(simulated, name):
     fault = FAULTS[name]

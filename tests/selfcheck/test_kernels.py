@@ -124,7 +124,7 @@ def test_kernels_that_only_16_bits_have(simulated):
     break_each_kernel(simulated, {f"{name}_bf16" for name in kernels}, checks)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # breaks each kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_each_kernel(simulated, dtype):
     """With one format of weights."""
@@ -145,7 +145,7 @@ def test_a_call_launches_each_kernel_of_blocks(simulated):
     assert smallest_calls(simulated, *of_format("q4_k", torch.bfloat16))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # breaks each kernel
 @pytest.mark.parametrize(("format", "dtype"), [*zip(FORMATS, itertools.cycle(calls.DTYPES))], ids=str)
 def test_each_kernel_of_a_format(simulated, format, dtype):
     """In one dtype: the calls do not depend on it, nor does which kernels there are."""
@@ -271,17 +271,17 @@ def is_found(simulated, model, options: dict, kernel: str) -> bool:
     return kernel not in {line.split()[0] for line in commands}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # a model runs once for each of its kernels
 @pytest.mark.parametrize(
     ("architecture", "sizes", "options"),
     [
         ("qwen3_moe", {"head_dim": 64, "num_hidden_layers": 1}, {"bits": 4, "group_size": 32, "kv_bits": 8}),
-        pytest.param("llama", {"head_dim": 128}, {}, marks=pytest.mark.sweep),
-        pytest.param("gemma", {"head_dim": 256}, {}, marks=pytest.mark.sweep),
-        pytest.param("qwen3_next", {}, {}, marks=pytest.mark.sweep),
-        pytest.param("deepseek_v3", {}, {}, marks=pytest.mark.sweep),
-        pytest.param("gpt_oss", {}, {}, marks=pytest.mark.sweep),
-        pytest.param("gpt_oss", {}, {"mode": "mxfp4"}, marks=pytest.mark.sweep),
+        ("llama", {"head_dim": 128}, {}),
+        ("gemma", {"head_dim": 256}, {}),
+        ("qwen3_next", {}, {}),
+        ("deepseek_v3", {}, {}),
+        ("gpt_oss", {}, {}),
+        ("gpt_oss", {}, {"mode": "mxfp4"}),
     ],
 )
 def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, options):

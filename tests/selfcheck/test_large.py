@@ -104,7 +104,7 @@ print((peak - before) * 1024, max(sizes)[0])
 """
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # of real sizes
 def test_the_real_sizes_fit(simulated):
     """The kernels are encoded and do not run; the references do, and the memory of all is counted."""
     peak, arguments = map(int, python(REAL).split())

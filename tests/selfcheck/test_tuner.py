@@ -289,7 +289,7 @@ def threads_of_token(simulated, call) -> dict[str, int]:
     return {line[0]: int(line[line.index("of") + 1].partition("x")[0]) for line in lines}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # times each launch of a model's kernels
 def test_a_model_runs_what_is_fastest(new_machine, monkeypatch, capsys):
     """Found at its first calls, also by a captured token, remembered for the next process, and shown."""
     model = quantised()

@@ -123,7 +123,7 @@ def write_model(
         if kind == "f32" or not _is_quantized(name, values, kind):
             writer.add_tensor(name, values)
             continue
-        if kind == "q8_0":
+        if kind in ("q8_0", "f16", "bf16"):
             blocks = quantize(values, type_of(kind))
         else:
             blocks = random_blocks(kind, values.shape, sum(map(ord, name)), 0.001 / values.shape[-1] ** 0.5)

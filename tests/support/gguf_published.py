@@ -601,6 +601,17 @@ PUBLISHED["olmo"] = Published(
     lambda config: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 1.0},
     split=llama_rope,
 )
+# Mixtral-8x7B, made small: 2 of 8 experts are chosen, four heads share their keys, experts are wide inside.
+PUBLISHED["llama:mixtral"] = Published(
+    "mixtral",
+    lambda hidden: {
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 3 * hidden},
+        **{"num_key_value_heads": 1, "head_dim": hidden // 4, "rms_norm_eps": 1e-5},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    lambda config: {"expert_count": 8, "rope.dimension_count": config.head_dim},
+    split=llama_rope,
+)
 PUBLISHED["arcee"] = Published("arcee", lambda hidden: {}, split=llama_rope)
 COHERE = {"tie_word_embeddings": True, "logit_scale": 0.25, "layer_norm_eps": 1e-5}
 COHERE_KEYS = {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.25, "rope.scaling.type": "none"}

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from support import tiny_models
+from support.experts_on_disk import same
 from torch_moe_mps.checkpoints.in_place import quantize_model
 from torch_moe_mps.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.models.upstream.calls import cache_among, cache_argument
@@ -84,6 +85,15 @@ class Conversation:
             logits.append(out.logits.cpu())
             self.token = out.logits[:, -1:].argmax(-1)
         return logits
+
+
+def same_answers(resident, model, tokens: int = 3) -> None:
+    """Asserts that logits of a prompt, and of tokens one by one, have the same bits."""
+    a, b = Conversation(resident), Conversation(model)
+    assert torch.equal(a.token, b.token)
+    for mine, other in zip(a.tokens(tokens), b.tokens(tokens), strict=True):
+        assert same(mine, other)
+    assert same(resident(prompt()).logits, model(prompt()).logits)
 
 
 def generate(model, ids: torch.Tensor, **options) -> torch.Tensor:

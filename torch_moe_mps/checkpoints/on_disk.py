@@ -161,9 +161,15 @@ def _dense(source: Source, recipe: Mapping[str, Any] | None) -> tuple[Any, Any]:
     return model, quantizer_for(source, model, source.files, recipe)
 
 
-def layers_of(model: nn.Module, on_mps: bool = False) -> list[Layer]:
-    """The layers of the experts of a model, by `placed`. Raises: ValueError if there are none."""
-    result = [_layer(name, module, on_mps) for name, module in experts_of(model).items()]
+def layers_of(model: nn.Module, has_rows: bool = False) -> list[Layer]:
+    """The layers of the experts of a model, by `placed`.
+
+    Args:
+        has_rows: whether the rows of dense experts lie in memory as [outputs, inputs] in every class.
+
+    Raises: ValueError if there are none.
+    """
+    result = [_layer(name, module, has_rows) for name, module in experts_of(model).items()]
     if not result:
         expected = "for a model whose experts have transformers' interface"
         got = type(model).__name__
@@ -295,7 +301,9 @@ class _Weights(NamedTuple):
 def _weights_of(source: Source, recipe: Mapping[str, Any] | None, model: Any) -> _Weights:
     """The weights of a checkpoint's model. Raises: ValueError for a model without experts."""
     on_gpu = "mps" in str(source.others.get("device_map"))
-    limit, layers = memory_for_models(torch.backends.mps.is_available()), layers_of(model, on_gpu)
+    # On mps, kernels read experts by their outputs. The loader keeps those of a GGUF file as they lie there.
+    layers = layers_of(model, has_rows=on_gpu or source.gguf is not None)
+    limit = memory_for_models(torch.backends.mps.is_available())
     tables = _tables(source, recipe, model, limit)
     rows = 0 if tables is None else sum(each.experts * sum(each.sizes) for each in tables.layers)
     experts = sum(map(bytes_of_experts, experts_of(model).values()))
@@ -381,10 +389,10 @@ def _key(source: Source, model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _layer(name: str, module: nn.Module, on_mps: bool) -> Layer:
-    """The layer of an experts module; its matrices lie on mps as its kernels read them (`align_weights`)."""
+def _layer(name: str, module: nn.Module, has_rows: bool) -> Layer:
+    """The layer of an experts module."""
     tensors = tensors_of(module)
-    is_turned = on_mps and is_transposed(module) and not is_quantized(module)
+    is_turned = has_rows and is_transposed(module) and not is_quantized(module)
     layer = Layer(name, count_of(module), {}, tuple(projections(module)) if is_turned else ())
     return replace(layer, tensors=_shapes(transposed(layer, tensors)))
 

@@ -48,7 +48,7 @@ def test_logsumexp(mx, seed):
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # a kernel is compiled for each barrier
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("kernel", "header"), [SOFTMAX, LOGSUMEXP])
 def test_every_barrier_of_theirs_is_missed(tmp_path, kernel, header, seed):

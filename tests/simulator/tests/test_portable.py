@@ -42,7 +42,7 @@ def test_it_imports_nothing_of_its_surroundings():
             assert "moe_mps" not in path.read_text(), path
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # installs and builds the simulator anew
 def test_its_example(simulated, tmp_path):
     """Its folder, installed without the package beside it, builds, runs, and finds what is wrong."""
     folder, copy = tmp_path / "folder", tmp_path / "installed" / "simulator"

@@ -118,6 +118,7 @@ class Architecture(NamedTuple):
         values: {name of a tensor in a layer, or of one outside: its conversion}.
         config: metadata -> further entries of the config; common ones may be among them.
         gating: number of the router's function, for a class that has only one.
+        needs_experts: True where transformers reads the files of this name that declare no experts.
     """
 
     model_type: str | Callable[[Stated], str]
@@ -126,6 +127,7 @@ class Architecture(NamedTuple):
     values: Mapping[str, Value] = MappingProxyType({})
     config: Callable[[Stated], dict[str, Any]] = lambda stated: {}
     gating: int | None = None
+    needs_experts: bool = False
 
 
 def minus_one(config: Any, tensors: list[Tensor]) -> Tensor:
@@ -250,14 +252,22 @@ _IGNORED = ("vocab_size", "attention.causal", "attention.key_length", "attention
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
-def config_of(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Entries of the config that a file of a known architecture states.
+def row_of(metadata: Mapping[str, Any]) -> Architecture | None:
+    """The row that reads a file; None for one that transformers reads, or nobody."""
+    architecture = metadata["general.architecture"]
+    row = ARCHITECTURES.get(architecture)
+    if row is not None and row.needs_experts and not metadata.get(f"{architecture}.expert_count"):
+        return None
+    return row
+
+
+def config_of(row: Architecture, metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Entries of the config that a file of a row states.
 
     Raises: ValueError for a missing key, for one whose meaning is not known, and for values that
         contradict each other.
     """
     stated = Stated(metadata, names)
-    row = ARCHITECTURES[stated.architecture]
     model_type = row.model_type if isinstance(row.model_type, str) else row.model_type(stated)
     fields = _fields(CONFIG_MAPPING[model_type])
     result: dict[str, Any] = {
@@ -616,6 +626,18 @@ def _lfm2_moe(stated: Stated) -> dict[str, Any]:
     }
 
 
+def _mixtral(stated: Stated) -> dict[str, Any]:
+    """Nothing further.
+
+    Raises: ValueError for a tensor of each expert, as files have them from before April 2024.
+    """
+    if layers := stated.layers_with("ffn_gate.0.weight"):
+        expected = "the experts of a layer must be one tensor, ffn_gate_exps.weight"
+        got = f"blk.{layers[0]}.ffn_gate.0.weight of one expert, as in files from before April 2024"
+        raise ValueError(f"moe_mps::gguf: {expected}, got {got}")
+    return {}
+
+
 def _mistral3(stated: Stated) -> dict[str, Any]:
     """Its metadata have mscale_all_dim as it is, and a factor of queries that grows with the position."""
     rope = _rope(stated, stated.get("rope.dimension_count"))
@@ -853,6 +875,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _SIGMOID,
     ),
     "lfm2moe": Architecture("lfm2_moe", config=_lfm2_moe, gating=_SIGMOID),
+    "llama": Architecture(
+        "mixtral", values=_LLAMA_ROPE, config=_mixtral, gating=_SOFTMAX, needs_experts=True
+    ),
     "llama4": Architecture(
         "llama4_text",
         values={

@@ -37,7 +37,7 @@ from ...quantization.gguf import (
 )
 from ..quantize.target import Target
 from ..quantize.weights import as_int32
-from .architectures import ARCHITECTURES, config_of
+from .architectures import ARCHITECTURES, config_of, row_of
 from .header import (
     Header,
     check_offsets,
@@ -115,8 +115,8 @@ def known_types() -> dict[int, tuple[str, int, int]]:
     return {int(kind): item for kind, item in known.items()} | NEWER_TYPES
 
 
-def read_file(path: str) -> tuple[str, list[GgufTensor]]:
-    """Architecture and tensors of a file, as maps of its bytes.
+def read_file(path: str) -> tuple[Mapping[str, Any], list[GgufTensor]]:
+    """Metadata of a file, and its tensors as maps of its bytes.
 
     Args:
         path: of the file, or of its first part.
@@ -137,7 +137,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
             raise ValueError(
                 f"moe_mps::gguf: {part} is damaged or not in GGUF ({first_line(error)})"
             ) from error
-    return str(first.metadata["general.architecture"]), result
+    return first.metadata, result
 
 
 def _check_names(first: Header, tensors: list[GgufTensor]) -> None:
@@ -194,10 +194,10 @@ def check_file(path: str) -> None:
     """
     if find_spec("gguf") is None:
         return
-    architecture, _ = read_file(path)
-    if other := _other_contents(header_of(path).metadata):
+    metadata, _ = read_file(path)
+    if other := _other_contents(metadata):
         raise ValueError(f"moe_mps::gguf: {path} must be the file of a language model, got {other}")
-    known = read_architectures()
+    known, architecture = read_architectures(), metadata["general.architecture"]
     if architecture not in known:
         raise ValueError(
             f"moe_mps::gguf: {path} must be of an architecture among {', '.join(known)}; got {architecture}"
@@ -314,17 +314,18 @@ class _Converted:
 
 
 def placing_of(
-    architecture: str, model: PreTrainedModel, names: Iterable[str] = ()
+    metadata: Mapping[str, Any], model: PreTrainedModel, names: Iterable[str] = ()
 ) -> _Processed | _Converted | Named:
-    """Placement of an architecture's tensors, by our row or the loader of transformers that reads it.
+    """Placement of a file's tensors, by our row or the loader of transformers that reads it.
 
     Args:
-        names: of the tensors in the file.
+        metadata, names: of the file, and of its tensors.
     """
     from ...models.upstream.weights import is_gguf_arch_supported
 
-    if architecture in ARCHITECTURES:
-        return Named(architecture, model, names)
+    architecture = metadata["general.architecture"]
+    if (row := row_of(metadata)) is not None:
+        return Named(row, architecture, model, names)
     converts = is_gguf_arch_supported(architecture)
     return (_Converted if converts else _Processed)(architecture, model)
 
@@ -423,13 +424,14 @@ class GgufFile:
     """
 
     def __init__(self, path: str, model: PreTrainedModel):
-        architecture, self.tensors = read_file(path)
+        metadata, self.tensors = read_file(path)
         for tensor in self.tensors:
             if tensor.name.endswith(".scale"):  # NVFP4 files may have them, beside weights
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
-        self._placing = placing_of(architecture, model, (tensor.name for tensor in self.tensors))
-        self._class = architecture, type(model), _config_of_class(model)
+        names = (tensor.name for tensor in self.tensors)
+        self._placing = placing_of(metadata, model, names)
+        self._class = metadata["general.architecture"], type(model), _config_of_class(model)
         self.parts: dict[str, list[GgufTensor]] = defaultdict(list)
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
@@ -574,10 +576,9 @@ def stated_config(path: str) -> dict[str, Any]:
     """
     check_file(path)
     metadata, names = copy.deepcopy(header_of(path).metadata), tuple(tensor_names_in(path))
-    architecture = metadata["general.architecture"]
-    if architecture in ARCHITECTURES:
-        return config_of(metadata, names)
-    if architecture in gguf.GGUF_CONFIG_ARCHS:
+    if (row := row_of(metadata)) is not None:
+        return config_of(row, metadata, names)
+    if metadata["general.architecture"] in gguf.GGUF_CONFIG_ARCHS:
         stated: dict[str, Any] = gguf.get_gguf_config(metadata, names)
         return stated
     return config_of_first_loader(path)

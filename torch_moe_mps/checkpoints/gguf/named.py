@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .architectures import ARCHITECTURES, Architecture
+from .architectures import Architecture
 
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)(_bias)?$")
 _OF_EXPERTS = {
@@ -32,13 +32,14 @@ class Named:
     """Names and values of parameters, by a row of ARCHITECTURES.
 
     Args:
+        architecture: name of the row.
         names: of the tensors in the file.
     """
 
-    def __init__(self, architecture: str, model: PreTrainedModel, names: Iterable[str]):
+    def __init__(self, row: Architecture, architecture: str, model: PreTrainedModel, names: Iterable[str]):
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-        self._row, self._config = ARCHITECTURES[architecture], model.config.get_text_config()
+        self._row, self._config = row, model.config.get_text_config()
         layers = self._config.num_hidden_layers
         kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
         self._table = get_tensor_name_map(kind, layers)

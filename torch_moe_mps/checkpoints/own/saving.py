@@ -54,10 +54,19 @@ def describe_when_saving(model: nn.Module) -> None:
 
 
 def restore_saving(model: nn.Module) -> None:
-    """Undoes `describe_when_saving`, but for models that stay quantised."""
-    for module in model.modules():
-        if made_as(type(module), _DESCRIBED) is not None and _described(module) is module:
-            restore_class(module, _DESCRIBED)
+    """Undoes `describe_when_saving`, but for models whose own config does not describe their weights."""
+    for part in _outermost(model, PreTrainedModel):
+        if made_as(type(part), _DESCRIBED) is not None and _is_described(part):
+            for module in part.modules():
+                restore_class(module, _DESCRIBED)
+
+
+def _is_described(model: Any) -> bool:
+    """True if transformers' own `save_pretrained` writes what `_described` does."""
+    stored, right = getattr(model.config, "quantization_config", None), config_of(model)
+    if right is None:
+        return not is_ours(stored)
+    return isinstance(stored, QuantizationConfig) and stored.to_dict() == right.to_dict()
 
 
 @functools.cache

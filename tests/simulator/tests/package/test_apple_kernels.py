@@ -611,7 +611,7 @@ def registers_of_formats(*starts: str) -> str:
 IN_FLOAT32 = re.compile("(?!quantized)|.*_(affine4|mxfp4|q4_k|iq4_xs)$")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles most libraries
 @pytest.mark.parametrize("kind", [*filter(IN_FLOAT32.match, KINDS)])
 def test_registers_fit_the_bound(simulated, kind):
     """In float32. Those of bfloat16 are pinned below; float16 needs no more than it."""
@@ -687,7 +687,7 @@ def test_every_group_is_pinned():
     assert pinned("costs").keys() == GROUPS.keys()
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles the libraries of all formats
 @pytest.mark.pinned
 @pytest.mark.parametrize("formats", FORMATS)
 def test_registers_of_formats(simulated, formats):

@@ -42,7 +42,7 @@ def test_one_token_is_bound_by_dram(simulated, format, size):
         assert {row.measurement.bounds(gpu).binding for row in own} == {"dram"}, gpu.name
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # of real sizes
 @pytest.mark.parametrize("inputs, rows", [(2048, 6144), (4096, 4096)])
 def test_eight_tokens_fill_the_gpu(simulated, inputs, rows):
     """Predicted with the latency of few threadgroups; a threadgroup stands for all."""

@@ -24,7 +24,7 @@ def test_published_measurement(entry):
     assert low <= entry.ratio() <= high
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # of real sizes
 def test_fewer_instructions_keep_their_registers(simulated):
     """fastmlx built a gemm like ours on an M3 Max: 24 % fewer instructions than MLX's, and 1.2 to 1.6 times
     its time at many rows. Slots alone do not rank two kernels, as one with many registers hides less latency.

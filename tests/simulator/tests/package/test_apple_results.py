@@ -111,14 +111,14 @@ class TestMlx:
             ("int8", 768, "_fast"),
         ],
     )
-    @pytest.mark.sweep
+    @pytest.mark.sweep  # compiles MLX's kernels
     def test_quantised_experts(self, name, inputs, fast):
         m = Matrices(cases.FORMATS[name], "f16", 64, inputs, EXPERTS)
         prefix = "affine" if m.format.mode == "affine" else "fp"
         names = self.experts(m, mlx_quantized.gather_qmv, mlx_quantized.gather_qmm_rhs)
         assert names == [f"{prefix}_gather_qmv{fast}", f"{prefix}_gather_qmm_rhs"]
 
-    @pytest.mark.sweep
+    @pytest.mark.sweep  # compiles MLX's kernels
     def test_dense_experts(self):
         m = Matrices(DENSE, "f16", 96, 80, EXPERTS)
         assert self.experts(m, mlx_dense.gather_mv, mlx_dense.gather_mm_rhs)
@@ -145,23 +145,22 @@ class TestMlx:
             names.append(self.check(launch, {**weights, "x": x}, x.astype(np.float64) @ dense[0].T))
         return names
 
-    @pytest.mark.parametrize(
-        "name, gpu",
-        [pytest.param(n, gpu, marks=SWEEP) for n in ("int4", "mxfp4", "int6") for gpu in ("M2", "M4 Max")],
-    )
+    @pytest.mark.sweep  # compiles MLX's kernels
+    @pytest.mark.parametrize("gpu", ["M2", "M4 Max"])
+    @pytest.mark.parametrize("name", ["int4", "mxfp4", "int6"])
     def test_one_quantised_matrix(self, name, gpu):
         m = Matrices(cases.FORMATS[name], "f16", 64, 512)
         prefix = "affine" if m.format.mode == "affine" else "fp"
         few = "wide" if prefix == "fp" or gpu == "M4 Max" else "fast"
         assert self.linears(m, gpu) == [f"{prefix}_{n}" for n in ("qmv_fast", f"qmv_{few}", "qmm_t_splitk")]
 
-    @pytest.mark.sweep
+    @pytest.mark.sweep  # compiles MLX's kernels
     def test_a_tile_of_a_quantised_matrix(self):
         """With enough tiles the inputs are not shared out."""
         m = Matrices(cases.FORMATS["int4"], "f16", 512 * 32, 64)
         assert self.linears(m, "M1", (40,)) == ["affine_qmm_t"]
 
-    @pytest.mark.sweep
+    @pytest.mark.sweep  # compiles MLX's kernels
     @pytest.mark.parametrize("gpu, names", [("M1", "gemv gemm gemm"), ("M4 Max", "gemv gemv_wide gemm")])
     def test_one_dense_matrix(self, gpu, names):
         assert self.linears(Matrices(DENSE, "f16", 320, 128), gpu) == names.split()
@@ -191,7 +190,7 @@ class TestMlx:
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # measures ours and MLX's kernels for each table
 class TestCommand:
     def run(self, capsys, *arguments) -> list[str]:
         assert command.main(list(arguments)) == 0
@@ -263,7 +262,7 @@ class TestCommand:
             seconds = 48 * 1024 * 2048 * of_a_token / (128e6 * gpu.core_cycles_per_us)
             assert 1.0 < float(parts[" " + name]) / seconds < 2.0
 
-    @pytest.mark.sweep
+    @pytest.mark.sweep  # of real sizes
     def test_a_prompt_of_mlx(self, simulated):
         """Products at the rate of issue, too; an expert's 16 rows or so fill a tile in part."""
         gpu, tokens = apple.GPUS["M4 Max"], 256
@@ -304,7 +303,7 @@ def test_a_sample_of_one_dispatch_leaves_the_next_its_lists(simulated, tokens):
         assert slots[1] == pytest.approx(slots[0], rel=0.1)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # whole runs
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "bf16"])
 def test_weights_that_are_touched_are_counted_once(simulated, format):
     """Whole runs count the lines of memory; it is what a matmul cannot but read and write."""

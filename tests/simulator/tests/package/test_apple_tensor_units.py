@@ -33,7 +33,7 @@ def test_slots_and_registers(simulated, format, tokens, kernel, slots, registers
     assert measured.fits
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # of a kernel for more tokens
 def test_the_units_are_a_bound_beside_the_rest(simulated):
     """At 512 multiply-adds a cycle and core; other GPUs have none, and other kernels use none."""
     measured, gpu = first("int4", 64, True), GPUS["M5 Max"]

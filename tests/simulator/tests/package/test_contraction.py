@@ -8,7 +8,6 @@ import sys
 import pytest
 from simulator.testing import linux_only
 from support.processes import REPOSITORY, python
-from support.sweep import in_sweep
 
 pytestmark = linux_only
 SWITCH = "METAL_SIMULATOR_CONTRACTION"
@@ -45,9 +44,9 @@ def test_contraction_is_a_choice_of_the_simulator(schedule, within_a_statement, 
     assert ast.literal_eval(python(PROBED, **{SWITCH: schedule})) == expected
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # a run of tests for each room and schedule
 @pytest.mark.parametrize("schedule", ["off", "fast"])
-@pytest.mark.parametrize("room", in_sweep(ROOMS, always=["rope"]))
+@pytest.mark.parametrize("room", ROOMS)
 def test_operators_are_right_with_other_contraction(room, schedule):
     """All tests of an operator family that run kernels, with oracles in float64."""
     command = [

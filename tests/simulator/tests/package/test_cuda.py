@@ -209,10 +209,6 @@ def some_cases() -> list:
     ]
 
 
-# Of the cases each fifth always, and all in the sweep.
-every = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.sweep)])
-
-
 @pytest.fixture
 def plan(simulated, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "COLD_BYTES", 1)  # one input set
@@ -242,11 +238,10 @@ def traced(dispatch) -> str:
     return f"{dispatch.kernel} grid {grid} of {size(dispatch.threads)}:{memory}"
 
 
-@pytest.mark.sweep
-@every
-def test_recorded_is_what_is_encoded(plan, simulated, every):
+@pytest.mark.sweep  # of each kernel that is timed
+def test_recorded_is_what_is_encoded(plan, simulated):
     """Kernels, grids, threads, threadgroup memory and setBytes lengths equal those of a trace."""
-    cases = some_cases()[every // 2 :: every]
+    cases = some_cases()
     for recording, case in zip(loaded(plan, cases).recordings, cases, strict=True):
         shapes = Shapes("mps")
         inputs = {**case.weights(shapes), **case.inputs(shapes)}
@@ -272,11 +267,10 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         assert every - beside <= found
 
 
-@pytest.mark.sweep
-@every
-def test_replayed_results(plan, every):
+@pytest.mark.sweep  # of each kernel that is timed
+def test_replayed_results(plan):
     """A plan that went through its files gives results that are right against float64."""
-    plan = loaded(plan, some_cases()[every // 2 :: every])
+    plan = loaded(plan, some_cases())
     assert any(dispatch.indirect for recording in plan.recordings for dispatch in recording.dispatches)
     for recording in plan.recordings:
         for row in runner(plan).run(recording):
@@ -292,16 +286,15 @@ def test_parts(plan):
     assert gate_up == 2 * 2 * 128 * 512 * bits / 8 and down == gate_up / 2 and whole == gate_up + down
 
 
-@pytest.mark.sweep
-@every
-def test_wrong_results_show(plan, every):
+@pytest.mark.sweep  # of each kernel that is timed
+def test_wrong_results_show(plan):
     """Where kernels write nothing, every case says so."""
 
     class Idle(SimulatedGpu):
         def prepare(self, dispatch, arguments):
             return lambda grid: None
 
-    plan, shown = loaded(plan, some_cases()[every // 2 :: every]), 0
+    plan, shown = loaded(plan, some_cases()), 0
     for recording in plan.recordings:
         run = functools.partial(runner(plan, machine=Idle(plan)).run, recording)
         if any(dispatch.indirect for dispatch in recording.dispatches):
@@ -406,7 +399,7 @@ def mlx_plan(plan):
         ("mxfp4", 2, ["MLX fp_gather_qmv_fast", "MLX fp_gather_qmv"]),
     ),
 )
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles MLX's kernels
 def test_mlx_peers(mlx_plan, format_, tokens, expected):
     """MLX's kernels, launched as cases/mlx.py says, are right against float64."""
     plan = loaded(mlx_plan, [Experts("experts", format_, "f16", tokens, *SHAPE)])
@@ -416,7 +409,7 @@ def test_mlx_peers(mlx_plan, format_, tokens, expected):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles MLX's kernels
 def test_mlx_attention_peer(mlx_plan, tokens):
     """Ours and MLX's attention are right against float64."""
     plan = loaded(mlx_plan, [Attention(4, 2, tokens, 130, 64, 64, "f16")])
@@ -424,7 +417,7 @@ def test_mlx_attention_peer(mlx_plan, tokens):
     assert (row.wrong, row.peer, row.peer_wrong) == ("", "MLX sdpa_vector_2pass", "")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles MLX's kernels
 def test_mlx_gated_delta_peer(mlx_plan):
     """Ours, and MLX's recurrence alone, are right against float64: a token and some."""
     plan = loaded(mlx_plan, [fused.Delta("fused", tokens, 1, 2, 128, "bf16") for tokens in (1, 3)])
@@ -441,7 +434,7 @@ def test_mlx_gated_delta_peer(mlx_plan):
         (14, ["qmm_t_splitk", "qmv_fast", "qmv_wide"]),
     ),
 )
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles MLX's kernels
 def test_mlx_linear_peers(mlx_plan, tokens, expected):
     """Ours is compared with every kernel that MLX takes on one of Apple's GPUs, split inputs included."""
     plan = loaded(mlx_plan, [Linear("linear", "int4", "f16", tokens, 512, 64)])

@@ -79,7 +79,7 @@ def test_shaders_pass(file):
     assert problems_of([name for name in LIBRARIES[file] if name in ALWAYS]) == []
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # compiles all libraries
 @pytest.mark.parametrize("file", LIBRARIES)
 def test_all_shaders_pass(file):
     assert problems_of(LIBRARIES[file]) == []
