@@ -112,6 +112,7 @@ class TiledAttention(Attention):
     """Keys and values in tiles of so many bits; those of the first and the last 128 tokens are dense."""
 
     group: ClassVar[str] = "attention"
+    has_float_matrices: ClassVar[bool] = True  # scales are in the queries, factors in the probabilities
     k_bits: int = 4
     v_bits: int = 4
 

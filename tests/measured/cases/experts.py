@@ -31,6 +31,7 @@ class Case:
     operator: str
     dtype: str
     mutated: ClassVar[tuple[str, ...]] = ()  # inputs that the operator changes
+    has_float_matrices: ClassVar[bool] = False  # of numbers that a kernel computes, which 16 bits do not hold
     parts: ClassVar[
         dict[str, str]
     ] = {}  # two parts that are timed alone too, and how the weights of each begin

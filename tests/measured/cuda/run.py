@@ -47,8 +47,10 @@ def case_of(recording: Recording) -> Case:
 
 
 def uses_tf32(case: Case) -> bool:
-    """Float matrices of 16-bit data are multiplied in one product; of float32 in three."""
-    return getattr(case, "dtype", "") in ("f16", "bf16")
+    """Float matrices of 16-bit data are multiplied in one product; of float32, and of numbers that a kernel
+    computed from its data, in three.
+    """
+    return getattr(case, "dtype", "") in ("f16", "bf16") and not case.has_float_matrices
 
 
 def jobs(plan: Plan, recordings: list[Recording], architecture: str, with_peers: bool) -> list[Job]:

@@ -67,10 +67,6 @@ class TiledStates(Deferred):
         """True if it has all columns of its tiles."""
         return self.shape[3] == self.tile.width
 
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        return self.dense.nbytes + self.tiles.nbytes
-
     def columns(self, first: int, width: int) -> "TiledStates":
         """Some of all columns of the tiles."""
         return TiledStates(self.dense, self.tiles, self.tile, self.left_out, (first, width))
