@@ -179,6 +179,11 @@ struct Block {
     }
   }
 
+  static Place in_step(Place outer) {
+    if constexpr (kAnew) return outer.again();
+    return outer;
+  }
+
   // Adds the keys and values of a range. K and V are C, or KeyTiles and ValueTiles.
   template <typename K, typename V>
   static void add_keys(thread Sums& sums, K keys, V values, thread const Mask& mask,
@@ -188,7 +193,7 @@ struct Block {
     const bool has_values = outer.member * 8 * kValueTiles < params.v.width;
     const uint begin = K::kTiled ? range.begin / kTeamTile * kTeamTile : range.begin;
     for (uint step = begin; step < range.end; step += kTeams * kTeamTile) {
-      const Place place = kAnew ? outer.again() : outer;
+      const Place place = in_step(outer);
       const uint tile = step + place.team * kTeamTile;
       const bool inside = all_see<K>(range, tile, params);
       Scores scores;

@@ -61,8 +61,8 @@ struct KeyTiles {
 
   Tiles<T> tiles;
 
-  // Column `fragment` of a row, less that of fragment 0.
-  static uint column_of(int fragment) { return fragment / kHalf * 2 * kHalf + fragment % kHalf; }
+  // Column `piece` of a row, less that of the first.
+  static uint column_of(int piece) { return piece / kHalf * 2 * kHalf + piece % kHalf; }
   static uint first_column(uint row) { return row / 2 * kRun + row % 2 * kHalf; }
 
   // Stages queries in the order in which lanes hold the columns of a key.
@@ -119,14 +119,14 @@ struct KeyTiles {
         const float4 scales = four(source, row_exists) * float(1 << kBits);
         const float4 biases = four(source + tiles.width, row_exists) - scales;
         UNROLL for (int i = 0; i < 4; ++i) {
-          const int fragment = 4 * part + i;
+          const int piece = 4 * part + i;
           Matrix keys[kKeys];
           UNROLL for (int n = 0; n < kKeys; ++n) {
-            keys[n] = matrix_of(pair_of_codes<kBits>(runs[n].v[fragment / kHalf], fragment % kHalf));
+            keys[n] = matrix_of(pair_of_codes<kBits>(runs[n].v[piece / kHalf], piece % kHalf));
           }
           UNROLL for (int t = 0; t < kQueryTiles; ++t) {
             const float2 two = float2(*reinterpret_cast<threadgroup const vec<typename B::Staged, 2>*>(
-                staged + own_query + first * (8 * kQueryTiles) + (fragment * kQueryTiles + t) * 64));
+                staged + own_query + first * (8 * kQueryTiles) + (piece * kQueryTiles + t) * 64));
             zeros[t] = fma(two, float2(biases[i]), zeros[t]);
             const Matrix query = matrix_of(two * scales[i]);
             UNROLL for (int n = 0; n < kKeys; ++n) {
