@@ -13,6 +13,7 @@ from . import FAMILIES
 from ._registry import DECLARED
 from ._sample import HEAD, Calls, Changes, Sample
 from .families.quantize import judged_by_importance
+from .families.tiles import judged_tiles
 
 # The family of each operator: its file here, and in csrc/ and shaders/.
 FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in module.CALLS}
@@ -33,7 +34,8 @@ OF_HEADS = {
 }
 # Where several results are right: what of them must agree, of the arguments and the results.
 JUDGED: dict[str, Callable[[dict[str, Any], list[Tensor]], list[Tensor]]] = {
-    "_quantize_by_importance": judged_by_importance
+    "_quantize_by_importance": judged_by_importance,
+    "_seal_tiles_": judged_tiles,
 }
 
 

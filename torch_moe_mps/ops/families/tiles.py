@@ -285,6 +285,19 @@ def _tiled_attention(
     return out.to(q.dtype if dtype is None else NAMED_DTYPES[dtype])
 
 
+def judged_tiles(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
+    """Distances of what new tiles decode to from the states, their numbers, and the other tiles.
+
+    Where a number is as far from one code as from the next, either is right.
+    """
+    tiles, states, start = results[0].view(torch.int32), arguments["states"], arguments["start"]
+    layout = TileFormat(states.shape[3], arguments["bits"], states.dtype, arguments["factors"])
+    before, new, after = tiles.tensor_split((start, start + states.shape[2] // TILE), 2)
+    numbers = new[..., layout.code_words :].contiguous().view(states.dtype)
+    apart = (elements_of_tiles(new, layout) - wide(states)).abs()
+    return [apart, numbers, torch.cat((before, after), 2)]
+
+
 def _tiles_of(s: Sample, width: int, count: int, bits: int, factors: bool) -> Tensor:
     layout = TileFormat(whole_groups(width), bits, s.dtype, factors)
     numbers = [s.values(1, 2, count, layout.width) / 2**bits, s.values(1, 2, count, layout.width)]
@@ -318,16 +331,20 @@ def _sealed_sample(s: Sample, bits: int, factors: bool) -> dict[str, Any]:
     layout = TileFormat(whole_groups(s.D), bits, s.dtype, factors)
     tiles = torch.zeros(2, 2, 3, layout.words, dtype=torch.int32, device=s.device)
     states = s.values(2, 2, 2 * TILE, layout.width)
+    states[0, 0, 3], states[..., 5] = 0.0, 0.0
     return {"states": states, "tiles_": tiles, "start": 1, "bits": bits, "factors": factors}
 
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
     others, keys = s.of("sinks[4] gate[1, T, 4, 1]", softcap=20.0), 300 + s.T
+    # Tile 1 is seen in part, and what lies behind it is not.
+    key_range = torch.tensor([[140, 200]], dtype=torch.int32, device=s.device)
     latents = {"v_tiles": None, "v_dense": s.values(1, 2, keys, whole_groups(s.V)), "dtype": "float32"}
     return [
         _cache_sample(s, 5),
         _cache_sample(s, 389, left_out=TILE) | others,
         {"attn_mask": s.values(1, 1, s.T, keys) > 0.0},
+        {"key_range": key_range},
         latents,
         *(change for bits in ((4, 2), (2, 4), (2, 2)) for change in _in_bits(s, *bits)),
     ]

@@ -53,7 +53,9 @@ struct StagedOf<T, true> {
 // C is DenseCache or QuantizedCache, or what reads one of them in another way. That has the cache, which says
 // how keys are stored: Metal has no derived classes. kKeyTiles, each of 8 keys, are those of a simdgroup: two
 // take half as many barriers as one, which leaves registers for 32 queries.
-template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles, int kKeyTiles = 2>
+// With kAnew a lane computes in each step where it is: more keys, or code for others, take the registers.
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles, int kKeyTiles = 2,
+          bool kAnew = false>
 struct Block {
   typedef typename C::Stored Stored;
   typedef typename Stored::Element T;
@@ -177,15 +179,21 @@ struct Block {
     }
   }
 
+  static Place in_step(Place outer) {
+    if constexpr (kAnew) return outer.again();
+    return outer;
+  }
+
   // Adds the keys and values of a range. K and V are C, or KeyTiles and ValueTiles.
   template <typename K, typename V>
   static void add_keys(thread Sums& sums, K keys, V values, thread const Mask& mask,
                        thread const Range& range, thread const int (&positions)[kQueryTiles][2],
                        Queries queries, threadgroup const Staged* staged, threadgroup Shared& shared,
-                       Place place, constant AttentionParams& params) {
-    const bool has_values = place.member * 8 * kValueTiles < params.v.width;
+                       Place outer, constant AttentionParams& params) {
+    const bool has_values = outer.member * 8 * kValueTiles < params.v.width;
     const uint begin = K::kTiled ? range.begin / kTeamTile * kTeamTile : range.begin;
     for (uint step = begin; step < range.end; step += kTeams * kTeamTile) {
+      const Place place = in_step(outer);
       const uint tile = step + place.team * kTeamTile;
       const bool inside = all_see<K>(range, tile, params);
       Scores scores;

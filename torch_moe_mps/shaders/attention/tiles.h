@@ -61,8 +61,8 @@ struct KeyTiles {
 
   Tiles<T> tiles;
 
-  // Column `fragment` of a row, less that of fragment 0.
-  static uint column_of(int fragment) { return fragment / kHalf * 2 * kHalf + fragment % kHalf; }
+  // Column `piece` of a row, less that of the first.
+  static uint column_of(int piece) { return piece / kHalf * 2 * kHalf + piece % kHalf; }
   static uint first_column(uint row) { return row / 2 * kRun + row % 2 * kHalf; }
 
   // Stages queries in the order in which lanes hold the columns of a key.
@@ -91,9 +91,8 @@ struct KeyTiles {
   // The dot products of the simdgroup's keys and all queries.
   template <typename B>
   void score(thread typename B::Scores& scores, threadgroup const typename B::Staged* staged, uint token,
-             typename B::Place outer, constant AttentionParams&) const {
+             typename B::Place place, constant AttentionParams&) const {
     constexpr int kKeys = B::kKeysOfLane, kQueryTiles = B::kQueries / 8;
-    const typename B::Place place = outer.again();
     device const uint* tile = tiles.tile(token);
     const uint row = place.matrix.row, row_words = tiles.width * kBits / 32;
     const uint own_query = row * 8 + 2 * place.matrix.quarter;
@@ -120,14 +119,14 @@ struct KeyTiles {
         const float4 scales = four(source, row_exists) * float(1 << kBits);
         const float4 biases = four(source + tiles.width, row_exists) - scales;
         UNROLL for (int i = 0; i < 4; ++i) {
-          const int fragment = 4 * part + i;
+          const int piece = 4 * part + i;
           Matrix keys[kKeys];
           UNROLL for (int n = 0; n < kKeys; ++n) {
-            keys[n] = matrix_of(pair_of_codes<kBits>(runs[n].v[fragment / kHalf], fragment % kHalf));
+            keys[n] = matrix_of(pair_of_codes<kBits>(runs[n].v[piece / kHalf], piece % kHalf));
           }
           UNROLL for (int t = 0; t < kQueryTiles; ++t) {
             const float2 two = float2(*reinterpret_cast<threadgroup const vec<typename B::Staged, 2>*>(
-                staged + own_query + first * (8 * kQueryTiles) + (fragment * kQueryTiles + t) * 64));
+                staged + own_query + first * (8 * kQueryTiles) + (piece * kQueryTiles + t) * 64));
             zeros[t] = fma(two, float2(biases[i]), zeros[t]);
             const Matrix query = matrix_of(two * scales[i]);
             UNROLL for (int n = 0; n < kKeys; ++n) {
@@ -259,7 +258,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
   typedef DenseCache<T> Dense;
   typedef KeyTiles<T, Bits::kKeys> Keys;
   typedef ValueTiles<T, Bits::kValues> Values;
-  typedef Block<Dense, kTeams, kMembers, kValueTiles, kQueryTiles, kKeyTiles> B;
+  typedef Block<Dense, kTeams, kMembers, kValueTiles, kQueryTiles, kKeyTiles, true> B;
   threadgroup typename B::Shared shared;
   constant AttentionParams& params = all.attention;
   threadgroup typename B::Staged* staged = reinterpret_cast<threadgroup typename B::Staged*>(memory);
@@ -287,7 +286,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
     typename B::Range dense = range;
     dense.begin = part == 0 ? range.begin : max(range.begin, first_own);
     dense.end = part == 0 ? min(end, kTileTokens) : end;
-    B::add_keys(sums, keys, values, mask, dense, positions, queries, staged, shared, place.again(), params);
+    B::add_keys(sums, keys, values, mask, dense, positions, queries, staged, shared, place, params);
   }
   typename B::Range tiled = range;
   tiled.begin = max(range.begin, kTileTokens);
@@ -297,7 +296,7 @@ template <typename T, typename Bits, int kTeams, int kMembers, int kValueTiles, 
     const Values values = {Tiles<T>(v_tiles, queries.batch, queries.key_head, all.v)};
     Keys::template stage<B>(staged, q, queries, thread_index, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    B::add_keys(sums, keys, values, mask, tiled, positions, queries, staged, shared, place.again(), params);
+    B::add_keys(sums, keys, values, mask, tiled, positions, queries, staged, shared, place, params);
   }
   B::finish(sums, positions, queries, sinks, gate, output, partials, shared, group.x, place, params);
 }
