@@ -65,7 +65,7 @@ BUILT = [
 def test_everything_is_built_and_compared(few, capsys, monkeypatch, whole):
     monkeypatch.setattr(check, "control", control)
     built = libraries.libraries([torch.float32], [Format.named("affine4_32")])
-    assert len(built) == 54 and {*BUILT} <= {*built}
+    assert len(built) == 71 and {*BUILT} <= {*built}
     if not whole:
         built = BUILT
         monkeypatch.setattr(check, "OPERATORS", OFTEN)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.ops.tiles import words_of_codes
 from support.oracles_operators import expected, written
 
 from torch_moe_mps.ops import OPERATORS
@@ -10,8 +11,11 @@ from torch_moe_mps.ops._checks import dtype_name
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import copies, more_samples, packet, sample_arguments
 
-# Their activations have the dtypes of a formula, or there are none.
-WITHOUT = ("_pointwise", "embedding_quantized", "_expert_slots", "moe_bucket", "moe_compute_ids_tpe")
+# Their activations have the dtypes of a formula, or there are none, or they are rounded to codes.
+WITHOUT = (
+    *("_pointwise", "embedding_quantized", "_expert_slots", "moe_bucket", "moe_compute_ids_tpe"),
+    "_seal_tiles_",
+)
 
 
 def in_float64(name: str, arguments: dict) -> dict:
@@ -22,6 +26,12 @@ def in_float64(name: str, arguments: dict) -> dict:
         if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
             more = 1 + 1e-7 * torch.rand(value.shape, generator=generator, dtype=torch.float64)
             made[argument] = value.double() * more if argument in declared else value.bfloat16()
+    for part in "kv":
+        if (tiles := arguments.get(f"{part}_tiles")) is not None:
+            codes = words_of_codes(arguments[f"{part}_dense"].shape[3], arguments[f"{part}_bits"])
+            words = tiles.view(torch.int32)
+            numbers = words[..., codes:].contiguous().view(torch.float32).double()
+            made[f"{part}_tiles"] = torch.cat((words[..., :codes], numbers.view(torch.int32)), -1)
     if name in ("router_logits", "_heads_quantized"):
         made["dtype"] = "float64"
     return made

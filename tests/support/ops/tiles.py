@@ -18,8 +18,12 @@ TILE = 128
 WHOLE = ("_tiled_attention",)
 
 
+def words_of_codes(width: int, bits: int) -> int:
+    return TILE * width * bits // 32
+
+
 def words_of(width: int, bits: int, dtype: torch.dtype, factors: bool) -> int:
-    return TILE * width * bits // 32 + (2 * width + TILE * factors) * dtype.itemsize // 4
+    return words_of_codes(width, bits) + (2 * width + TILE * factors) * dtype.itemsize // 4
 
 
 def in_words(numbers: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -37,7 +41,7 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
 def decoded(tiles: Tensor, width: int, bits: int, dtype: torch.dtype, factors: bool):
     """[B, Hk, 128 N, D] in float64, and the magnitudes of the terms that kernels may add up."""
     words = tiles.view(torch.int32)
-    split = TILE * width * bits // 32
+    split = words_of_codes(width, bits)
     numbers = exact(words[..., split:].contiguous().view(dtype))
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     codes = words[..., :split].contiguous().numpy().view(np.uint32)[..., None] >> shifts
@@ -128,7 +132,7 @@ def invalid__seal_tiles_(zeros):
 def draw_tiles(d, shape: tuple[int, ...], dtype: torch.dtype, bits: int, factors: bool) -> Tensor:
     """Random codes; numbers as quantised normal ones have them."""
     *leading, width = shape
-    codes = torch.randint(-(2**31), 2**31, (*leading, TILE * width * bits // 32), generator=d.generator)
+    codes = torch.randint(-(2**31), 2**31, (*leading, words_of_codes(width, bits)), generator=d.generator)
     numbers = [
         d.values(*leading, width, dtype=dtype).abs() * 2.0**-bits,
         d.values(*leading, width, dtype=dtype),

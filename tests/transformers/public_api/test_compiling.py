@@ -104,8 +104,8 @@ norms_bf16: 356
 pointwise_bf16: 185
 rope_bf16: 357
 routing_4_bf16: 425
-attention_128_bf16: 837
-all: 3221
+attention_128_bf16: 884
+all: 3268
 """,
         )
 

@@ -305,12 +305,15 @@ def _tiles_of(s: Sample, width: int, count: int, bits: int, factors: bool) -> Te
     return torch.cat((s.codes(1, 2, count, layout.code_words), *words), -1)
 
 
-def _cache_sample(s: Sample, position: int, left_out: int = 0) -> dict[str, Any]:
-    """Good arguments of _tiled_attention after so many tokens, in 4 bits."""
-    end = position + s.T
+def _cache_sample(
+    s: Sample, position: int, left_out: int = 0, *, tokens: int | None = None, values: int | None = None
+) -> dict[str, Any]:
+    """Good arguments of _tiled_attention after so many tokens, in 4 bits. `values`: the width of a head."""
+    tokens = tokens or s.T
+    end = position + tokens
     arguments: dict[str, Any] = {"k_bits": 4, "v_bits": 4, "position": position, "scale": 0.25}
-    arguments["q"] = s.values(1, 4, s.T, whole_groups(s.D))
-    for name, width, factors in (("k", s.D, False), ("v", s.V, True)):
+    arguments["q"] = s.values(1, 4, tokens, whole_groups(s.D))
+    for name, width, factors in (("k", s.D, False), ("v", values or s.V, True)):
         arguments[f"{name}_dense"] = s.values(1, 2, end - left_out, whole_groups(width))
         arguments[f"{name}_tiles"] = _tiles_of(s, width, -(-end // TILE), 4, factors)
     return arguments
@@ -335,13 +338,16 @@ def _sealed_sample(s: Sample, bits: int, factors: bool) -> dict[str, Any]:
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
     others, keys = s.of("sinks[4] gate[1, T, 4, 1]", softcap=20.0), 300 + s.T
+    mask = s.values(1, 1, s.T, keys) > 0.0
+    mask[..., TILE : 2 * TILE] = False  # no token sees tile 1
     # Tile 1 is seen in part, and what lies behind it is not.
     key_range = torch.tensor([[140, 200]], dtype=torch.int32, device=s.device)
     latents = {"v_tiles": None, "v_dense": s.values(1, 2, keys, whole_groups(s.V)), "dtype": "float32"}
     return [
         _cache_sample(s, 5),
+        _cache_sample(s, 250, tokens=12, values=96),
         _cache_sample(s, 389, left_out=TILE) | others,
-        {"attn_mask": s.values(1, 1, s.T, keys) > 0.0},
+        {"attn_mask": mask},
         {"key_range": key_range},
         latents,
         *(change for bits in ((4, 2), (2, 4), (2, 2)) for change in _in_bits(s, *bits)),
