@@ -1,12 +1,13 @@
 """Sequences whose caches hold tiles of 4 and 2 bits: beside others, with drafts, behind cached prefixes."""
 
 import random
+import shutil
 
 import pytest
 import torch
 from support import jobs
 from support.speculative import Answered, Partly, settings
-from support.sweep import rows_in_sweep
+from support.sweep import in_sweep, rows_in_sweep
 from support.tiles import TILE, tiny_model_of
 
 import torch_moe_mps
@@ -96,6 +97,26 @@ def test_a_turn_behind_a_restart(architecture, bits, tmp_path):
     eight = jobs.Asked(ids, 3)
     answer(model, Disk(tmp_path, MEMORY), eight)
     assert eight.job.usage.disk_tokens == 0
+
+
+@pytest.mark.slow("a server for each damaged file")
+@pytest.mark.parametrize("bits", in_sweep([4, "k4v2"], ["k4v2"]))
+@torch.no_grad()
+def test_damaged_blocks(bits, tmp_path):
+    """What is in front of a damaged block is used, and tokens are those of a model that computes all."""
+    model, ids, used = model_of("qwen3_moe", bits), jobs.ids_of(1, 600), []
+    answer(model, Disk(tmp_path / "whole", MEMORY), jobs.Asked(ids, 2))
+    files = sorted((tmp_path / "whole").glob("*/*"))
+    for number, path in enumerate(files):
+        folder, content = tmp_path / str(number), path.read_bytes()
+        shutil.copytree(tmp_path / "whole", folder)
+        damaged = content[: len(content) // 2] if number % 2 else content[:-1] + bytes([content[-1] ^ 1])
+        (folder / path.parent.name / path.name).write_bytes(damaged)
+        asked = jobs.Asked(torch.cat((ids, jobs.ids_of(2, 9)), 1), 6)
+        answer(model, Disk(folder, MEMORY), asked)
+        assert asked.tokens == asked.expected(model)
+        used.append(asked.job.usage.disk_tokens)
+    assert sorted(used) == [0, 256, 512]
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ WIDTHS = (64, 96, 128, 256)
 
 def has_kernel(case: Attention) -> bool:
     """ScaledDotProductAttention::use_fallback."""
-    plain = case.bits == 16 and not case.gated
+    plain = type(case) is Attention and case.bits == 16 and not case.gated
     return plain and case.tokens <= 8 and case.width == case.value_width and case.width in WIDTHS
 
 
