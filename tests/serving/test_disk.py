@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from support import jobs, tiny_models
-from support.jobs import octets_of
+from support.jobs import MEMORY, answer, octets_of
 from support.models import eager
 from support.sweep import in_sweep
 
@@ -23,7 +23,6 @@ from torch_moe_mps.serving.prefix_cache.files import Files, WriterThread
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 pytestmark = pytest.mark.own_gpu
-MEMORY = 1 << 30
 LONG = torch.randint(2, 90, (1, 70), generator=torch.Generator().manual_seed(0))
 
 
@@ -42,18 +41,6 @@ class Asked(jobs.Asked):
     def __init__(self, ids: torch.Tensor, new: int = 6):
         super().__init__(ids, new)
         self.ids = ids
-
-
-def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
-    """Answers by a new server, which ends."""
-    prompts = PrefixCache(MEMORY, disk=disk)
-    batch = Engine(model, prompts, 4)
-    batch.submit(*(each.job for each in asked))
-    while batch.has_work:
-        batch.step()
-        prompts.store()
-    prompts.close()
-    return prompts
 
 
 def turn(asked: Asked, *more: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from support import jobs
+from support.jobs import MEMORY, answer
 from support.speculative import Answered, Partly, settings
 from support.sweep import in_sweep, rows_in_sweep
 from support.tiles import TILE, tiny_model_of
@@ -17,7 +18,6 @@ from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch_moe_mps. kv_bits=.* is for layers that hold")
-MEMORY = 1 << 30
 # Heads, sinks and windows, latents, two of them a layer, shared keys, blocks of an indexer, states beside.
 ARCHITECTURES = (
     "qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "qwen3_next", "glm4_moe", "gemma3", "gemma4",
@@ -62,17 +62,6 @@ def test_random_jobs_beside_each_alone(architecture, bits):
     assert drafted.batch.drafts.drafting.accepted > 0
     layers = [layer for kept in plain.batch.prefix_cache.kept for layer in kept.cache.layers]
     assert any(isinstance(layer, TiledLayer) for layer in layers)
-
-
-def answer(model, disk: Disk | None, *asked: jobs.Asked) -> None:
-    """Answers by a new server, which ends."""
-    prompts = PrefixCache(MEMORY, disk=disk)
-    batch = Engine(model, prompts, 4)
-    batch.submit(*(each.job for each in asked))
-    while batch.has_work:
-        batch.step()
-        prompts.store()
-    prompts.close()
 
 
 @pytest.mark.slow("three servers")

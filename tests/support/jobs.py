@@ -12,7 +12,10 @@ from support.models import eager
 from torch_moe_mps.serving.engine.engine import Engine
 from torch_moe_mps.serving.engine.job import Job
 from torch_moe_mps.serving.engine.loop import EngineThread
+from torch_moe_mps.serving.prefix_cache.disk import Disk
 from torch_moe_mps.serving.prefix_cache.memory import PrefixCache
+
+MEMORY = 1 << 30  # bytes, more than any prefixes of these models take
 
 
 @functools.cache
@@ -56,6 +59,18 @@ class Asked:
     def expected(self, model) -> list[int]:
         ids = self.job.inputs["input_ids"].to(model.device)
         return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
+
+
+def answer(model, disk: Disk | None, *asked: Asked) -> PrefixCache:
+    """Answers by a new server, which ends."""
+    prompts = PrefixCache(MEMORY, disk=disk)
+    batch = Engine(model, prompts, 4)
+    batch.submit(*(each.job for each in asked))
+    while batch.has_work:
+        batch.step()
+        prompts.store()
+    prompts.close()
+    return prompts
 
 
 def on_thread(engine: EngineThread, function=lambda: None) -> None:

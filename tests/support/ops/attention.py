@@ -47,6 +47,17 @@ def key_range(d, batch: int, keys: int) -> Tensor:
     return torch.tensor([[d.one(*numbers), d.one(*numbers)] for _ in range(batch)]).int().view(batch, 2)
 
 
+def draw_mask(d, batch: int, key_heads: int, tokens: int, keys: int) -> Tensor:
+    """[B or 1, Hk or 1, T, S] of booleans or numbers that are added, or [.., .., T, ceil(S / 32)] of bits."""
+    rows = d.one(1, batch), d.one(1, key_heads), tokens
+    shown = torch.rand(*rows, keys, generator=d.generator) < 0.7
+    number = d.dtype()
+    added = torch.randn(shown.shape, generator=d.generator).to(number)
+    hidden = d.one(-math.inf, torch.finfo(number).min)
+    bits = torch.randint(-(2**31), 2**31, (*rows, -(-keys // 32)), generator=d.generator).int()
+    return d.one(shown, added.masked_fill(~shown, hidden), bits)
+
+
 def draw_cached_attention(d):
     return {name: value for name, value in draw__cached_attention(d, False).items() if name not in STEP}
 
@@ -61,13 +72,7 @@ def draw__cached_attention(d, may_have_tail: bool = True):
     kind = d.one("order", "mask", "indices", *["tail"] * may_have_tail)
     quantised = quantised and kind != "tail"
     if kind == "mask":
-        rows = d.one(1, batch), d.one(1, key_heads), tokens
-        shown = torch.rand(*rows, keys, generator=d.generator) < 0.7
-        number = d.dtype()
-        added = torch.randn(shown.shape, generator=d.generator).to(number)
-        hidden = d.one(-math.inf, torch.finfo(number).min)
-        bits = torch.randint(-(2**31), 2**31, (*rows, -(-keys // 32)), generator=d.generator).int()
-        mask = d.one(shown, added.masked_fill(~shown, hidden), bits)
+        mask = draw_mask(d, batch, key_heads, tokens, keys)
     lookahead = d.one(0, 3, 2**40) if kind == "order" else 0
     block = d.one(1, 1, 7, 32) if kind == "indices" else 1
     indices, tail = None, d.one(5, 1, 70, 0)

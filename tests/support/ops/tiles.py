@@ -1,14 +1,12 @@
 """Operators of the family tiles: valid arguments, results in float64, and invalid arguments."""
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from support import oracles, oracles_sequence
 from support.ops import wrong
-from support.ops.attention import key_range
+from support.ops.attention import draw_mask, key_range
 from support.oracles import FLOAT32_EPS, exact, round_to
 from support.oracles_operators import Expected
 from torch_moe_mps.ops._checks import dtype_name
@@ -152,13 +150,7 @@ def draw__tiled_attention(d):
     rows, tiles = end - left_out, max(0, end - 1) // TILE + d.one(0, 2)
     mask, kind = None, d.one("order", "mask")
     if kind == "mask":
-        shape = d.one(1, batch), d.one(1, key_heads), tokens
-        shown = torch.rand(*shape, end, generator=d.generator) < 0.7
-        number = d.dtype()
-        added = torch.randn(shown.shape, generator=d.generator).to(number)
-        hidden = d.one(-math.inf, torch.finfo(number).min)
-        bits = torch.randint(-(2**31), 2**31, (*shape, -(-end // 32)), generator=d.generator).int()
-        mask = d.one(shown, added.masked_fill(~shown, hidden), bits)
+        mask = draw_mask(d, batch, key_heads, tokens, end)
     return {
         "q": d.values(batch, heads, tokens, width, dtype=dtype),
         "k_dense": d.values(batch, key_heads, rows, width, dtype=dtype),

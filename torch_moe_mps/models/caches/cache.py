@@ -147,7 +147,8 @@ def _refuse_bits(cache: Any, bits: KVBits) -> NoReturn:
 def grow(cache: Any, bits: KVBits | None) -> str | None:
     """Lets the layers of a cache grow in place, and hold so many bits.
 
-    Returns: the name of a class of layers that holds keys and is not known, if there is one."""
+    Returns: the name of a class of layers that holds keys and is not known, if there is one.
+    """
     unknown = None
     for layer in cache.layers:
         plain: Any = type(layer)
